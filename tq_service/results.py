@@ -733,7 +733,7 @@ class ServiceStatus:
         """Storage services without adopted entries, so their bytes and quotas can be summed."""
         return [storage for storage in self.storages if not storage.is_adopted]
 
-    def heir_of(self, adopted: StorageStatus) -> str | None:
+    def successor_of(self, adopted: StorageStatus) -> str | None:
         """Return the name of the storage service that took over these puts, or None if it has not registered."""
         return next((each.storage_id for each in self.own_storages if each.address == adopted.address), None)
 

@@ -105,7 +105,7 @@ def test_what_has_left_memory_is_shown_where_some_has(monkeypatch: pytest.Monkey
     assert header[3:] == ["mirror answers, 0 bytes unmirrored, 0 puts lacking copies, 5.6 MB mirror-only"]
 
 
-def test_an_heir_that_has_not_registered_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_successor_that_has_not_registered_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "taken over by another service" in " ".join(words(listed(monkeypatch, MIRRORED[1])))
 
 

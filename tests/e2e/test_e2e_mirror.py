@@ -143,7 +143,7 @@ def test_killed_storage_services_lose_nothing_that_was_acknowledged(
     firsts = [0]
     put(client, 0)
     with Load(cluster, firsts) as load:
-        for count in (1, 2):  # the second one may be the heir of the first
+        for count in (1, 2):  # the second one may be the successor of the first
             target = len(firsts) + 20
             while len(firsts) < target and not load.errors:
                 threading.Event().wait(0.01)
@@ -166,7 +166,7 @@ def test_a_controller_that_starts_in_the_middle_has_the_puts_taken_over(cluster:
     firsts = list(range(0, 10 * _ROWS, _ROWS))
     for first in firsts:
         put(client, first)
-    heir = cluster.add_storage("two")
+    successor = cluster.add_storage("two")
     cluster.storages["one"].kill()
     cluster.controller.kill()
     cluster.controller.restart()
@@ -177,7 +177,7 @@ def test_a_controller_that_starts_in_the_middle_has_the_puts_taken_over(cluster:
     cluster.controller.restart()
     for first in firsts:
         check(client, first, skipped=2 if first == 0 else 0)
-    assert heir.exit_code is None
+    assert successor.exit_code is None
 
 
 def test_a_service_that_comes_back_empty_takes_its_own_puts_over(cluster: Cluster) -> None:

@@ -46,7 +46,7 @@ def name() -> ObjectName:
     return new_name()
 
 
-async def test_a_copy_on_the_own_node_counts_for_an_heir_and_not_for_a_writer(
+async def test_a_copy_on_the_own_node_counts_for_a_successor_and_not_for_a_writer(
     store: ObjectStore, beside: ObjectStore, name: ObjectName
 ) -> None:
     assert await store.put(str(name), [b"of another node"], copies=2) == 2

@@ -73,7 +73,7 @@ async def test_a_frame_has_mirrors_and_counts_what_was_taken_over_once() -> None
     plain, frame = await frames_of(status(), status(storages=mirrored()))
     assert (plain["status"]["storages"][0]["mirror"], plain["status"]["storages"][0]["is_adopted"]) == (None, False)
     shown = frame["status"]["storages"]
-    assert [(each["storage_id"], each["is_adopted"], each["heir"]) for each in shown] == [
+    assert [(each["storage_id"], each["is_adopted"], each["successor"]) for each in shown] == [
         ("s0", False, None), ("s0", True, "s1"), ("s1", False, None), ("s2", False, None),
     ]  # fmt: skip
     assert [each["mirror"] and each["mirror"]["is_reachable"] for each in shown] == [False, None, True, None]

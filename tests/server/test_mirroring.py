@@ -55,28 +55,30 @@ async def test_an_engine_that_cannot_be_reached_yet_is_shown_so_until_it_answers
 
 async def test_what_was_taken_over_for_another_controller_is_looked_up_again():
     pool = MemoryPool({"one": 1 << 20, "two": 1 << 20})
-    lost, heir = mirroring_of(pool), mirroring_of(pool)
+    lost, successor = mirroring_of(pool), mirroring_of(pool)
     mirror, writer = lost.mirror_of("s", b"b" * 16, Registration())
-    own = StorageEngine(max_bytes=None, storage_id="heir", put_ttl_seconds=7.0)
+    own = StorageEngine(max_bytes=None, storage_id="successor", put_ttl_seconds=7.0)
     running = [
         asyncio.create_task(lost.run(mirror, lambda _: asyncio.sleep(0))),
         asyncio.create_task(
-            heir.run(heir.mirror_of("heir", b"h" * 16, Registration())[0], lambda _: asyncio.sleep(3600))
+            successor.run(successor.mirror_of("successor", b"h" * 16, Registration())[0], lambda _: asyncio.sleep(3600))
         ),
     ]
     put = PutStored(
         put_id=b"p" * 16, partition_id="train", row_count=1, columns=(), row_sets=(), size_bytes=0, owner=b"o" * 16
     )
-    while not mirror.stat().is_reachable or not heir._opened.is_set():  # noqa: ASYNC110  (there is no event)
+    while not mirror.stat().is_reachable or not successor._opened.is_set():  # noqa: ASYNC110  (there is no event)
         await asyncio.sleep(0)
-    first = await heir.take_over("s", b"b" * 16, own, b"1" * 16)
-    assert await heir.take_over("s", b"b" * 16, own, b"1" * 16) is first  # a call that is repeated
+    first = await successor.take_over("s", b"b" * 16, own, b"1" * 16)
+    assert await successor.take_over("s", b"b" * 16, own, b"1" * 16) is first  # a call that is repeated
     assert (first.engine.stat().put_count, first.engine.put_ttl_seconds) == (0, 7.0)
     await writer.write(b"o" * 16, "train", [b"p" * 16], pack_puts([(encode_put(put), [])]))
     pool.gate = asyncio.Event()
-    late = asyncio.create_task(heir.take_over("s", b"b" * 16, own, b"2" * 16))
+    late = asyncio.create_task(successor.take_over("s", b"b" * 16, own, b"2" * 16))
     await asyncio.sleep(0)
-    asking = asyncio.create_task(heir.take_over("s", b"b" * 16, own, b"3" * 16))  # while that one looks into the mirror
+    asking = asyncio.create_task(
+        successor.take_over("s", b"b" * 16, own, b"3" * 16)
+    )  # while that one looks into the mirror
     await asyncio.sleep(0)
     pool.gate.set()
     with pytest.raises(UnavailableError, match="was lost again"):
@@ -84,12 +86,12 @@ async def test_what_was_taken_over_for_another_controller_is_looked_up_again():
     again = await asking
     assert again.engine.run_id == b"3" * 16
     assert again.engine.stat().put_count == 1
-    assert heir.adopted == {b"b" * 16: again}
+    assert successor.adopted == {b"b" * 16: again}
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
-    await heir.leave(again)
-    await asyncio.gather(heir.close(), lost.close())
+    await successor.leave(again)
+    await asyncio.gather(successor.close(), lost.close())
 
 
 @pytest.mark.parametrize(

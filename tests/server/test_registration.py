@@ -101,58 +101,60 @@ async def test_a_service_comes_back_to_its_name_when_the_other_one_with_it_is_si
             assert registry.endpoint_of("a", heartbeat.storage.boot_id) == heartbeat.storage
 
 
-def lost_and_heirs(count=1):
+def lost_and_successors(count=1):
     """Return a storage service, the same that comes back empty, and others that have taken the puts of the first."""
     lost, back = (registration("a", boot_id=run * 16, run_id=run * 16, port=run[0]) for run in (b"1", b"2"))
-    heirs = [registration("a", boot_id=b"1" * 16, run_id=bytes([number]) * 16, port=number) for number in range(count)]
-    for each in (lost, back, *heirs):
+    successors = [
+        registration("a", boot_id=b"1" * 16, run_id=bytes([number]) * 16, port=number) for number in range(count)
+    ]
+    for each in (lost, back, *successors):
         each.mirror.url = "file:///m"
-    for each in heirs:
+    for each in successors:
         each.is_adopted = True
-    return lost, back, *heirs
+    return lost, back, *successors
 
 
-def ask(registry, instance, heir):
+def ask(registry, instance, successor):
     """Have it noted that a storage service was asked to take over what is lost; it shows that when it registers."""
     lost = registry.adoptions.lost[instance]
-    lost.heir = f"heir-{heir.storage.address}"
-    heir.run_id = lost.search_id
+    lost.successor = f"successor-{successor.storage.address}"
+    successor.run_id = lost.search_id
 
 
-async def test_a_lost_service_counts_once_and_an_heir_that_registers_again_not_at_all():
+async def test_a_lost_service_counts_once_and_a_successor_that_registers_again_not_at_all():
     """A controller that has started again hears of what was taken over before, which it has not lost."""
-    lost, back, heir = lost_and_heirs()
+    lost, back, successor = lost_and_successors()
     async with registry_of() as registry:
         for heartbeat in (lost, back, back):
             registry.on_heartbeat(heartbeat)
         assert registry.adoption_counts() == (1, 0)
-        ask(registry, ("a", b"1" * 16), heir)
+        ask(registry, ("a", b"1" * 16), successor)
         for _ in range(2):
-            registry.on_heartbeat(heir)
+            registry.on_heartbeat(successor)
         assert registry.adoption_counts() == (1, 1)
     async with registry_of() as registry:
-        registry.on_heartbeat(heir)
+        registry.on_heartbeat(successor)
         assert registry.adoption_counts() == (0, 0)
 
 
 async def test_no_put_is_committed_at_a_storage_service_that_is_lost():
-    """It may live, cut off from the controller alone, and take puts that its heir has not seen in the mirror."""
-    lost, back, heir = lost_and_heirs()
+    """It may live, cut off from the controller alone, and take puts that its successor has not seen in the mirror."""
+    lost, back, successor = lost_and_successors()
     put = Put("a", b"1" * 16, os.urandom(16))
     async with registry_of() as registry:
         registry.on_heartbeat(lost)
         registry.require(put)
         registry.adoptions.lose(put[:2], "file:///m")  # it is silent, and nothing has taken its name
-        ask(registry, put[:2], heir)
-        for heartbeat in (heir, back):
+        ask(registry, put[:2], successor)
+        for heartbeat in (successor, back):
             with pytest.raises(DataLossError, match=r"was lost after this put.* put the data again"):
                 registry.require(put)
             registry.on_heartbeat(heartbeat)
         registry.require(Put("a", b"2" * 16, os.urandom(16)))
 
 
-async def test_an_heir_of_before_the_lost_one_was_here_lets_go():
-    lost, back, early, asked = lost_and_heirs(2)
+async def test_a_successor_of_before_the_lost_one_was_here_lets_go():
+    lost, back, early, asked = lost_and_successors(2)
     async with registry_of() as registry:
         registry.on_heartbeat(lost)
         with pytest.raises(PreconditionError, match="registered under instance id"):
@@ -161,7 +163,7 @@ async def test_an_heir_of_before_the_lost_one_was_here_lets_go():
         with pytest.raises(PreconditionError, match="release them"):
             registry.on_heartbeat(early)
         ask(registry, ("a", b"1" * 16), asked)
-        with pytest.raises(PreconditionError, match="are being taken over by 'heir-localhost:1'"):
+        with pytest.raises(PreconditionError, match="are being taken over by 'successor-localhost:1'"):
             registry.on_heartbeat(early)
         for _ in range(2):
             registry.on_heartbeat(asked)
@@ -202,15 +204,15 @@ class Clock:
             registry.adoptions.look()
 
 
-class Heirs:
+class Successors:
     """Answers what storage services are asked: to take over."""
 
     def __init__(self, monkeypatch, answer=0):
         self.asked = []
         self.answer = answer
 
-        async def take_over(heir, instance, search_id):
-            self.asked.append((heir.storage_id, instance[0], search_id))
+        async def take_over(successor, instance, search_id):
+            self.asked.append((successor.storage_id, instance[0], search_id))
             if isinstance(self.answer, Exception):
                 raise self.answer
             return self.answer
@@ -228,9 +230,9 @@ def mirrored(*names):
 
 
 def adopted_by(lost, search_id, port):
-    heir = registration(lost.storage.storage_id, boot_id=lost.storage.boot_id, run_id=search_id, port=port)
-    heir.mirror.url, heir.is_adopted = "file:///m", True
-    return heir
+    successor = registration(lost.storage.storage_id, boot_id=lost.storage.boot_id, run_id=search_id, port=port)
+    successor.mirror.url, successor.is_adopted = "file:///m", True
+    return successor
 
 
 async def turns(count=20):
@@ -238,16 +240,16 @@ async def turns(count=20):
         await asyncio.sleep(0)
 
 
-async def heir_of_silent(registry, clock, heirs, lost, *, heard):
+async def successor_of_silent(registry, clock, successors, lost, *, heard):
     """Let one storage service be silent until another one is asked; return how "b" registers what it took over."""
     clock.go_on(registry, 6.5, heard=heard)
     await turns()
-    return adopted_by(lost, heirs.asked[0][2], ord("b"))
+    return adopted_by(lost, successors.asked[0][2], ord("b"))
 
 
 async def test_nobody_is_lost_while_the_controller_itself_takes_no_heartbeats(monkeypatch):
     """As where etcd is away, or the disk is full: all storage services are silent then, one after the other."""
-    clock, heirs, takes = Clock(monkeypatch), Heirs(monkeypatch), True
+    clock, successors, takes = Clock(monkeypatch), Successors(monkeypatch), True
     a, b = mirrored("a", "b")
     async with watched(a, b, clock=clock, takes_heartbeats=lambda: takes) as registry:
         clock.go_on(registry, 5.0)
@@ -262,11 +264,11 @@ async def test_nobody_is_lost_while_the_controller_itself_takes_no_heartbeats(mo
         assert registry.adoption_counts() == (0, 0)
         clock.go_on(registry, 7.0, heard=[b])  # and then one of them is
         await turns()
-        assert [asked[:2] for asked in heirs.asked] == [("b", "a")]
+        assert [asked[:2] for asked in successors.asked] == [("b", "a")]
 
 
 async def test_nobody_is_lost_since_the_controller_was_paused(monkeypatch):
-    clock, heirs = Clock(monkeypatch), Heirs(monkeypatch)
+    clock, successors = Clock(monkeypatch), Successors(monkeypatch)
     a, b = mirrored("a", "b")
     async with watched(a, b, clock=clock) as registry:
         clock.go_on(registry, 1.0, heard=[a, b])
@@ -275,12 +277,12 @@ async def test_nobody_is_lost_since_the_controller_was_paused(monkeypatch):
         clock.go_on(registry, 3.0)
         clock.go_on(registry, 2.0, heard=[a, b])
         assert registry.adoption_counts() == (0, 0)
-        assert not heirs.asked
+        assert not successors.asked
 
 
 @pytest.mark.parametrize("answer", [UnavailableError("the mirror is away"), DeadlineError("slow"), 3])
-async def test_one_that_was_silent_may_come_back_until_its_heir_has_registered(monkeypatch, answer):
-    clock, heirs = Clock(monkeypatch), Heirs(monkeypatch, answer)
+async def test_one_that_was_silent_may_come_back_until_its_successor_has_registered(monkeypatch, answer):
+    clock, successors = Clock(monkeypatch), Successors(monkeypatch, answer)
     a, b = mirrored("a", "b")
     async with watched(a, b, clock=clock) as registry:
         clock.go_on(registry, 7.0, heard=[b])
@@ -290,11 +292,11 @@ async def test_one_that_was_silent_may_come_back_until_its_heir_has_registered(m
         assert registry.counts() == {"available": 2, "silent": 0, "lost": 0}
         registry.require(Put("a", b"a" * 16, b"p" * 16))
         with pytest.raises(PreconditionError, match="registered under instance id"):  # so that it lets go
-            registry.on_heartbeat(adopted_by(a, heirs.asked[0][2], ord("b")))
+            registry.on_heartbeat(adopted_by(a, successors.asked[0][2], ord("b")))
         registry.on_heartbeat(a)
-        clock.go_on(registry, 7.0, heard=[b])  # lost again: the heir of then has not seen what was put since
+        clock.go_on(registry, 7.0, heard=[b])  # lost again: the successor of then has not seen what was put since
         await turns()
-        first, second = heirs.asked[0][2], heirs.asked[-1][2]
+        first, second = successors.asked[0][2], successors.asked[-1][2]
         assert first != second
         with pytest.raises(PreconditionError, match="are being taken over"):
             registry.on_heartbeat(adopted_by(a, first, ord("b")))
@@ -303,60 +305,60 @@ async def test_one_that_was_silent_may_come_back_until_its_heir_has_registered(m
             registry.on_heartbeat(a)
 
 
-async def test_an_heir_that_takes_long_is_asked_again_and_no_other_one(monkeypatch):
-    clock, heirs = Clock(monkeypatch), Heirs(monkeypatch, DeadlineError("slow"))
+async def test_a_successor_that_takes_long_is_asked_again_and_no_other_one(monkeypatch):
+    clock, successors = Clock(monkeypatch), Successors(monkeypatch, DeadlineError("slow"))
     a, b, c = mirrored("a", "b", "c")
     async with watched(a, b, c, clock=clock) as registry:
         clock.go_on(registry, 6.5, heard=[b, c])
         for _ in range(5):
             await turns()
             clock.go_on(registry, 0.5, heard=[b, c])
-        asked = {heir for heir, *_ in heirs.asked}
+        asked = {successor for successor, *_ in successors.asked}
         assert len(asked) == 1
-        assert len(heirs.asked) > 3
-        assert len({search_id for *_, search_id in heirs.asked}) == 1
+        assert len(successors.asked) > 3
+        assert len({search_id for *_, search_id in successors.asked}) == 1
         for _ in range(30):  # but not for ever
             await turns()
             clock.go_on(registry, 0.5, heard=[b, c])
-        assert {heir for heir, *_ in heirs.asked} == {"b", "c"}
+        assert {successor for successor, *_ in successors.asked} == {"b", "c"}
 
 
-async def test_the_next_heir_is_asked_where_one_refuses_and_the_first_to_register_has_the_puts(monkeypatch):
-    clock, heirs = Clock(monkeypatch), Heirs(monkeypatch, UnavailableError("its mirror is away"))
+async def test_the_next_successor_is_asked_where_one_refuses_and_the_first_to_register_has_the_puts(monkeypatch):
+    clock, successors = Clock(monkeypatch), Successors(monkeypatch, UnavailableError("its mirror is away"))
     a, b, c = mirrored("a", "b", "c")
     async with watched(a, b, c, clock=clock) as registry:
-        heir = await heir_of_silent(registry, clock, heirs, a, heard=[b, c])
+        successor = await successor_of_silent(registry, clock, successors, a, heard=[b, c])
         clock.go_on(registry, 0.5, heard=[b, c])
         await turns()
-        assert {heir for heir, *_ in heirs.asked} == {"b", "c"}
-        registry.on_heartbeat(heir)  # it could after all
+        assert {successor for successor, *_ in successors.asked} == {"b", "c"}
+        registry.on_heartbeat(successor)  # it could after all
         with pytest.raises(PreconditionError, match="alive; release them"):
-            registry.on_heartbeat(adopted_by(a, heir.run_id, ord("c")))
+            registry.on_heartbeat(adopted_by(a, successor.run_id, ord("c")))
         assert registry.adoption_counts() == (1, 1)
 
 
-async def test_an_heir_that_was_silent_may_come_back_too(monkeypatch):
-    clock, heirs = Clock(monkeypatch), Heirs(monkeypatch, UnavailableError("the mirror is away"))
+async def test_a_successor_that_was_silent_may_come_back_too(monkeypatch):
+    clock, successors = Clock(monkeypatch), Successors(monkeypatch, UnavailableError("the mirror is away"))
     a, b, c = mirrored("a", "b", "c")
     async with watched(a, b, c, clock=clock) as registry:
-        heir = await heir_of_silent(registry, clock, heirs, a, heard=[b, c])
-        heir.put_count = 1
-        registry.on_heartbeat(heir)
+        successor = await successor_of_silent(registry, clock, successors, a, heard=[b, c])
+        successor.put_count = 1
+        registry.on_heartbeat(successor)
         clock.go_on(registry, 7.0, heard=[b, c])
         await turns()
         assert registry.counts()["lost"] == 1
-        registry.on_heartbeat(heir)
+        registry.on_heartbeat(successor)
         assert registry.counts()["lost"] == 0
         assert registry.endpoint_of("a", a.storage.boot_id).address == f"localhost:{ord('b')}"
 
 
 async def test_what_a_storage_service_had_taken_over_is_lost_when_it_starts_again(monkeypatch):
     """Its readers are not to hear from the new process that their samples are gone."""
-    clock, heirs = Clock(monkeypatch), Heirs(monkeypatch)
+    clock, successors = Clock(monkeypatch), Successors(monkeypatch)
     a, b, c = mirrored("a", "b", "c")
     async with watched(a, b, c, clock=clock) as registry:
-        heir = await heir_of_silent(registry, clock, heirs, a, heard=[b, c])
-        registry.on_heartbeat(heir)
+        successor = await successor_of_silent(registry, clock, successors, a, heard=[b, c])
+        registry.on_heartbeat(successor)
         instance = "a", a.storage.boot_id
         assert registry.endpoint_of(*instance).address == f"localhost:{ord('b')}"
         moved = mirrored("b")[0]
@@ -371,7 +373,9 @@ async def test_what_a_storage_service_had_taken_over_is_lost_when_it_starts_agai
         assert registry.endpoint_of("b", b.storage.boot_id) is None
         clock.go_on(registry, 0.5, heard=[again, c])
         await turns()
-        assert [asked[1] for asked in heirs.asked] == ["a", "a", "b"] or [asked[1] for asked in heirs.asked] == [
+        assert [asked[1] for asked in successors.asked] == ["a", "a", "b"] or [
+            asked[1] for asked in successors.asked
+        ] == [
             "a",
             "b",
             "a",
@@ -390,6 +394,6 @@ async def test_after_a_start_of_the_controller_it_is_open_who_has_an_instance_th
         registry.on_heartbeat(back)
         found = registry.endpoint_of("a", a.storage.boot_id)
         assert (found is None) == has_mirror  # else it is gone, as the process that is there says
-        heir = adopted_by(a, b"search", 2)
-        registry.on_heartbeat(heir)  # of the controller before
-        assert registry.endpoint_of("a", a.storage.boot_id) == heir.storage
+        successor = adopted_by(a, b"search", 2)
+        registry.on_heartbeat(successor)  # of the controller before
+        assert registry.endpoint_of("a", a.storage.boot_id) == successor.storage

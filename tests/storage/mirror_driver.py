@@ -42,7 +42,7 @@ class Nodes:
         self.engine = self.mirror = self.writer = self._objects = self._running = None
         self.may_remove = True
 
-    def heir(self):
+    def successor(self):
         """Return one on other nodes with the same pool, which may take over while this one goes on."""
         other = Nodes(copies=self.copies, required=self.required, **self.settings)
         other.pool, other.names = self.pool, self.names
@@ -75,7 +75,7 @@ class Nodes:
     async def left(self):
         """Return what is found in the mirror: now by asking for names, now by listing them."""
         objects = (ListingObjects if len(self.pool.objects) % 2 else PoolObjects)(self.pool)
-        await objects.open("heir", 0)
+        await objects.open("successor", 0)
         return await find_left(objects, self.names, copies=self.copies)
 
     async def take_over(self):

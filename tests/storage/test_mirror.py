@@ -100,9 +100,9 @@ async def test_with_none_required_a_put_is_complete_at_once_and_mirrored_after()
     nodes.pool.gate.set()
     await turns_until(lambda: not engine.stat().mirror.unmirrored_bytes)
     await nodes.kill()
-    heir = await nodes.take_over()
-    await heir.check([put_id(1)])
-    assert np.array_equal(read(heir, [1], runs(["x"], (0, 0, 4)))["x"], LARGE["x"])
+    successor = await nodes.take_over()
+    await successor.check([put_id(1)])
+    assert np.array_equal(read(successor, [1], runs(["x"], (0, 0, 4)))["x"], LARGE["x"])
     await nodes.kill()
 
 
@@ -132,31 +132,31 @@ async def test_one_that_may_be_taken_for_lost_removes_nothing():
     await nodes.kill()
 
 
-async def test_what_a_lost_one_puts_that_goes_on_is_found_by_the_next_heir():
+async def test_what_a_lost_one_puts_that_goes_on_is_found_by_the_next_successor():
     """It was cut off from the controller, taken over, heard of again by another controller, and lost for good then."""
     nodes = Nodes()
     await put(await nodes.start(), 1, small(1))
-    first = nodes.heir()
+    first = nodes.successor()
     await put(await first.take_over(), 2, small(2))
     await first.listed()
     await put(nodes.engine, 3, small(3))  # after the list of the generation that is later than its own
     await first.kill()
     await nodes.kill()
-    second = nodes.heir()
-    heir = await second.take_over()
-    await heir.check([put_id(number) for number in (1, 2, 3)])
+    second = nodes.successor()
+    successor = await second.take_over()
+    await successor.check([put_id(number) for number in (1, 2, 3)])
     for number in (1, 2, 3):
-        assert read(heir, [number], runs(["x"], (0, 0, 4)))["x"][0, 0] == number
+        assert read(successor, [number], runs(["x"], (0, 0, 4)))["x"][0, 0] == number
     await second.kill()
 
 
-async def test_a_put_that_an_heir_has_dropped_is_not_brought_back_by_an_older_list():
+async def test_a_put_that_a_successor_has_dropped_is_not_brought_back_by_an_older_list():
     nodes = Nodes()
     engine = await nodes.start()
     await asyncio.gather(put(engine, 1, small(1)), put(engine, 2, small(2)))  # one object
     await nodes.listed()
     await nodes.kill()
-    first = nodes.heir()
+    first = nodes.successor()
     (await first.take_over()).free([cells(1)])
     await first.listed()
     await first.kill()
@@ -172,13 +172,13 @@ async def test_what_is_damaged_in_the_mirror_is_lost_and_nothing_else():
     await nodes.kill()
     held = nodes.pool.objects[nodes.put_objects()[0]]
     held.data = held.data[:-1] + bytes([held.data[-1] ^ 1])
-    heir = await nodes.take_over()
-    kept = reconcile(heir, [cells(1), cells(2)])
+    successor = await nodes.take_over()
+    kept = reconcile(successor, [cells(1), cells(2)])
     assert kept.missing_count == 0
-    await heir.check([put_id(1), put_id(2)])
+    await successor.check([put_id(1), put_id(2)])
     with pytest.raises(DataLossError, match="do not match their checksum"):
-        read(heir, [1], runs(["x"], (0, 0, 4)))
-    assert np.array_equal(read(heir, [2], runs(["x"], (0, 0, 4)))["x"], LARGE["x"])
+        read(successor, [1], runs(["x"], (0, 0, 4)))
+    assert np.array_equal(read(successor, [2], runs(["x"], (0, 0, 4)))["x"], LARGE["x"])
     await nodes.kill()
 
 
@@ -187,13 +187,13 @@ async def test_a_read_of_a_put_that_cannot_be_fetched_now_is_to_be_tried_again()
     engine = await nodes.start()
     await put(engine, 1, LARGE)
     await nodes.kill()
-    heir = await nodes.take_over()
+    successor = await nodes.take_over()
     nodes.pool.refusal = UnavailableError("not now")
     with pytest.raises(UnavailableError, match="not now"):
-        await heir.check([put_id(1)])
+        await successor.check([put_id(1)])
     nodes.pool.refusal = None
-    await heir.check([put_id(1)])
-    assert np.array_equal(read(heir, [1], runs(["x"], (0, 0, 4)))["x"], LARGE["x"])
+    await successor.check([put_id(1)])
+    assert np.array_equal(read(successor, [1], runs(["x"], (0, 0, 4)))["x"], LARGE["x"])
     await nodes.kill()
 
 

@@ -180,7 +180,7 @@ async def test_a_put_that_is_being_read_has_its_memory_until_the_end(nodes, cloc
     assert engine.stat().used_bytes == 6 * PUT_BYTES
 
 
-async def test_what_an_heir_took_over_leaves_memory_again_beyond_its_quota(clock):
+async def test_what_a_successor_took_over_leaves_memory_again_beyond_its_quota(clock):
     """Also where its own puts never leave it: those have no other place that is sure."""
     lost = Nodes(max_bytes=8 * PUT_BYTES, reserve_share=0.0, clock=lambda: clock.now)
     await lost.start()
@@ -192,42 +192,42 @@ async def test_what_an_heir_took_over_leaves_memory_again_beyond_its_quota(clock
     for number in range(10, 16):
         await put(own, number, rows(number))
     lost.settings = {"max_bytes": None, "quota_of": own, "clock": lambda: clock.now}
-    heir = await lost.take_over()
+    successor = await lost.take_over()
     for number in range(6):
-        await heir.check([put_id(number)])
-        assert value(heir, number)
-        heir.confirm(put_id(number))
+        await successor.check([put_id(number)])
+        assert value(successor, number)
+        successor.confirm(put_id(number))
     assert own.stat().used_bytes == 12 * PUT_BYTES
     assert len(in_memory(lost, 6)) == 6  # they were read just now
     clock.now += 11
-    heir.trim()
+    successor.trim()
     assert len(in_memory(lost, 6)) <= 2
     assert own.stat().used_bytes == 12 * PUT_BYTES
-    assert heir.stat().mirror.spilled_bytes >= 4 * PUT_BYTES
+    assert successor.stat().mirror.spilled_bytes >= 4 * PUT_BYTES
     for number in range(6):
-        await heir.check([put_id(number)])
-        assert value(heir, number)
+        await successor.check([put_id(number)])
+        assert value(successor, number)
     for number in range(10, 16):
         assert value(own, number)
-    heir.free([cells(number) for number in range(6)])
+    successor.free([cells(number) for number in range(6)])
     await turns_until(lambda: own.stat().used_bytes == 6 * PUT_BYTES)
     await lost.kill()
 
 
-async def test_an_heir_fetches_no_more_than_there_is_memory_for(nodes):
+async def test_a_successor_fetches_no_more_than_there_is_memory_for(nodes):
     for number in range(10):
         await put(nodes.engine, number, rows(number))
     await nodes.listed()
     await nodes.kill()
-    heir = await nodes.take_over()
-    scrubbing = asyncio.create_task(heir.scrub())
-    await turns_until(lambda: heir.stat().used_bytes >= 4 * PUT_BYTES)
+    successor = await nodes.take_over()
+    scrubbing = asyncio.create_task(successor.scrub())
+    await turns_until(lambda: successor.stat().used_bytes >= 4 * PUT_BYTES)
     for _ in range(200):
         await asyncio.sleep(0)
-    assert heir.stat().used_bytes <= 5 * PUT_BYTES
+    assert successor.stat().used_bytes <= 5 * PUT_BYTES
     for number in range(10):
-        await heir.check([put_id(number)])
-        assert value(heir, number)
+        await successor.check([put_id(number)])
+        assert value(successor, number)
     scrubbing.cancel()
     await asyncio.gather(scrubbing, return_exceptions=True)
 
@@ -254,14 +254,14 @@ async def test_cells_freed_of_what_was_taken_over_do_not_bring_it_into_memory_be
         await put(nodes.engine, number, rows(number))
     await nodes.listed()
     await nodes.kill()
-    heir = await nodes.take_over()
-    heir.free([cells(number, 1, 2) for number in range(10)])
-    scrubbing = asyncio.create_task(heir.scrub())
-    await turns_until(lambda: heir.stat().used_bytes >= 2 * PUT_BYTES)
+    successor = await nodes.take_over()
+    successor.free([cells(number, 1, 2) for number in range(10)])
+    scrubbing = asyncio.create_task(successor.scrub())
+    await turns_until(lambda: successor.stat().used_bytes >= 2 * PUT_BYTES)
     for _ in range(300):
         await asyncio.sleep(0)
-    assert heir.stat().used_bytes <= 5 * PUT_BYTES
-    await heir.check([put_id(9)])
-    assert np.array_equal(read(heir, [9], runs(["x"], (0, 0, 1), (0, 3, 1)))["x"], rows(9)["x"][:2])
+    assert successor.stat().used_bytes <= 5 * PUT_BYTES
+    await successor.check([put_id(9)])
+    assert np.array_equal(read(successor, [9], runs(["x"], (0, 0, 1), (0, 3, 1)))["x"], rows(9)["x"][:2])
     scrubbing.cancel()
     await asyncio.gather(scrubbing, return_exceptions=True)

@@ -84,7 +84,7 @@ def _state(status: ServiceStatus, storage: StorageStatus) -> str:
     if storage.is_silent:
         return "silent"
     if storage.is_adopted:
-        return f"taken over by {status.heir_of(storage) or 'another service'}"
+        return f"taken over by {status.successor_of(storage) or 'another service'}"
     return "takes puts"
 
 

@@ -38,7 +38,7 @@ class _Lost:
         url: URL of the service's mirror; empty if unknown.
         since: time at which the loss was detected.
         search_id: 16 random bytes, sent by successors that have read the mirror since the loss was detected.
-        heir: name of the successor that was called last; empty if none was called yet.
+        successor: name of the successor that was called last; empty if none was called yet.
         agreed_at: time at which that successor replied that it has the puts and will register, or None.
         late_count: number of calls that the successor did not answer in time.
         refused: names of storage services that could not take over the puts.
@@ -48,7 +48,7 @@ class _Lost:
     url: str
     since: float
     search_id: bytes = field(default_factory=lambda: os.urandom(16))
-    heir: str = ""
+    successor: str = ""
     agreed_at: float | None = None
     late_count: int = 0
     refused: set[str] = field(default_factory=set)
@@ -106,9 +106,9 @@ class Adoptions:
 
     def lose_held_at(self, address: str) -> None:
         """Record that a storage service has restarted, so the instances whose puts it had taken over are lost again."""
-        for instance, heir in self.taken.items():
-            if heir.endpoint.address == address:
-                self.lose(instance, "" if heir.heard.mirror is None else heir.heard.mirror.url)
+        for instance, successor in self.taken.items():
+            if successor.endpoint.address == address:
+                self.lose(instance, "" if successor.heard.mirror is None else successor.heard.mirror.url)
 
     def lose(self, instance: Instance, url: str) -> None:
         """Record that an instance is lost, with the URL of its mirror."""
@@ -129,7 +129,7 @@ class Adoptions:
                 "another service has taken over its puts; restart it to start with an empty instance"
             )
 
-    def check_heir(self, instance: Instance, address: str, search_id: bytes) -> None:
+    def check_successor(self, instance: Instance, address: str, search_id: bytes) -> None:
         """Refuse a successor that read the mirror before the lost instance was last seen here, as it may lack puts.
 
         If several successors were called since then, the first to register gets the puts.
@@ -143,11 +143,11 @@ class Adoptions:
             PreconditionError: the successor read the mirror too early, or may have.
         """
         lost = self.lost.get(instance)
-        if lost is not None and lost.heir:
+        if lost is not None and lost.successor:
             if search_id != lost.search_id:
                 raise PreconditionError(
                     f"the puts of storage service {instance[0]!r} under instance id {instance[1].hex()} are being "
-                    f"taken over by {lost.heir!r}; release them"
+                    f"taken over by {lost.successor!r}; release them"
                 )
         elif instance in self._present:
             raise PreconditionError(
@@ -160,13 +160,13 @@ class Adoptions:
         self._present.add(instance)
         self._found(instance)
 
-    def take(self, instance: Instance, heir: RemoteStorage) -> None:
+    def take(self, instance: Instance, successor: RemoteStorage) -> None:
         """Record that an instance's puts were taken over, or that their successor has registered again."""
         # Repeated registrations of a successor, for example with a restarted controller, are not counted.
         self.taken_over_count += instance in self.lost
         self._present.discard(instance)
         self._found(instance)
-        self.taken[instance] = heir
+        self.taken[instance] = successor
 
     def _found(self, instance: Instance) -> None:
         self.expected.discard(instance)
@@ -200,14 +200,14 @@ class Adoptions:
             if each.heard.mirror is not None and each.is_silent:
                 silent.add(each.endpoint.address)
                 self.lose((each.storage_id, each.boot_id), each.heard.mirror.url)
-        for instance, heir in list(self.taken.items()):
+        for instance, successor in list(self.taken.items()):
             # An adopted instance is lost with its successor, although its last heartbeat may be slightly newer.
-            if heir.is_silent or heir.endpoint.address in silent:
-                if heir.heard.put_count:
-                    self.lose(instance, "" if heir.heard.mirror is None else heir.heard.mirror.url)
+            if successor.is_silent or successor.endpoint.address in silent:
+                if successor.heard.put_count:
+                    self.lose(instance, "" if successor.heard.mirror is None else successor.heard.mirror.url)
                 else:  # all its puts have been freed
                     del self.taken[instance]
-                    self._supervisor.start(f"leaving storage {instance[0]}", heir.close(), may_end=True)
+                    self._supervisor.start(f"leaving storage {instance[0]}", successor.close(), may_end=True)
         if self.expected and now > self._expected_until:
             if any(each.heard.mirror is not None for each in remote):
                 for instance in self.expected:
@@ -220,7 +220,7 @@ class Adoptions:
             return
         if lost.agreed_at is not None and self._clock() - lost.agreed_at < 2 * self._heartbeat_seconds:
             return  # the successor is about to register
-        heirs = [
+        successors = [
             (each.free_bytes(), each)
             for each in remote
             if each.heard.mirror is not None
@@ -228,19 +228,19 @@ class Adoptions:
             and each.storage_id not in lost.refused
             and not each.is_silent
         ]
-        if not heirs:
+        if not successors:
             lost.refused.clear()
             return
-        heir = max(heirs, key=lambda each: (each[1].storage_id == lost.heir, each[0]))[1]
-        if heir.storage_id != lost.heir:
+        successor = max(successors, key=lambda each: (each[1].storage_id == lost.successor, each[0]))[1]
+        if successor.storage_id != lost.successor:
             lost.late_count = 0
-        lost.heir, lost.agreed_at = heir.storage_id, None
-        what = f"calling {heir.storage_id} to take over the puts of storage {instance[0]}"
-        lost.asking = self._supervisor.start(what, self._ask(instance, lost, heir), may_end=True)
+        lost.successor, lost.agreed_at = successor.storage_id, None
+        what = f"calling {successor.storage_id} to take over the puts of storage {instance[0]}"
+        lost.asking = self._supervisor.start(what, self._ask(instance, lost, successor), may_end=True)
 
-    async def _ask(self, instance: Instance, lost: _Lost, heir: RemoteStorage) -> None:
+    async def _ask(self, instance: Instance, lost: _Lost, successor: RemoteStorage) -> None:
         try:
-            count = await heir.take_over(instance, lost.search_id)
+            count = await successor.take_over(instance, lost.search_id)
         except (NotFoundError, DataLossError) as error:
             _log.error(LogMessage("a lost storage service left no puts", storage=instance[0], error=error))
             if self.lost.get(instance) is lost:
@@ -250,19 +250,24 @@ class Adoptions:
             # The successor continues and is called again: another service would be as slow and would start over.
             lost.late_count += 1
             if lost.late_count >= _MOST_LATE_ANSWERS:
-                lost.refused.add(heir.storage_id)
+                lost.refused.add(successor.storage_id)
             _log.warning(
                 LogMessage(
-                    "still looking for the puts of a lost storage service", storage=instance[0], heir=heir.storage_id
+                    "still looking for the puts of a lost storage service",
+                    storage=instance[0],
+                    successor=successor.storage_id,
                 )
             )
         except TqError as error:
             _log.warning(
                 LogMessage(
-                    "could not have puts taken over", storage=instance[0], heir=heir.storage_id, error=error.message
+                    "could not have puts taken over",
+                    storage=instance[0],
+                    successor=successor.storage_id,
+                    error=error.message,
                 )
             )
-            lost.refused.add(heir.storage_id)
+            lost.refused.add(successor.storage_id)
         else:
             lost.refused.clear()
             lost.agreed_at = self._clock()
@@ -271,7 +276,7 @@ class Adoptions:
                 LogMessage(
                     "the puts of a lost storage service were taken over",
                     storage=instance[0],
-                    heir=heir.storage_id,
+                    successor=successor.storage_id,
                     count=count,
                     seconds=seconds,
                 )

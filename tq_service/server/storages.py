@@ -256,8 +256,8 @@ class StorageRegistry:
         if isinstance(storage, RemoteStorage) and (storage.endpoint, storage.run_id) == (endpoint, request.run_id):
             storage.on_heartbeat(request)
         elif request.is_adopted:
-            self.adoptions.check_heir(instance, endpoint.address, request.run_id)
-            storage = self._register_heir(request)
+            self.adoptions.check_successor(instance, endpoint.address, request.run_id)
+            storage = self._register_successor(request)
         else:
             storage = self._register(request)
         if request.is_adopted:
@@ -273,7 +273,7 @@ class StorageRegistry:
             unknown_put_ids=self.puts.unknown(*instance, request.overdue_put_ids),
         )
 
-    def _register_heir(self, request: RegisterStorageRequest) -> RemoteStorage:
+    def _register_successor(self, request: RegisterStorageRequest) -> RemoteStorage:
         """Register a storage service as the holder of puts that it has taken over."""
         instance = request.storage.storage_id, request.storage.boot_id
         replaced = self._find(*instance)

@@ -173,7 +173,8 @@ def status_of(status: ServiceStatus, trends: Trends, now: float) -> dict[str, An
     return {
         "service": {**_facts(status.service), "data_dir": ""},  # not meant for everyone who may open the page
         "storages": [
-            {**_facts(each), "heir": status.heir_of(each) if each.is_adopted else None} for each in status.storages
+            {**_facts(each), "successor": status.successor_of(each) if each.is_adopted else None}
+            for each in status.storages
         ],
         "totals": _totals(status, trends),
         "partitions": [_partition(each, trends.partitions[each.summary.partition_id]) for each in shown],

@@ -63,7 +63,7 @@ async def find_left(
         DataLossError: a list is damaged.
     """
     search = _Search(objects, names)
-    begun = await search.copies([names.heir(number) for number in range(1, _MOST_GENERATIONS)])
+    begun = await search.copies([names.successor(number) for number in range(1, _MOST_GENERATIONS)])
     newest = max((number for number, count in enumerate(begun, 1) if count), default=0)
     found: dict[tuple[int, int], PutObject] = {}
     has_list = False

@@ -2,7 +2,7 @@
 
     tq/<storage_id>/<boot>/g0-17/0              puts, written by the storage service itself
     tq/<storage_id>/<boot>/list0-1790000000/0   list of the objects that existed at that second
-    tq/<storage_id>/<boot>/heir/1               marks that a successor has taken the puts over
+    tq/<storage_id>/<boot>/successor/1               marks that a successor has taken the puts over
     tq/<storage_id>/<boot>/g1-3/0               puts that this successor has mirrored again
 
 A name consists of the service, its instance id (`boot_id` in messages, as hex digits), the object, and the number of
@@ -110,9 +110,9 @@ class Names:
         """Return the name under which one chunk of a list is stored."""
         return self._name(f"list{generation}-{second}", piece)
 
-    def heir(self, generation: int) -> str:
+    def successor(self, generation: int) -> str:
         """Return the name of the object that marks the start of a generation."""
-        return self._name("heir", generation)
+        return self._name("successor", generation)
 
     def _name(self, label: str, piece: int) -> str:
         return f"{self.prefix}{label}/{piece}"

@@ -93,7 +93,7 @@ class ObjectWriter:
             UnavailableError, QuotaExceededError: the mark cannot be written.
         """
         while True:
-            name, token = self.names.heir(self.generation), os.urandom(_TOKEN_BYTES)
+            name, token = self.names.successor(self.generation), os.urandom(_TOKEN_BYTES)
             with suppress(AlreadyExistsError):
                 await self.objects.put(name, [token], copies=self.copies)
                 found = bytearray(_TOKEN_BYTES)

@@ -686,7 +686,7 @@ function renderStorages(status) {
       const share = storage.max_bytes ? storage.used_bytes / storage.max_bytes : 0;
       const used = storage.max_bytes ? `${bytes(storage.used_bytes)} of ${bytes(storage.max_bytes)}` : bytes(storage.used_bytes);
       write(pair.children[0], storage.storage_id);
-      write(pair.children[1], storage.is_adopted ? `taken over by ${storage.heir ?? "another service"}` : used);
+      write(pair.children[1], storage.is_adopted ? `taken over by ${storage.successor ?? "another service"}` : used);
       updateBar(bar, [share], 1);
       mark(bar.firstChild, "class", fill(share));
       mark(node, "class", storage.is_adopted ? "adopted" : null);
