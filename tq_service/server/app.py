@@ -78,19 +78,19 @@ _ETCD_RETRY_SECONDS: Final = 1.0
 _ABORT_SECONDS = 2.0
 _LOOK_SECONDS = 1.0
 _PENDING_SHARE: Final = 4
-"""At most 1/4 of the quota may wait to be recorded: these bytes use quota, and a slow disk must not delay puts."""
+"""At most 1/4 of the quota may wait to be recorded, since these bytes use quota and a slow disk must not delay puts."""
 
 
 class App:
-    """One process of the service: the controller, a storage service, or both. `start` creates one that listens.
+    """One process of the service: the controller, a storage service, or both.
 
-    `stop` closes all resources in the reverse order of their opening.
+    `start` creates an app that serves calls; `stop` closes all resources in reverse order of their creation.
 
     Attributes:
         settings: settings of the service.
         supervisor: runs background tasks, and ends the service after a fatal failure.
-        port: the port number.
-        listener: the port and its security.
+        port: number of the gRPC port.
+        listener: the gRPC port's TLS and access control.
         health: reports whether the process accepts calls.
         calls: counts running calls.
         waiting: counts waiting calls.
@@ -125,7 +125,7 @@ class App:
         self.cluster: ClusterMember | None = None
         self.state_store: StateStore | None = None
         if settings.journal is not None:
-            # Imported here, since a single controller does not need it.
+            # Imported only here, since a single controller does not need this module.
             from tq_service.server.cluster_member import ClusterMember  # noqa: PLC0415
 
             address = settings.advertised_address(self.port)
@@ -162,18 +162,18 @@ class App:
 
     @classmethod
     async def start(cls, settings: ServeSettings, supervisor: Supervisor) -> App:
-        """Start listening, and report healthy once the process can serve; a failure releases all resources.
+        """Create an app that listens and reports healthy once it can serve calls. A failure releases all resources.
 
         Args:
             settings: settings of the service.
-            supervisor: runs all background tasks; if the service fails, it stops serving in the same step.
+            supervisor: runs all background tasks. When it reports a fatal failure, the app stops serving at once.
 
         Raises:
-            OSError: the address is in use or cannot be listened on.
+            OSError: the address is in use, or the process cannot listen on it.
             DataDirError: the data directory is in use or unusable.
             JournalDamagedError: the state in the data directory cannot be recovered.
             DiskFullError: the disk of the data directory is full.
-            InvalidArgumentError: the controller cannot be reached with these settings, or recording is impossible.
+            InvalidArgumentError: the settings do not allow calls to the controller, or recording is impossible.
         """
         closing = contextlib.AsyncExitStack()
         try:
@@ -190,7 +190,7 @@ class App:
         return app
 
     def _make_controller(self, instruments: Instruments | None) -> ControllerServicer:
-        """Return the servicer of the controller."""
+        """Create the controller's servicer."""
         settings, storage, store, cluster = self.settings, self.storage, self.state_store, self.cluster
         runner = PlanRunner(max_threads=settings.sampler_threads, timeout_seconds=settings.sampler_timeout_seconds)
         catalog = Catalog(
@@ -206,7 +206,7 @@ class App:
         )
         catalog.machine.fatal = self.supervisor.fatal
         if store is None:
-            # The first bytes identify the controller across restarts.
+            # The first bytes depend only on the address, so they identify the controller across restarts.
             name = hashlib.sha256(f"{settings.advertise or socket.gethostname()}:{self.port}".encode()).digest()
             controller_id = name[:CONTROLLER_NAME_BYTES] + secrets.token_bytes(16 - CONTROLLER_NAME_BYTES)
         else:
@@ -241,20 +241,21 @@ class App:
         return controller
 
     async def _record(self, where: str) -> None:
-        """Record batches from now on; if the destination does not respond, the service continues without recording.
+        """Start recording batches. If the destination does not respond, the service continues without recording.
 
         Raises:
-            DataDirError: the directory is unusable.
-            InvalidArgumentError: the object store is unusable.
+            DataDirError: the recording directory is unusable.
+            InvalidArgumentError: the object store is unusable, or this process is not both controller and storage
+                service.
         """
-        # Imported here, since most services do not record.
+        # Imported only here, since most services do not record.
         from tq_service.recording.places import place_of  # noqa: PLC0415
         from tq_service.recording.recorder import MOST_PENDING_BYTES, Recorder  # noqa: PLC0415
         from tq_service.server.recording import StepRecording  # noqa: PLC0415
 
         settings, store, controller, storage = self.settings, self.state_store, self.controller, self.storage
         if controller is None or storage is None:
-            raise InvalidArgumentError("record is for role all; unset it, or use role all", field="record")
+            raise InvalidArgumentError("record requires role all; unset record, or use role all", field="record")
         quota = MOST_PENDING_BYTES if settings.max_bytes is None else settings.max_bytes
         recorder = Recorder(
             place_of(where, sync=settings.durability == "disk", segments=storage.segments),
@@ -273,24 +274,24 @@ class App:
         self.supervisor.start("recording steps", recorder.run())
 
     def _add_services(self, instruments: Instruments | None) -> None:
-        """Add the services to the server, each behind its middleware."""
+        """Add the services to the server, wrapped in the middleware."""
         settings = self.settings
         middleware: list[Middleware] = [ObservedCalls(instruments)]
         if settings.traces:
             with _needing_extra("traces", "traces"):
                 from tq_service.server.rpc.traces import CallSpans  # noqa: PLC0415  (needs an extra)
             middleware.append(CallSpans())
-        # The innermost middleware may wait for the disk. A rejected caller must not wait, nor learn about the disk.
+        # Durable answers are innermost: they may wait for the disk, which refused callers must not do or learn about.
         middleware += [self.calls, self.listener.access, self._answers]
-        server: Any = Services(self._server, middleware)  # acts as the server for generated code
+        server: Any = Services(self._server, middleware)  # generated code uses this as the server
         takes_services = self.listener.takes_services
         services = []
         if self.storage is not None:
             self._servicer = self.storage.servicer(settings, self.controller, self.waiting)
             servicer: Any = self._servicer
-            server.add_generic_rpc_handlers((servicer.bulk_handler(),))  # the first handler of a method serves it
+            server.add_generic_rpc_handlers((servicer.bulk_handler(),))  # first, so it replaces the generated handlers
             add_StorageServiceServicer_to_server(servicer, server)
-            if takes_services and self.controller is None:  # a controller in the same process needs no calls
+            if takes_services and self.controller is None:  # a controller in this process calls the engine directly
                 add_StorageControlServiceServicer_to_server(servicer, server)
             services.append(STORAGE_SERVICE)
         if self.controller is not None:
@@ -304,7 +305,7 @@ class App:
         self.health.add(("", *services))
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         if settings.reflection:
-            # Imported here, since this takes 5 % of the startup time and reflection is rarely used.
+            # Imported only here, since the import takes 5 % of the startup time and reflection is rarely used.
             from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc  # noqa: PLC0415
 
             names = (*services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
@@ -312,10 +313,10 @@ class App:
             reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflecting, server)
 
     def _serve_metrics(self, instruments: Instruments) -> Endpoint:
-        """Open the metrics port for Prometheus; called once the state has been recovered.
+        """Open the metrics port for Prometheus.
 
         Raises:
-            OSError: the address is in use or cannot be listened on.
+            OSError: the address is in use, or the process cannot listen on it.
             InvalidArgumentError: the extra `metrics` is not installed.
         """
         settings = self.settings
@@ -360,7 +361,10 @@ class App:
         return opened
 
     def _begin(self, store: StateStore | None) -> None:
-        """Recover the state in the data directory, if any, and persist every change from now on."""
+        """Recover the state from the data directory and persist all later changes.
+
+        Without a data directory, start leases.
+        """
         if store is not None:
             self._recover(store)
         elif self.controller is not None:
@@ -390,7 +394,7 @@ class App:
             self.health.stand_by()
             name = "following the cluster's log, and leading the cluster"
             start(name, self.cluster.run(self.controller.catalog, self._take_up, self._on_standing), may_end=True)
-        # If a round of these tasks fails, the error is logged and the task continues, since rounds are independent.
+        # If one of these tasks raises an error in one round, the error is logged and the task continues.
         start("watching the certificate and token files", self.listener.watch())
         start("housekeeping", regularly(_HOUSEKEEPING_SECONDS, self._keep_house))
         start("ending slow streams and idle connections", regularly(_LOOK_SECONDS, self._end_idle))
@@ -403,13 +407,13 @@ class App:
             start("releasing old samples", regularly(_LOOK_SECONDS, release_old))
 
     def _take_up(self) -> None:
-        """Start serving as the leader of the cluster, whose state is now complete."""
+        """Start serving as the leader of the cluster; called once this controller has the complete state."""
         if self.controller is not None:
             self.controller.take_up()
         self.health.serve()
 
     def _on_standing(self, may_answer: bool) -> None:
-        """Accept calls as the leader of the cluster, or refuse them if another controller may lead."""
+        """Accept calls as the leader of the cluster, or refuse and end calls because another controller may lead."""
         if may_answer:
             self.health.serve()
         else:
@@ -444,7 +448,7 @@ class App:
             _log.warning(LogMessage("puts expired without a commit; their producers may have died", count=expired))
 
     def _fail(self) -> None:
-        """Report unhealthy and end all calls, since no call may be answered from memory any more."""
+        """Report unhealthy and end all calls, since no further answer may be sent after a fatal failure."""
         self._drain()
         self._stop_server(None)
 
@@ -454,9 +458,10 @@ class App:
             self.controller.drain()
 
     def _stop_server(self, grace_seconds: float | None) -> asyncio.Task[None]:
-        """Return the task that stops the server; the first call determines how long running calls may take to finish.
+        """Begin to stop the server, unless it is already stopping, and return the task.
 
-        The server is stopped only once, since gRPC may crash if two stops overlap.
+        Only the first call determines how long running calls may take. The server is stopped only once, because gRPC
+        may crash if two stops overlap.
         """
         if self._stopping is None:
             self._stopping = asyncio.get_running_loop().create_task(self._server.stop(grace_seconds))
@@ -470,9 +475,9 @@ class App:
         self.listener.close()
 
     async def stop(self, grace_seconds: float) -> None:
-        """Drain: report unhealthy, end waiting calls, let running calls finish, then stop.
+        """Stop the service: report unhealthy, end waiting calls, let running calls finish, and release all resources.
 
-        The remaining time is used to write puts that the mirror lacks.
+        The rest of the grace period is used to write the puts that are missing from the mirror.
         """
         ends_at = time.monotonic() + grace_seconds
         self._drain()
@@ -497,7 +502,7 @@ def _needing_extra(extra: str, setting: str) -> Iterator[None]:
 
 
 def make_server(settings: ServeSettings) -> grpc.aio.Server:
-    """Return a server that does not listen yet."""
+    """Create a gRPC server that does not listen yet."""
     return grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", settings.max_message_bytes),
@@ -508,8 +513,8 @@ def make_server(settings: ServeSettings) -> grpc.aio.Server:
             ("grpc.server_handshake_timeout_ms", round(settings.first_call_seconds * 1000)),
             ("grpc.max_concurrent_streams", settings.max_streams),
             ("grpc.max_send_message_length", -1),
-            ("grpc.so_reuseport", 0),  # a second server on the port is a mistake, not a second worker
-            # Thousands of ranks may call at the same time; by default, gRPC drops calls once 1,000 await acceptance.
+            ("grpc.so_reuseport", 0),  # two servers on one port are a mistake, not two workers
+            # Thousands of ranks may call at the same time; by default, gRPC drops calls if 1,000 others are pending.
             ("grpc.server.max_pending_requests", _MOST_PENDING_CALLS),
             ("grpc.server.max_pending_requests_hard_limit", _MOST_PENDING_CALLS),
             *LISTENING_OPTIONS,
@@ -523,11 +528,11 @@ async def serve(settings: ServeSettings, *, announce: Callable[[str], None]) -> 
 
     Args:
         settings: settings of the service.
-        announce: receives lines for the person or program that started the service, such as the listening address.
+        announce: receives status lines, such as the listening address, for whoever started the service.
 
     Returns:
-        0 after SIGTERM or SIGINT, 1 if the service could not start, `FAILED_EXIT_CODE` after a fatal failure. In the
-        last case the process must end at once, without waiting for remaining threads.
+        0 after SIGTERM or SIGINT, 1 if the service could not start, `FAILED_EXIT_CODE` after a fatal failure. After a
+        fatal failure, the process must exit at once, without waiting for its remaining threads.
     """
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -554,10 +559,10 @@ async def serve(settings: ServeSettings, *, announce: Callable[[str], None]) -> 
 
 
 async def _started(settings: ServeSettings, stopping: asyncio.Event) -> App | None:
-    """Return the process once it listens, waiting for etcd if necessary, or None if `stopping` is set before.
+    """Start an app, waiting for etcd if necessary, and return it; return None if `stopping` is set first.
 
     Raises:
-        OSError, TqError: the process could not start.
+        OSError, TqError: the app could not start.
     """
     while not stopping.is_set():
         try:
@@ -570,7 +575,7 @@ async def _started(settings: ServeSettings, stopping: asyncio.Event) -> App | No
 
 
 def _what_it_is(app: App) -> str:
-    """Return a line that describes the started service."""
+    """Return a line that lists the main settings of the started service."""
     settings, storage, mirror = app.settings, app.storage, "none"
     if settings.mirror is not None:
         copies = f"{settings.mirror_required} of {settings.mirror_copies} copies required"
@@ -593,10 +598,10 @@ def _what_it_is(app: App) -> str:
 
 @contextlib.asynccontextmanager
 async def running(settings: ServeSettings) -> AsyncIterator[App]:
-    """Run the service inside a program, such as a test, during a `with` block.
+    """Run the service inside another program, such as a test, for the duration of an `async with` block.
 
     Raises:
-        ServiceFailedError: the service has failed; the body of the block is cancelled at its next wait.
+        ServiceFailedError: the service failed, so the body of the block was cancelled at its next `await`.
     """
     supervisor, app = Supervisor(), None
     try:
@@ -606,7 +611,7 @@ async def running(settings: ServeSettings) -> AsyncIterator[App]:
     finally:
         if app is not None:
             await app.stop(0)
-    supervisor.raise_failure()  # if it failed while stopping
+    supervisor.raise_failure()  # in case the service failed while it was stopping
 
 
 class StorageProcess:
@@ -614,22 +619,22 @@ class StorageProcess:
 
     Args:
         settings: settings of the service.
-        port: port of the process.
-        store: persists the state; None if the state is lost when the process ends.
+        port: number of the gRPC port.
+        store: persists the state; None if the state is kept only in memory.
         supervisor: runs background tasks.
-        tls_context: returns the TLS context for the bulk port; None for plaintext.
+        tls_context: returns the current TLS context for the bulk port; None for plaintext.
 
     Attributes:
         engine: stores the puts.
         endpoint: the endpoint at which clients reach the storage service.
-        shared_memory: shares memory with clients of this host, or None.
-        bulk: the bulk port, or None.
+        shared_memory: shares memory with clients of this host; None if shared memory is off.
+        bulk: the bulk port; None if it is off.
         keys: receipt keys of the controllers.
-        mirroring: the mirror, and the instances taken over from other services with the same mirror, or None.
-        mirror: mirror of the service's own puts, or None.
-        journal: journal of the puts in the data directory, or None.
-        segments: files of the puts in the data directory, or None.
-        registration: tracks whether the service is certain to be registered with the controller.
+        mirroring: the mirror, and the instances taken over from other storage services; None without a mirror.
+        mirror: the mirror of the service's own puts; None without a mirror.
+        journal: the journal of puts in the data directory; None without a data directory.
+        segments: the files that contain the puts in the data directory; None without a data directory.
+        registration: tracks how long the controller is certain to have this service registered.
 
     Raises:
         OSError: shared memory is required but not available, or the bulk port is in use.
@@ -684,7 +689,8 @@ class StorageProcess:
 
         Args:
             settings: settings of the service.
-            controller: the controller in this process, which commits puts that include their commit, or None.
+            controller: controller in this process, which commits puts sent together with their commit; None if
+                elsewhere.
             waiting: counts waiting calls.
         """
         return StorageServicer(
@@ -705,22 +711,22 @@ class StorageProcess:
         )
 
     def _adopted(self) -> list[StorageEngine]:
-        """Return the engines of adopted instances."""
+        """Return the engines of the instances that this service has adopted."""
         return [] if self.mirroring is None else [each.engine for each in self.mirroring.adopted.values()]
 
     def adopted_stats(self) -> list[EngineStat]:
-        """Return the sizes and counts of adopted instances, which use the quota of this service's engine."""
+        """Return the statistics of the adopted instances, whose puts use the quota of this service's engine."""
         return [engine.stat() for engine in self._adopted()]
 
     def partition_of(self, put_id: bytes) -> str | None:
-        """Return the partition of a complete put, including adopted puts, or None for an unknown put."""
+        """Return the partition of a complete put, which may be an adopted put, or None for an unknown put."""
         engines = [self.engine, *self._adopted()]
         found = {partition for engine in engines if (partition := engine.partition_of(put_id)) is not None}
-        # If two puts have the same id, only tokens for all partitions must cover the returned name.
+        # If partitions have puts with the same id, return a name that only tokens for all partitions cover.
         return found.pop() if len(found) == 1 else "\0" if found else None
 
     def join(self, controller: str, credentials: Credentials, supervisor: Supervisor) -> None:
-        """Register repeatedly with a controller in another process, also under the names of adopted instances."""
+        """Start tasks that register this service and its adopted instances with a controller in another process."""
 
         def register(of: StorageProcess | Adopted) -> Coroutine[Any, Any, None]:
             return register_storage(
@@ -738,7 +744,7 @@ class StorageProcess:
             supervisor.start("mirroring puts", self.mirroring.run(self.mirror, register))
 
     def drain(self) -> None:
-        """End waiting calls."""
+        """End the calls that are waiting."""
         self.engine.drain()
         if self.shared_memory is not None:
             self.shared_memory.drain()
@@ -749,7 +755,10 @@ class StorageProcess:
             engine.trim()
 
     async def flush(self, seconds: float) -> None:
-        """Write puts that the mirror lacks, for at most `seconds`, since they are lost when this process ends."""
+        """Write the puts that are missing from the mirror, for at most `seconds`.
+
+        Unwritten puts are lost with this process.
+        """
         if self.mirror is not None and (unmirrored_bytes := await self.mirror.flush_all(seconds)):
             _log.warning(LogMessage("stopped before all puts were mirrored", unmirrored_bytes=unmirrored_bytes))
 
@@ -769,11 +778,11 @@ class StorageProcess:
 
 
 def _open_mirroring(settings: ServeSettings, port: int, supervisor: Supervisor) -> Mirroring | None:
-    """Return the configured mirror, or None.
+    """Open the mirror described by the settings; return None if no mirror is set.
 
     Raises:
         InvalidArgumentError: the object store is unknown or not installed, stores fewer copies than required, or is not
-            durable enough for puts that leave memory.
+            durable enough for `mirror_memory_bytes`.
     """
     if settings.mirror is None:
         return None
@@ -799,7 +808,10 @@ def _open_mirroring(settings: ServeSettings, port: int, supervisor: Supervisor) 
 
 
 def _node_of(settings: ServeSettings, port: int) -> str:
-    """Return the host at which clients reach this storage service; mirror copies on this host do not count."""
+    """Return the host at which clients reach this storage service.
+
+    Mirror copies on this host do not protect its puts.
+    """
     pairs = hosts_and_ports(settings.advertised_address(port))
     return pairs[0][0] if pairs else settings.host
 

@@ -1,13 +1,14 @@
 """Credential files, reloaded when they are replaced: tokens, the certificate, and the internal secret.
 
-A token has 256 random bits and is stored as its SHA-256 digest. Tokens cannot be guessed, so a slow hash would add no
-security, while it would allow any client to keep the service busy with wrong tokens. Tokens are looked up by digest. A
+A token has 256 random bits and is stored as its SHA-256 digest. Since tokens cannot be guessed, a slow hash would add
+no security. It would even let any client keep the service busy with wrong tokens. Tokens are looked up by digest. A
 caller cannot choose the digest of its token, so the duration of a look-up reveals nothing about stored tokens.
 
-The services of one deployment share a secret, which distinguishes their calls from those of clients. Calls between
-services carry a proof derived from the secret, never the secret itself. A different value is derived for each other
-use, and no value reveals anything about another. If all services run on one machine and use only its loopback address,
-the secret file needs no configuration. The file is created in a directory that only this user may enter.
+The services of one deployment share an internal secret, which distinguishes calls between services from calls by
+clients. Calls between services carry a proof derived from the secret, never the secret itself. For each other use, a
+different value is derived, and no value reveals another. If all services run on one machine and use only its loopback
+address, the secret needs no configuration. A service then creates the secret file in a directory that only its user may
+enter.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ ALL_PARTITIONS: Final = ""
 _MARK: Final = "tq_"  # lets secret scanners find a leaked token
 _RANDOM_BYTES: Final = 32
 INTERNAL_KEY: Final = "tq-internal"
-"""Metadata key of the proof that calls between services carry."""
+"""Metadata key of the proof, sent with calls between services, that the caller has the internal secret."""
 SHORTEST_SECRET: Final = 32
 _LONGEST_SECRET: Final = 4096
 _CALLS: Final = "tq_service internal calls 1"
-# Services notice a new file within about two seconds of each other. Until then, all accept the old and the new proof.
+# Services notice a new secret file within about two seconds of each other, so all accept the old proof for a while.
 _SEND_OLD_SECONDS: Final = 5.0
 _ACCEPT_OLD_SECONDS: Final = 60.0
 
@@ -58,13 +59,13 @@ _ACCEPT_OLD_SECONDS: Final = 60.0
 class ReloadingFiles(ABC):
     """A set of files that is loaded at startup and reloaded after changes.
 
-    Changed files are loaded once they have not changed between two checks, since a file that is being written in place
-    may be empty for a moment, and an empty tokens file is valid. An error is logged once, and loading is retried at
-    each check. The cause of an error may lie outside the files' contents, such as a file's mode or too many open files.
+    Changed files are loaded once two consecutive checks find them unchanged. A file that is being written in place may
+    be empty for a moment, and an empty tokens file would be valid. An error is logged once, and loading is retried at
+    each check. The cause of an error may be outside the files, such as a wrong mode or too many open files.
 
     Args:
         *paths: paths of the files; None for an unused file.
-        what_stays: end of the log line for an error, which names the credentials in use until the files are valid.
+        what_stays: end of the log message about an error, which states what stays in use until the files are valid.
 
     Raises:
         InvalidArgumentError: the files are unusable.
@@ -82,7 +83,7 @@ class ReloadingFiles(ABC):
 
     @abstractmethod
     def _read(self) -> None:
-        """Load the files and use them from now on; raises InvalidArgumentError if that fails."""
+        """Load the files and use them; raise InvalidArgumentError if they are unusable."""
 
     def reload(self) -> None:
         """Reload the files if they have changed and are stable."""
@@ -101,7 +102,7 @@ class ReloadingFiles(ABC):
 
 
 def check_private(path: Path) -> None:
-    """Refuse a secret file that other users may read or change; its group may read it.
+    """Refuse a secret file that other users may read or change; members of its group may read the file.
 
     Raises:
         OSError: the file does not exist.
@@ -110,22 +111,22 @@ def check_private(path: Path) -> None:
     mode = path.stat().st_mode
     if mode & (stat.S_IRWXO | stat.S_IWGRP):
         raise InvalidArgumentError(
-            f"{path} has mode {stat.S_IMODE(mode):04o}, so other users may read or change it; chmod 0600 or 0640"
+            f"{path} has mode {stat.S_IMODE(mode):04o}, so other users may read or change it; set mode 0600 or 0640"
         )
 
 
 class ServerCertificate(ReloadingFiles):
-    """TLS credentials of a port, updated when their files change.
+    """The TLS credentials of a port, which are updated when their files change.
 
-    At each handshake, gRPC requests the current pair of certificate and key from one of its threads, and receives the
-    last valid pair; open connections are unaffected. If the files are invalid, such as when a certificate's key has not
-    been replaced yet, the error is logged and the previous pair remains in use.
+    At each handshake, one of gRPC's threads requests the certificate and key, and receives the last valid pair; open
+    connections are unaffected. If the files are invalid, for example because only the certificate has been replaced so
+    far, the error is logged and the previous pair stays in use.
 
     Args:
-        cert: file of the certificate and its chain. All files are PEM.
-        key: file of the private key, without a passphrase; other users must not be able to read it.
-        client_ca: file of certificate authorities, one of which must have signed each client's certificate (mTLS); None
-            if clients need no certificate.
+        cert: PEM file with the certificate and its chain.
+        key: PEM file with the private key, without a passphrase; other users must not be able to read it.
+        client_ca: PEM file with certificate authorities, one of which must have signed each client's certificate
+            (mTLS); None if clients need no certificate.
 
     Attributes:
         context: TLS context for connections other than gRPC's; replaced when the files change.
@@ -140,7 +141,7 @@ class ServerCertificate(ReloadingFiles):
         self._delivered = self._current
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Return the credentials to open the port with."""
+        """Return the credentials for opening the port."""
         return grpc.dynamic_ssl_server_credentials(
             self._current,
             self._changed,  # type: ignore[arg-type]  # grpc's own documentation has None for no change
@@ -151,7 +152,7 @@ class ServerCertificate(ReloadingFiles):
         try:
             check_private(self._key)
             contents = self._contents()
-            # Python's ssl module checks the pair, since gRPC reports a problem only in its log at the first handshake.
+            # Python's ssl module checks the pair, since gRPC only logs a problem, at the first handshake.
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(self._cert, self._key, password=_no_passphrase)
             if self._client_ca is not None:
@@ -161,7 +162,7 @@ class ServerCertificate(ReloadingFiles):
             if contents != self._contents():
                 raise InvalidArgumentError("the files were replaced while they were being read")
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-            raise InvalidArgumentError(f"TLS cannot use {self._cert} and {self._key}: {_why(error)}") from None
+            raise InvalidArgumentError(f"could not load {self._cert} and {self._key} for TLS: {_why(error)}") from None
         key, cert, *client_ca = contents
         self._current = grpc.ssl_server_certificate_configuration([(key, cert)], *client_ca)
         self.context = context
@@ -171,7 +172,7 @@ class ServerCertificate(ReloadingFiles):
         return [path.read_bytes() for path in (self._key, self._cert, self._client_ca) if path is not None]
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        # Only gRPC's threads write `_delivered` and only the loop writes `_current`, so no write is lost.
+        # Only gRPC's threads write `_delivered` and only the event loop writes `_current`, so no write is lost.
         current = self._current
         if current is self._delivered:
             return None
@@ -180,7 +181,7 @@ class ServerCertificate(ReloadingFiles):
 
 
 def check_authorities(setting: str, path: Path) -> None:
-    """Refuse a file of certificate authorities that cannot verify certificates.
+    """Refuse a file of certificate authorities that is unusable for verifying certificates.
 
     Raises:
         InvalidArgumentError: the file cannot be read or contains no certificates.
@@ -190,7 +191,8 @@ def check_authorities(setting: str, path: Path) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InvalidArgumentError(
-            f"{setting} cannot be used: {path}: {reason}; expected certificates in PEM format", field=setting
+            f"{setting} is {path}, which could not be loaded ({reason}); expected certificates in PEM format",
+            field=setting,
         ) from None
 
 
@@ -205,7 +207,9 @@ def _why(error: OSError | ValueError) -> str:
 
 
 class Token(BaseModel):
-    """A token's entry in the tokens file, which does not contain the token itself; created by `make_token`.
+    """A token's entry in the tokens file, which contains the token's digest instead of the token itself.
+
+    Use `make_token` to create a `Token`.
 
     Attributes:
         name: name of the token's holder, shown in logs.
@@ -235,16 +239,16 @@ class Token(BaseModel):
         return sorted(self.roles, key=ROLES.index)
 
     def is_expired(self) -> bool:
-        """Whether the token has expired according to this machine's clock."""
+        """Return whether the token has expired according to this machine's clock."""
         return self.expires is not None and self.expires <= datetime.now(UTC)
 
     def covers(self, partition_id: str) -> bool:
-        """Whether the token is valid for a partition."""
+        """Return whether the token is valid for a partition."""
         return partition_id.startswith(self.prefixes)
 
 
 def new_secret() -> str:
-    """Return a new random token, in the form that its holder sends."""
+    """Return a new random token."""
     return _MARK + secrets.token_urlsafe(_RANDOM_BYTES)
 
 
@@ -254,7 +258,7 @@ def digest_of(secret: str) -> str:
 
 
 def make_token(**entry: object) -> Token:
-    """Return the token that an entry of the tokens file describes.
+    """Create a token from the values of its entry in the tokens file.
 
     Raises:
         InvalidArgumentError: a value is invalid or missing.
@@ -262,7 +266,7 @@ def make_token(**entry: object) -> Token:
     try:
         return Token.model_validate(entry)
     except ValidationError as error:
-        name = str(error.errors()[-1]["loc"][0])  # unknown keys come last
+        name = str(error.errors()[-1]["loc"][0])  # pydantic lists errors about unknown keys last
     field = Token.model_fields.get(name)
     if field is None:
         raise InvalidArgumentError(f"unknown key {name!r:.80}, expected {', '.join(Token.model_fields)}")
@@ -327,7 +331,7 @@ def read_tokens(path: Path) -> dict[str, Token]:
 def append_token(path: Path, token: Token) -> None:
     """Add a token to a tokens file, creating the file if needed. Readers see either the old or the new content.
 
-    Concurrent calls, in this process or another, wait for each other.
+    Concurrent calls, in this process or in others, wait for each other.
 
     Raises:
         InvalidArgumentError: the file is invalid, or already has a token with this name.
@@ -342,7 +346,7 @@ def append_token(path: Path, token: Token) -> None:
 
 
 def remove_token(path: Path, name: str) -> None:
-    """Remove a token from a tokens file, leaving other entries and comments unchanged.
+    """Remove a token from a tokens file, leaving its other entries and comments unchanged.
 
     Raises:
         InvalidArgumentError: the file is invalid, cannot be read, or has no token with this name.
@@ -387,7 +391,7 @@ def _replace(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock on a file's directory, since a lock on the file itself would be lost when the file is replaced."""
+    """Lock a file's directory during the `with` block; a lock on the file itself would be lost when it is replaced."""
     descriptor = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -420,7 +424,7 @@ class TokenFile(ReloadingFiles):
 
 
 def _quote(text: str) -> str:
-    """Return a string quoted in a way that is valid in both TOML and JSON."""
+    """Quote a string in a way that is valid in both TOML and JSON."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -431,10 +435,10 @@ class InternalSecret(ReloadingFiles):
 
     Args:
         path: path of the secret file.
-        is_made: whether the file is created if it is missing, and recreated if it disappears. If several services start
-            at the same time, one creates the file and all of them read it.
-        is_own: whether only this user may access the file and its directory, because all users may create files next to
-            it. If false, other users must not be able to read the file.
+        is_made: whether to create the file if it is missing, and recreate it if it disappears. If several services
+            start at the same time, one creates the file and all of them read it.
+        is_own: whether the file and its directory must be accessible only to this user, because the directory is in a
+            place where all users may create files. If false, only the file must not be readable by other users.
         clock: monotonic clock, in seconds.
 
     Raises:
@@ -457,24 +461,24 @@ class InternalSecret(ReloadingFiles):
 
     @property
     def proof(self) -> str:
-        """The proof that calls to other services carry."""
+        """The proof to send with calls to other services."""
         is_new = bool(self._old_proof) and self._clock() - self._renewed_at < _SEND_OLD_SECONDS
         return self._old_proof if is_new else self._proof
 
     def accepts(self, proof: str) -> bool:
-        """Whether a call comes from a service with the current secret or, for a minute, with the previous one."""
+        """Return whether a proof is that of the current secret or, for a minute after a change, the previous one."""
         given = proof.encode("utf-8", "replace")
         is_present = hmac.compare_digest(given, self._proof.encode())
         is_old = bool(self._old_proof) and self._clock() - self._renewed_at < _ACCEPT_OLD_SECONDS
         return is_present | (is_old & hmac.compare_digest(given, self._old_proof.encode()))
 
     def derive(self, purpose: str) -> bytes:
-        """Return 32 bytes for one purpose, which reveal neither the secret nor the bytes for other purposes."""
+        """Derive 32 bytes for one purpose, which reveal neither the secret nor the bytes for other purposes."""
         return hmac.new(self._secret, purpose.encode(), hashlib.sha256).digest()
 
     def reload(self) -> None:
         """Reload the file if it has changed and is stable."""
-        # A cleaner of temporary files may have removed the file, which other services need.
+        # Another program that cleans up temporary files may have removed the file, which other services need.
         if self._is_made and file_signature(self._path) is None:
             try:
                 self._publish(self._secret + b"\n")
@@ -500,7 +504,7 @@ class InternalSecret(ReloadingFiles):
         self._proof = self.derive(_CALLS).hex()
 
     def _checked(self) -> bytes:
-        """Return the secret in the file.
+        """Read the secret from the file and check it.
 
         Raises:
             OSError: the file cannot be read.
@@ -510,7 +514,7 @@ class InternalSecret(ReloadingFiles):
             self._check_directory()
         else:
             check_private(self._path)
-        # O_NONBLOCK prevents blocking if somebody has put a pipe there.
+        # O_NONBLOCK prevents blocking if the path is a named pipe.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_NOFOLLOW if self._is_own else 0)
         with open(os.open(self._path, flags), "rb") as file:  # noqa: PTH123  (a descriptor)
             status = os.fstat(file.fileno())
@@ -566,11 +570,11 @@ class ServiceCredentials(Credentials):
 
     @property
     def sent_secret(self) -> str:
-        """Name of the secret that a plaintext connection would reveal; "" if there is none."""
+        """Name of the secret that a plaintext connection would reveal; "" if no secret is sent."""
         return super().sent_secret or ("the proof of the internal secret" if self.secret is not None else "")
 
     def metadata(self) -> Metadata | None:
-        """Return the metadata that contains the token and the proof.
+        """Return the metadata with the token and the proof.
 
         Raises:
             UnauthenticatedError: the token file is unusable.
@@ -584,39 +588,39 @@ def find_secret(settings: ServeSettings, *, has_tokens: bool) -> InternalSecret 
 
     Args:
         settings: settings of the service.
-        has_tokens: whether the service requires tokens and has one itself, since tokens also identify services to each
-            other.
+        has_tokens: whether the service requires tokens and has its own token. Services can then identify each other by
+            their tokens.
 
     Raises:
-        InvalidArgumentError: the service needs a secret, but it is missing or unusable.
+        InvalidArgumentError: the service needs a secret, but the secret is missing or unusable.
     """
     if settings.internal_secret_file is not None:
         return InternalSecret(settings.internal_secret_file, is_made=settings.role != "storage")
     if has_tokens:
         return None
     targets = (settings.advertise, settings.controller)
-    # The service listens on, advertises and connects to only this machine's loopback address.
+    # All addresses that the service listens on, advertises, and connects to are loopback addresses of this machine.
     if is_loopback(settings.host) and all(target is None or is_loopback_target(target) for target in targets):
         try:
             return InternalSecret(own_secret_path(), is_made=True, is_own=True)
         except InvalidArgumentError as error:
             if settings.role != "all":
                 raise
-            _log.warning(LogMessage("no other storage services can join this service", error=error))
+            _log.warning(LogMessage("no internal secret; other storage services cannot join this service", error=error))
             return None
     if settings.role == "all":
         return None
     raise InvalidArgumentError(
-        f"a service of role {settings.role} must distinguish calls from other services from those of clients: set the "
+        f"a service of role {settings.role} must distinguish calls by other services from calls by clients. Set the "
         "same internal_secret_file (--internal-secret-file, TQ_INTERNAL_SECRET_FILE; create it with "
-        "`openssl rand -hex 32`) for all services, or set an auth_tokens_file and a peer_token_file with a token of "
-        "role service for each (docs/security.md)",
+        "`openssl rand -hex 32`) for all services. Or set auth_tokens_file and peer_token_file for all services, with "
+        "tokens of role service (docs/security.md)",
         field="internal_secret_file",
     )
 
 
 def own_secret_path() -> Path:
-    """Return the default path of the secret shared by this user's services on this machine."""
+    """Return the default path of the internal secret, which this user's services on this machine share."""
     directory = os.environ.get("TMPDIR") or "/tmp"  # noqa: S108  (owner and mode are checked)
     return Path(directory) / f"tq_service-internal-{os.geteuid()}" / "secret"
 

@@ -14,25 +14,25 @@
 
 Why no put is lost or leaked:
 
-- *In-flight commit*: the put is known, so the storage service is not told to drop it and asks again later.
+- *Commit in flight*: the controller knows the put, so the storage service does not drop it and asks again later.
 - *Commit after the controller reported the put as unknown*: the put's receipt is void. The heartbeat that asked about
-  the put stated the earliest valid time of issue, and the receipts of all overdue puts are older.
-- *Second commit after the put was freed*: refused for as long as any of the put's receipts may be valid. A client that
-  puts the data again uses another put_id, so it is harmless if cells are freed late or twice.
-- *Restarted controller, or a standby that took over*: it has new receipt keys, and all committed puts from its journal.
-  It lists these puts to the storage service, which drops committed puts that are not listed. The storage service asks
-  about all other puts once they are overdue.
-- *Commit that races with a heartbeat asking about its put*: either the put is already known, or its receipt is void.
-  Recording the earliest valid time and answering the heartbeat are one step; so are checking the receipt and recording
-  the put.
+  the put also stated the earliest time of issue of valid receipts, and receipts of overdue puts are older.
+- *Second commit after the put was freed*: refused while any receipt of the put may be valid. A client that puts the
+  data again uses another put_id, so freeing cells late or twice is harmless.
+- *Restarted controller, or a standby that took over*: the controller has new receipt keys, and reads all committed puts
+  from its journal. It lists these puts to the storage service, which drops committed puts that are not listed. The
+  storage service asks about uncommitted puts once they are overdue.
+- *Commit that races with a heartbeat about its put*: either the controller already knows the put, or the receipt is
+  void. The controller records the earliest valid time of issue and answers the heartbeat in one step. It also checks a
+  receipt and records the put in one step.
 
 The list of known puts is sent to a storage service in several messages, while other puts are committed and freed. A put
-that is freed after the list was taken is still listed; a later call frees it. A put that is committed after the list
-was taken is also kept. Either its commit was in flight when the list was taken, so the put is listed, or the put is
-confirmed after the storage service began to record confirmations.
+that is freed after the list was made is still listed, and a later call frees it. A put that is committed after the list
+was made is not dropped. If its commit was already in flight, the put is listed. Otherwise it is confirmed after the
+storage service began to record confirmations.
 
-Insert and Commit are implemented in this module, as are puts to a storage service in the controller's process, which
-include their commit:
+This module implements Insert, Commit, and puts to a storage service in the controller's process, which include their
+commit:
 
     (put is stored in another process: its receipt is checked) -> admitted -> capacity for many rows is reserved in
         steps -> written and answered in one step -> later confirmed to its storage service
@@ -79,9 +79,9 @@ from tq_service.wire.metadata import read_indexes, runs_of
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Answer = TypeVar("Answer", pb.InsertResponse, commit_pb2.CommitResponse)
-MANY_ROWS: Final = 1 << 15  # from this number on, threads read the columns, and capacity is reserved in steps
-_FREED_PER_TURN: Final = 128  # puts, or parts of puts, freed before yielding to the loop; about a millisecond of work
-_MOST_PUTS: Final = 1024  # per message of known puts; a few milliseconds of work for the storage service
+MANY_ROWS: Final = 1 << 15  # from this number on, a thread decodes the columns, and capacity is reserved in steps
+_FREED_PER_TURN: Final = 128  # puts, or parts of puts, freed before yielding to the loop; takes about a millisecond
+_MOST_PUTS: Final = 1024  # per message of known puts, which takes the storage service a few milliseconds
 _MOST_RUNS: Final = 4096  # runs of rows per message
 _NO_ROWS: Final = np.zeros(0, np.int64)
 
@@ -93,21 +93,21 @@ class Holder(Protocol):
     boot_id: bytes
 
     def confirm(self, put_id: bytes) -> object:
-        """Mark a put as committed, either at once or soon."""
+        """Mark a put as committed, at once or in the background."""
         ...
 
     def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> PutReceipt:
-        """Return the content of the receipt of a partition's uncommitted put."""
+        """Return the content of a receipt for an uncommitted put of a partition."""
         ...
 
     def free(self, cells: Sequence[PutCells]) -> None:
-        """Free cells, in order, as soon as the storage service can be reached."""
+        """Free cells, in order, as soon as the storage service is reachable."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _Calls:
-    """The number of in-flight calls that commit one put, and whether one of them has been answered."""
+    """The in-flight calls that commit one put: their number, and whether one of them has been answered."""
 
     call_count: int = 0
     is_answered: bool = False
@@ -118,16 +118,16 @@ class Puts:
 
     Args:
         embedded_id: name of the storage service in this process, or None.
-        find: returns the holder of the puts of a storage service's instance, or None if the instance is unknown.
-        require: returns the holder of a put to commit, or raises an error.
+        find: returns the holder of the puts of a storage service instance, or None if the instance is unknown.
+        require: returns the holder of an uncommitted put, or raises an error if the put cannot be committed.
         snapshot_cells: returns the current cells of the samples, by partition.
         after_durable: calls its argument once all changes made so far are durable.
         supervisor: runs the background task.
 
     Attributes:
         require: see the argument.
-        has_some_elsewhere: whether storage services in other processes store puts. The embedded storage service writes
-            to the controller's journal, after the controller; if it is the only one, nothing waits for durability.
+        has_some_elsewhere: whether storage services in other processes store puts. If not, updates of puts take effect
+            at once: the embedded storage service writes its records to the same journal, after those of the controller.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Puts:
         self._is_closed = False
 
     def recover(self) -> None:
-        """Collect the committed puts once the samples have been recovered."""
+        """Collect the committed puts from the recovered samples."""
         self._committed = {cells.put for each in self._snapshot_cells() for cells in live_cells(each)}
 
     def instances(self) -> set[tuple[str, bytes]]:
@@ -165,12 +165,12 @@ class Puts:
         return {put[:2] for put in self._committed}
 
     def unknown(self, storage_id: str, boot_id: bytes, put_ids: Iterable[bytes]) -> list[bytes]:
-        """Return those of a storage service's puts that are neither committed nor being committed."""
+        """Return those of `put_ids` whose puts are neither committed nor being committed."""
         puts = (Put(storage_id, boot_id, put_id) for put_id in put_ids)
         return [put.put_id for put in puts if put not in self._committed and put not in self._uncommitted]
 
     def known(self, storage_id: str, boot_id: bytes) -> KnownPuts:
-        """Return the current puts of a storage service."""
+        """Return a snapshot of the puts that the controller knows in a storage service."""
         return KnownPuts(
             storage_id=storage_id,
             boot_id=boot_id,
@@ -182,11 +182,11 @@ class Puts:
     # Committing
 
     def is_committed(self, put: Put) -> bool:
-        """Whether samples have cells in this put."""
+        """Return whether samples have cells in a put."""
         return put in self._committed
 
     def check_uncommitted(self, put: Put) -> None:
-        """Refuse a second commit of a put, since clearing the samples of either commit would free the put's cells."""
+        """Refuse to commit a put again, since clearing the samples of either commit would free the cells of both."""
         if put in self._committed:
             raise AlreadyExistsError(
                 f"put {put.put_id.hex()} is already committed under another request_id; put data once per commit",
@@ -195,11 +195,11 @@ class Puts:
 
     @contextlib.contextmanager
     def committing(self, put: Put) -> Iterator[Callable[[], None]]:
-        """Keep a put known during the `with` that commits it; yield a check that raises if the put has been freed.
+        """Record a put as being committed during the `with` block. Yield a check that raises if the put was freed.
 
-        Several calls may commit one put concurrently, such as an abandoned call and its retry. If none of them commits
-        the put and at least one was refused, the last one frees it. If all were cancelled, or a service was
-        unavailable, a retry may still commit the put.
+        Several calls may commit the same put concurrently, such as an abandoned call and its retry. If none of them
+        commits the put and at least one was refused, the last one frees it. If all were cancelled or failed with
+        `UnavailableError`, the put is not freed, since a retry may still commit it.
 
         Raises:
             AlreadyExistsError: the put is already committed.
@@ -232,7 +232,7 @@ class Puts:
 
     @contextlib.contextmanager
     def commit(self, put: Put) -> Iterator[None]:
-        """Commit a put together with the step in the `with`, unless the step raises.
+        """Record a put as committed, unless the step in the `with` block raises.
 
         Raises:
             AlreadyExistsError: the put is already committed.
@@ -247,7 +247,7 @@ class Puts:
             if commits is not None:
                 self._uncommitted[put] = commits
             raise
-        # A put in this process's engine is confirmed at once, since the journal restores it together with the samples.
+        # A put in this process's engine is confirmed at once, since one journal restores both the put and its samples.
         if put.storage_id == self._embedded_id:
             self._confirm(put)
         else:
@@ -255,7 +255,10 @@ class Puts:
 
     @contextlib.contextmanager
     def placing(self, put: Put) -> Iterator[None]:
-        """Keep a controller's own put known until `mark_committed` or `free_now`; free it if the `with` raises."""
+        """Keep a put by the controller itself recorded until `mark_committed` or `free_now`.
+
+        If the block raises, free the put.
+        """
         self._uncommitted[put] = _Calls(call_count=1)
         try:
             yield
@@ -283,7 +286,7 @@ class Puts:
 
     @contextlib.contextmanager
     def holding_frees(self) -> Iterator[None]:
-        """Free no cells until the `with` ends, so that cells that exist at its start remain readable."""
+        """Free no cells until the `with` block ends, so cells that exist at its start remain readable."""
         self._hold_count += 1
         try:
             yield
@@ -294,11 +297,11 @@ class Puts:
                 self._when_durable(partial(self._free_more, count))
 
     def free(self, freed: Sequence[Freed]) -> None:
-        """Free cells that samples no longer use, in order, once a crash of this controller cannot restore the samples.
+        """Free cells that samples no longer use, in order, once their removal from the samples is durable.
 
-        A small number of cells is freed at once. A large number, such as all cells of a partition, is freed in small
-        steps that yield to the event loop. Cells that are left when this process ends are unknown to its successor, so
-        storage services drop them.
+        A few cells are freed at once. Many cells, such as all cells of a partition, are freed in small steps that yield
+        to the event loop. Cells that are not yet freed when this process ends are unknown to its successor, so storage
+        services drop them.
         """
         self._leaving += freed
         if self._hold_count:
@@ -331,7 +334,10 @@ class Puts:
         self._free(CellSet(put=put) for put in puts)
 
     def _free(self, freed: Iterable[CellSet]) -> None:
-        """Free cells at their holders; instances that no longer exist are skipped, as they have nothing to free."""
+        """Free cells at their storage services.
+
+        Instances that no longer exist are skipped, since they have no cells.
+        """
         cells_of: dict[tuple[str, bytes], list[PutCells]] = {}
         for each in freed:
             if each.rows is None:
@@ -352,14 +358,14 @@ class Puts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownPuts:
-    """The puts of a storage service that the controller knows.
+    """A snapshot of the puts that the controller knows in one storage service.
 
     Attributes:
         storage_id: name of the storage service.
         boot_id: instance id of the storage service.
-        cells: cells of samples, by partition, in all storage services.
-        leaving: cells in all storage services that samples no longer use but that are not yet freed.
-        uncommitted: puts in all storage services with a commit in flight.
+        cells: cells that samples use, by partition, in all storage services.
+        leaving: cells that samples no longer use and that are not freed yet, in all storage services.
+        uncommitted: puts whose commit is in flight, in all storage services.
     """
 
     storage_id: str
@@ -369,19 +375,19 @@ class KnownPuts:
     uncommitted: Sequence[Put] = ()
 
     def staying(self) -> set[bytes]:
-        """Return the puts to leave unchanged: those with a commit in flight or with cells about to be freed."""
+        """Return the ids of puts to leave unchanged: a commit is in flight, or some of their cells will be freed."""
         leaving = (freed_cells(each).put for each in self.leaving)
         return {put.put_id for put in chain(self.uncommitted, leaving) if self._is_own(put)}
 
     def parts(self) -> Iterator[PutCells]:
-        """Yield the samples' cells in all other puts, those of one put consecutively. Any thread may call this."""
+        """Yield the cells that samples use in all other puts, one put after another. Thread-safe."""
         staying = self.staying()
         for cells in chain.from_iterable(map(live_cells, self.cells)):
             if self._is_own(cells.put) and cells.put.put_id not in staying:
                 yield put_cells(cells)
 
     def pieces(self) -> Iterator[storage_control_pb2.ReconcilePutsRequest]:
-        """Yield all messages except the first, each with about a thousand puts. Any thread may call this."""
+        """Yield all messages of the list except the first, each with about a thousand puts. Thread-safe."""
         staying = iter(self.staying())
         while some := list(islice(staying, _MOST_PUTS)):
             yield storage_control_pb2.ReconcilePutsRequest(staying_put_ids=some)
@@ -394,14 +400,14 @@ class KnownPuts:
 
 
 def put_cells(cells: CellSet) -> PutCells:
-    """Return cells in the form in which their storage service addresses them."""
+    """Convert cells to the form that their storage service uses."""
     if cells.rows is None:
         return PutCells(put_id=cells.put.put_id)
     return PutCells(put_id=cells.put.put_id, field_names=cells.field_names, rows=np.sort(cells.rows))
 
 
 def encode_cells(cells: PutCells) -> Iterator[storage_control_pb2.PutCells]:
-    """Yield a put's cells in parts that are each small enough for one message."""
+    """Encode a put's cells in parts, each of them small enough for one message."""
     if cells.rows is None:
         yield storage_control_pb2.PutCells(put_id=cells.put_id, field_names=cells.field_names)
         return
@@ -418,7 +424,7 @@ def encode_cells(cells: PutCells) -> Iterator[storage_control_pb2.PutCells]:
 def in_messages(
     cells: Iterable[storage_control_pb2.PutCells], most: int
 ) -> Iterator[list[storage_control_pb2.PutCells]]:
-    """Yield batches of cells, one per message, each with at most `most` entries and a few thousand runs."""
+    """Yield the cells for each message: at most `most` entries, and a few thousand runs of rows."""
     message: list[storage_control_pb2.PutCells] = []
     message_runs = 0
     for each in cells:
@@ -436,18 +442,18 @@ def in_messages(
 
 
 async def columns_of(headers: Sequence[metadata_pb2.ColumnHeader], row_count: int) -> list[ColumnShape]:
-    """Return the columns of a put; see `decode_headers`. A thread decodes them if there are many rows."""
+    """Decode the columns of a put, in a thread if there are many rows; see `decode_headers`."""
     if row_count < MANY_ROWS:
         return decode_headers(headers, row_count)
     return await asyncio.to_thread(decode_headers, headers, row_count)
 
 
 class Commits:
-    """Writes samples to the catalog.
+    """Writes samples to the catalog, and commits the puts that contain their cells.
 
     Args:
         catalog: the catalog that receives the samples.
-        puts: the record of puts, in which commits are recorded.
+        puts: the record of puts, which the commits update.
         endpoint_of: returns the endpoint at which clients reach an instance of a storage service.
         waiting: counts the calls that wait for capacity.
     """
@@ -486,7 +492,7 @@ class Commits:
         put = converters.placement(request.placement)
         columns = await columns_of(request.columns, request.write.row_count)
         if (answer := self.recorded(request.request_id)) is not None:
-            # A put that is not committed is a second put for the same commit; free it unless it no longer exists.
+            # An uncommitted put is a second put for the same commit. Free it, unless it no longer exists.
             with contextlib.suppress(TqError):
                 self._open_receipt(request, put, columns)
                 with self._puts.committing(put):
@@ -506,10 +512,10 @@ class Commits:
                 )
 
     def _open_receipt(self, request: commit_pb2.CommitRequest, put: Put, columns: Sequence[ColumnShape]) -> PutReceipt:
-        """Return the content of a put's receipt, after checking that the put has these columns.
+        """Return the content of a put's receipt after checking that the put has the given columns.
 
         Raises:
-            InvalidArgumentError: the put has other columns.
+            InvalidArgumentError: the columns of the put differ.
         """
         opened = self._puts.require(put).open_receipt(put.put_id, request.write.partition_id, request.placement.receipt)
         if opened.columns_digest != columns_digest(columns):
@@ -522,21 +528,21 @@ class Commits:
         return opened
 
     def check(self, request: commit_pb2.CommitRequest) -> None:
-        """Refuse a commit that requests the metadata of more samples than fit in one answer."""
+        """Refuse a commit that requests the metadata of more samples than one answer may contain."""
         count = request.write.row_count
         if request.return_all_meta and count > MOST_NAMED:
             raise InvalidArgumentError(
                 f"return_all_meta is set for {count} samples, expected at most {MOST_NAMED}; put them in several "
-                "calls, or look them up after the put",
+                "calls, or look the samples up after the put",
                 field="return_all_meta",
                 metadata={"got": str(count), "limit": str(MOST_NAMED)},
             )
 
     async def add_all_meta(self, request: commit_pb2.CommitRequest, answer: commit_pb2.CommitResponse) -> None:
-        """Add the current metadata of the samples to the answer to a commit, if requested.
+        """If requested, add the current metadata of the samples to the answer to a commit.
 
-        The metadata of many samples is read in parts, yielding to the event loop in between. The metadata is not
-        recorded with the answer, because recorded answers are kept for hours and on disk.
+        The metadata of many samples is read in parts, yielding to the event loop between parts. It is not recorded with
+        the answer, because recorded answers are kept for hours, also on disk.
         """
         rows = read_indexes(answer.meta) if request.return_all_meta else _NO_ROWS
         while rows.size:
@@ -569,13 +575,15 @@ class Commits:
     async def admitted(
         self, request: pb.InsertRequest | commit_pb2.CommitRequest, size_bytes: int, context: Context
     ) -> AsyncIterator[None]:
-        """Wait until a partition has capacity for new samples, and reserve it for the `async with` that writes them.
+        """Wait until a partition has capacity for new samples, and reserve it for the `async with` block.
 
-        Gathered puts and puts of groups do not wait; the bytes that they store delay later samples instead.
+        Gathered puts fail at once if capacity is lacking. Puts of groups need no capacity; the bytes that they store
+        delay later samples instead.
 
         Raises:
-            InvalidArgumentError: too many samples have keys, groups or rollouts.
-            QuotaExceededError, AdmissionLimitError: no capacity became free before the deadline, or none ever will.
+            InvalidArgumentError: too many keys, groups or rollouts are named.
+            QuotaExceededError, AdmissionLimitError: no capacity became free before the deadline, or the write can never
+                fit.
             LimitExceededError: too many calls are waiting.
         """
         message = request.write
@@ -609,7 +617,8 @@ class Commits:
             request: the commit, which describes the samples to write.
             put: the put that contains the cells.
             columns: columns of the put.
-            for_existing_rows: whether the put may use the reserve; if so, the commit must not create new samples.
+            for_existing_rows: whether the put may use the capacity reserved for rows of existing samples. If so, the
+                commit must not create samples.
             check: raises an error if the put no longer exists.
         """
 
@@ -617,8 +626,8 @@ class Commits:
             check()
             if for_existing_rows and self.makes_samples(request.write):
                 raise QuotaExceededError(
-                    f"put {put.put_id.hex()} was sent with for_existing_rows, so it may use a reserve that new samples "
-                    "may not use, but its commit creates new samples; put it again without for_existing_rows",
+                    f"put {put.put_id.hex()} was sent with for_existing_rows, but its commit creates samples, which "
+                    "must not use the reserve of existing rows; put the data again without for_existing_rows",
                     metadata={"limit_name": "reserve", "put_id": put.put_id.hex()},
                 )
             return self._puts.commit(put)
@@ -650,7 +659,10 @@ class Commits:
         write: SampleWrite,
         committing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> Answer:
-        """Write samples in one step within `committing`, once per request_id; reserve capacity for many rows first."""
+        """Write samples in one step within `committing`, once per request_id.
+
+        Reserve capacity for many rows beforehand.
+        """
         message = request.write
         where = message.partition_id, message.incarnation
         recorded: Answer | None = self._catalog.recorded(request.request_id, kind)
@@ -666,9 +678,9 @@ class Commits:
             return self._catalog.run_once(request.request_id, change, kind)
 
     def makes_samples(self, write: commit_pb2.SampleWrite) -> bool:
-        """Whether a write creates samples in the current state; undefined for a write that is refused anyway.
+        """Return whether a write creates samples in the current state. The result is undefined for an invalid write.
 
-        A put of groups is treated as creating samples unless it may name only existing groups.
+        A put of groups counts as creating samples unless it may name only existing groups.
         """
         if write.of_groups:
             return write.key_mode != commit_pb2.KEY_MODE_EXISTING
@@ -679,7 +691,7 @@ class Commits:
         return not self._catalog.knows_keys(write.partition_id, write.incarnation, write.keys)
 
     def recorded(self, request_id: bytes) -> commit_pb2.CommitResponse | None:
-        """Return the recorded answer to the commit with this request_id, or None.
+        """Return the recorded answer to a commit, or None if the commit has not been answered yet.
 
         Raises:
             InvalidArgumentError: the request_id belongs to another call.

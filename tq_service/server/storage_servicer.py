@@ -1,4 +1,4 @@
-"""The storage service's gRPC methods, which stream bytes into and out of the engine."""
+"""The storage service's gRPC methods, which stream bytes into and out of the storage engine."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ _LEAST_FRAME_BYTES: Final = 16 << 10
 
 
 def endpoint_of(engine: StorageEngine, address: str) -> metadata_pb2.StorageEndpoint:
-    """Return the endpoint of an engine; an empty address stands for the controller, if the engine is in its process."""
+    """Return the endpoint of an engine. An empty address means the controller's, for an engine in its process."""
     return metadata_pb2.StorageEndpoint(storage_id=engine.storage_id, boot_id=engine.boot_id, address=address)
 
 
 class EngineDriver:
-    """An `AsyncDriver` for this process's engine, on its event loop, through which the servicer stores and reads."""
+    """An `AsyncDriver` for the engine in this process, which the servicer also uses. Confined to one event loop."""
 
     def __init__(
         self, engine: StorageEngine, mirroring: Mirroring | None = None, keys: ReceiptKeys | None = None
@@ -96,8 +96,8 @@ class EngineDriver:
 
         Args:
             engine: the engine of this process.
-            mirroring: provides the engines of instances taken over from other services, or None.
-            keys: receipt keys of controllers in other processes, or None.
+            mirroring: provides the engines of instances taken over from other storage services; None without a mirror.
+            keys: receipt keys of controllers in other processes; None if the controller is in this process.
         """
         self._engine = engine
         self._mirroring = mirroring
@@ -114,7 +114,7 @@ class EngineDriver:
         store: BlobStore | None = None,
         waiting: contextlib.AbstractContextManager[None] | None = None,
     ) -> AsyncIterator[PendingPut | None]:
-        """Reserve capacity for a put and store the bytes written within the `with`; an error removes the put.
+        """Reserve capacity for a put, and store the bytes written in the block. If the block raises, remove the put.
 
         Yields:
             The pending put to which the bytes are written, or None if the put is already complete.
@@ -123,9 +123,9 @@ class EngineDriver:
             header: header of the put.
             columns: columns that the header describes.
             until: time at which to stop waiting, by the engine's clock; None to wait without limit.
-            for_existing_rows: whether the put may use the reserve.
-            store: store for the put's bytes; see `StorageEngine.reserve`.
-            waiting: context in which the put waits for capacity.
+            for_existing_rows: whether the put may use the capacity reserved for rows of existing samples.
+            store: blob store for the put's bytes; see `StorageEngine.reserve`.
+            waiting: context manager that is entered while the put waits for capacity.
         """
         with waiting or contextlib.nullcontext():
             pending = await self._engine.reserve(
@@ -160,7 +160,7 @@ class EngineDriver:
     async def get(
         self, request: pb.GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None = None
     ) -> list[Received]:
-        """Return columns with their bytes, which a thread copies; see `AsyncDriver`."""
+        """Read columns and their bytes, which a thread copies; see `AsyncDriver`."""
         with await self.open(request) as reading:
             receiver = ColumnReceiver(reading.headers)
             async for part in reading.parts():
@@ -168,19 +168,22 @@ class EngineDriver:
             return list(zip(reading.headers, receiver.finish(), strict=True))
 
     async def open(self, request: pb.GetRequest) -> Reading:
-        """Find cells and keep them unchanged until the returned reading is closed; use it in a `with`."""
+        """Open a reading of cells, which keeps the cells unchanged until it is closed.
+
+        Use the reading in a `with` block.
+        """
         engine = self.engine_of(request.boot_id)
         await engine.check(request.put_ids)
         runs = [CellRuns.from_proto(each, with_extents=request.joins_extents) for each in request.runs]
         return await engine.open_long_read(runs, list(request.put_ids), request.slices)
 
     def engine_of(self, boot_id: bytes) -> StorageEngine:
-        """Return the engine of an instance: this service's own, or that of an instance taken over.
+        """Return the engine for an instance id: this service's own, or that of an instance that it has taken over.
 
         Raises:
-            DataLossError: the instance is unknown here.
-            UnavailableError: the instance is unknown here, but this process has restarted and is not yet registered.
-            InvalidArgumentError: the id does not have the form of an instance id.
+            DataLossError: the instance is unknown to this storage service.
+            UnavailableError: the instance is unknown, but this process has restarted and is not registered yet.
+            InvalidArgumentError: `boot_id` is not a valid instance id.
         """
         if boot_id == self._engine.boot_id:
             return self._engine
@@ -190,11 +193,11 @@ class EngineDriver:
             if self._keys is not None and not self._keys.is_registered:
                 raise UnavailableError(
                     f"storage service {self._engine.storage_id!r} has restarted and is not registered with a "
-                    "controller yet; another service may take over these cells. Retry later"
+                    "controller yet, so it is not known whether another service took over these cells. Retry later."
                 )
             raise DataLossError(
-                f"storage service {self._engine.storage_id!r} has restarted since these cells were put, and lost "
-                f"them; put them again, or clear them",
+                f"storage service {self._engine.storage_id!r} has lost these cells, because it restarted after they "
+                f"were put; put them again, or clear them",
                 metadata={"storage_id": self._engine.storage_id},
             )
         return adopted.engine
@@ -204,20 +207,20 @@ class StorageServicer:
     """Implements `StorageService` and `StorageControlService`; the protos document each method.
 
     Args:
-        engine: stores the bytes.
+        engine: the engine that stores the bytes.
         endpoint: the endpoint at which clients reach the engine.
-        commits: writes samples; None if the controller is in another process.
+        commits: commits puts to the controller in this process; None if the controller is in another process.
         keys: receipt keys of controllers in other processes; not needed if the controller is in this process.
         controller_id: id of the controller in this process.
         shared_memory: shares memory with clients of this host; None if shared memory is off.
         bulk: transfers the bytes of large puts and gets; None if the bulk port is off.
         bulk_address: address of the bulk port for clients, sent as `StatResponse.bulk_address`.
-        stall_seconds: time for which the client of a stream may neither send nor receive anything.
+        stall_seconds: maximum time for which the client of a stream may transfer nothing.
         min_stream_rate_bytes: bytes per second that all streams together must transfer while puts wait for capacity.
         waiting: counts the calls that wait for capacity.
-        max_puts: maximum number of puts.
-        max_uncommitted_puts: maximum number of puts that wait for a separate Commit.
-        mirroring: takes over the puts of lost storage services, or None without a mirror.
+        max_puts: maximum number of stored puts.
+        max_uncommitted_puts: maximum number of stored puts that wait for a separate Commit.
+        mirroring: takes over the puts of lost storage services; None without a mirror.
     """
 
     def __init__(
@@ -256,12 +259,12 @@ class StorageServicer:
         self._get_count = 0
 
     def end_slow_streams(self) -> None:
-        """End streams that transfer their bytes too slowly, if puts are waiting for capacity."""
+        """If puts are waiting for capacity, end the streams that are slower than their minimum rate."""
         if self._engine.has_waiting_puts:
             self._least_rate.enforce()
 
     def bulk_handler(self) -> grpc.GenericRpcHandler:
-        """Return the handlers for Put and Get, which encode their own frames and so replace the generated handlers."""
+        """Return handlers for Put and Get that encode frames themselves; they replace the generated handlers."""
         put = grpc.stream_unary_rpc_method_handler(self.Put, decode_put_request, pb.PutResponse.SerializeToString)
         get = grpc.unary_stream_rpc_method_handler(self.Get, pb.GetRequest.FromString, encode_part)
         return grpc.method_handlers_generic_handler(SERVICE, {"Put": put, "Get": get})
@@ -327,14 +330,14 @@ class StorageServicer:
             return await self._allocate(request, context)
         if len(values) > INLINE_BYTES:
             raise InvalidArgumentError(
-                f"an inline put has {len(values)} bytes, expected at most {INLINE_BYTES}; send larger puts with Put",
+                f"values has {len(values)} bytes; PutInline accepts at most {INLINE_BYTES}. Send larger puts with Put.",
                 field="values",
                 metadata={"got": str(len(values)), "limit": str(INLINE_BYTES)},
             )
         return pb.PutInlineResponse(put=await self._take(request.header, receive, context))
 
     async def _allocate(self, request: pb.PutInlineRequest, context: Context) -> pb.PutInlineResponse:
-        """Store a put whose region the client fills later, and offer the region to the client."""
+        """Store a put without its bytes, and offer its region of shared memory to the client, which fills it later."""
         blobs: list[Blob] = []
 
         async def receive(pending: PendingPut) -> None:
@@ -344,7 +347,7 @@ class StorageServicer:
         session = self._session_for_put(request.header)
         if session is None or not session.can_allocate:
             raise PreconditionError(
-                "no region is available for a put that is filled after its answer; put the data once it is complete"
+                "no shared memory is available for a put that is filled later; send the put once its data is complete"
             )
         _check_allocates(request)
         answer = pb.PutInlineResponse(
@@ -357,7 +360,7 @@ class StorageServicer:
         return answer
 
     def _session_for_put(self, header: pb.PutHeader) -> Session | None:
-        """Return the session that shares the memory of a put, or None if the put's bytes are sent in another way."""
+        """Return the session whose shared memory receives a put's bytes, or None if the bytes are sent another way."""
         if self._shared_memory is None or header.size_bytes <= INLINE_BYTES:
             return None
         session = self._session(header.shared_memory_session)
@@ -369,9 +372,9 @@ class StorageServicer:
     async def _take(
         self, header: pb.PutHeader, receive: Receive, context: Context, *, store: BlobStore | None = None
     ) -> pb.PutResponse:
-        """Reserve capacity for a put in a store, write its bytes with `receive`, and commit it.
+        """Reserve capacity for a put, write its bytes with `receive`, and commit it if its header includes a commit.
 
-        An error removes the put. The default store is the one that the engine's backing uses.
+        If an error occurs, the put is removed. If `store` is None, the engine's default store receives the bytes.
         """
         check_id("put_id", header.put_id)
         _check_commit(header)
@@ -393,19 +396,19 @@ class StorageServicer:
         if header.size_bytes != sum(column.value_bytes for column in columns):
             raise InvalidArgumentError(
                 f"size_bytes is {header.size_bytes}, but the columns have "
-                f"{sum(column.value_bytes for column in columns)} bytes; set it to the number of bytes sent",
+                f"{sum(column.value_bytes for column in columns)} bytes; set size_bytes to the total of all columns",
                 field="size_bytes",
             )
         self._check_controller(header)
         self._check_put_counts(header)
-        # Puts without a commit wait for the capacity of their partition in Commit.
+        # A put without a commit waits for capacity of its partition in the later Commit.
         admitted = commits.admitted(header.commit, header.size_bytes, context) if commits else contextlib.nullcontext()
         async with admitted:
             async with self._driver.storing(
                 header,
                 columns,
                 until=wait_until(context),
-                # The client's claim is not trusted: Commit refuses to create samples from a put that uses the reserve.
+                # The client's flag is not trusted: Commit refuses to create samples from a put that uses the reserve.
                 for_existing_rows=header.for_existing_rows
                 and not (commits and commits.makes_samples(header.commit.write)),
                 store=store,
@@ -423,7 +426,7 @@ class StorageServicer:
                         await commits.commit_stored(
                             header.commit,
                             Put(self._engine.storage_id, self._engine.boot_id, put_id),
-                            columns if pending is not None else stored.shapes(),  # a retry's header is not compared
+                            columns if pending is not None else stored.shapes(),  # a retry's columns may differ
                             for_existing_rows=stored.for_existing_rows,
                             check=lambda: self._engine.complete_put(header.put_id, header.partition_id),
                         )
@@ -439,7 +442,7 @@ class StorageServicer:
         return answer
 
     def _receipt(self, header: pb.PutHeader) -> bytes:
-        """Return the receipt for a complete put, or b"" for a committed one."""
+        """Return the receipt of a complete put, or b"" if the put is already committed."""
         given_at = self._engine.receipt_time(header.put_id)
         if given_at is None:
             return b""
@@ -454,7 +457,7 @@ class StorageServicer:
         return self._keys.seal(header.controller_id, receipt)
 
     def _check_controller(self, header: pb.PutHeader) -> None:
-        """Refuse a put for a controller with which this storage service is not registered or in one process."""
+        """Refuse a put unless its controller is in this process, or this storage service is registered with it."""
         if self._commits is None:
             self._keys.check_registered(header.controller_id)
             return
@@ -464,7 +467,7 @@ class StorageServicer:
         header.controller_id = self._controller_id
 
     def _check_put_counts(self, header: pb.PutHeader) -> None:
-        """Refuse a put beyond a limit, unless it is already stored."""
+        """Refuse a new put if the maximum number of puts is reached. A put that is already stored is not refused."""
         stat = self._engine.stat()
         counts = [("max_puts", stat.put_count, self._max_puts)]
         if not header.HasField("commit"):
@@ -472,8 +475,8 @@ class StorageServicer:
         for limit_name, count, limit in counts:
             if count >= limit and self._engine.partition_of(header.put_id) is None:
                 raise LimitExceededError(
-                    f"this storage service has {count} such puts, expected at most {limit} ({limit_name}); put more "
-                    "samples at once, or clear consumed samples",
+                    f"this storage service stores {count} of at most {limit} puts allowed by {limit_name}; put more "
+                    "samples per call, or clear consumed samples",
                     retry_after_seconds=RETRY_AFTER_SECONDS,
                     metadata={"limit_name": limit_name, "got": str(count + 1), "limit": str(limit)},
                 )
@@ -522,7 +525,7 @@ class StorageServicer:
         progress: Progress,
         stack: contextlib.ExitStack,
     ) -> Transfer:
-        """Open the transfer for a get; the transfer ends with the call's stack and takes over the stack's resources."""
+        """Open the bulk transfer of a get, which takes over the resources on `stack` and is closed with `stack`."""
         slices = await reading.gather_list(without)
 
         def send(connection: BulkConnection, start: int, end: int, moved: Moved) -> None:
@@ -537,7 +540,10 @@ class StorageServicer:
         return transfer
 
     def _frame_bytes(self) -> int:
-        """Return the size of a get's next frame; each get keeps one frame in memory until its client reads it."""
+        """Return the size in bytes of a get's next frame.
+
+        Each get keeps a frame in memory until its client reads it.
+        """
         return max(_LEAST_FRAME_BYTES, min(DEFAULT_FRAME_BYTES, _SENT_BYTES // self._get_count))
 
     async def GetInline(self, request: pb.GetInlineRequest, context: Context) -> pb.GetInlineResponse:
@@ -557,7 +563,7 @@ class StorageServicer:
     def _shared_part(
         self, request: pb.GetRequest, reading: Reading
     ) -> tuple[Session | None, Sequence[SharedMemory], pb.SharedColumns]:
-        """Return the session, memory and columns of the part of a read that can be shared; the session may be None."""
+        """Return the part of a read that shared memory can transfer: session (or None), memories, and columns."""
         memories, columns = reading.shared_part(with_regions=True) if request.shared_memory_session else ([], [])
         session = self._session(request.shared_memory_session) if columns else None
         if session is not None and not session.is_own_user:
@@ -584,7 +590,7 @@ class StorageServicer:
     ) -> storage_control_pb2.UpdatePutsResponse:
         self._keys.check_epoch(request.controller_id, request.epoch)
         cells = [_put_cells(cells) for cells in request.freed]
-        with contextlib.suppress(DataLossError):  # raised for another instance, which has nothing to change
+        with contextlib.suppress(DataLossError):  # raised for an unknown instance, which has nothing to change
             engine = self._driver.engine_of(request.boot_id)
             self._keys_of(request.boot_id).check_key(request.controller_id, request.key_id)
 
@@ -594,14 +600,14 @@ class StorageServicer:
             gone = {each.put_id for each in cells}  # an earlier attempt of this call may have freed them
             for put_id in filter(may_change, request.committed_put_ids):
                 if not engine.confirm(put_id) and put_id not in gone:
-                    _log.error(LogMessage("a put that samples need is missing", put_id=put_id))
+                    _log.error(LogMessage("a put that contains cells of samples is missing", put_id=put_id))
             freed_at = engine.puts.clock()
             engine.free([each for each in cells if may_change(each.put_id)])
             return storage_control_pb2.UpdatePutsResponse(freed_at=freed_at, receipts_valid_from=engine.puts.valid_from)
         return storage_control_pb2.UpdatePutsResponse()
 
     def _keys_of(self, boot_id: bytes) -> ReceiptKeys:
-        """Return the keys of this storage service, or of an instance whose puts it took over."""
+        """Return the receipt keys for an instance: this storage service's own, or those of an adopted instance."""
         adopted = None if self._mirroring is None else self._mirroring.adopted.get(boot_id)
         return self._keys if adopted is None else adopted.keys
 
@@ -632,12 +638,12 @@ class StorageServicer:
                     if state.dropped_count:
                         _log.warning(LogMessage("dropped puts unknown to the controller", count=state.dropped_count))
                     return to_message(storage_control_pb2.ReconcilePutsResponse, state)
-                await asyncio.sleep(0)  # reading parts that have arrived does not yield to the loop
+                await asyncio.sleep(0)  # reading parts that have arrived does not yield to the event loop
         finally:
             if state is not None:
                 engine.end_reconciliation(state)
         raise InvalidArgumentError(
-            "the stream ended before its last message, so no puts were dropped; resend the list", field="is_last"
+            "the stream ended before its last message, so no puts were dropped; send the list again", field="is_last"
         )
 
     async def Adopt(
@@ -655,7 +661,7 @@ class StorageServicer:
 
 
 def _check_commit(header: pb.PutHeader) -> None:
-    """Refuse a put whose commit is for another partition, or has fields that are only for a separate Commit."""
+    """Refuse a put whose commit names another partition, or has fields that only a separate Commit may have."""
     check_name("partition_id", header.partition_id)
     if not header.HasField("commit"):
         return
@@ -667,7 +673,7 @@ def _check_commit(header: pb.PutHeader) -> None:
             )
     if not header.commit.HasField("write"):
         raise InvalidArgumentError(
-            "the commit of a put has no write; set it to specify the samples that the rows belong to", field="write"
+            "the commit of a put has no write; set write to describe the samples that the rows belong to", field="write"
         )
     if header.commit.write.partition_id != header.partition_id:
         raise InvalidArgumentError(
@@ -678,14 +684,14 @@ def _check_commit(header: pb.PutHeader) -> None:
 
 
 def _check_allocates(request: pb.PutInlineRequest) -> None:
-    """Refuse a put that is filled after its answer if it already has bytes, or if its bytes are needed earlier."""
+    """Refuse a put that is to be filled later if it already has bytes, a commit, or object columns."""
     header = request.header
     has_objects = any(column.spec.layout == metadata_pb2.LAYOUT_OBJECT for column in header.columns)
     for name, is_wrong in (("values", request.values), ("commit", header.HasField("commit")), ("columns", has_objects)):
         if is_wrong:
             raise InvalidArgumentError(
-                "a put that is filled after its answer has values, a commit, or object columns; send only numeric "
-                "columns, and Commit later",
+                "a put with allocates must not have values, a commit, or object columns; send only numeric columns, "
+                "and call Commit once the data is written",
                 field=name,
             )
 
@@ -707,7 +713,7 @@ async def _read_end(parts: AsyncIterator[Part], way: str) -> None:
 
 
 async def _receive_region(pending: PendingPut, session: Session, parts: AsyncIterator[Part], context: Context) -> None:
-    """Offer the region of a put to a session's client, which fills it."""
+    """Offer the region of a put to a session's client, and wait until the client has filled it."""
     region = pending.require_open().values.backing
     with contextlib.closing(session.offer([region])) as offer:
         needs_no_turn.set(True)
@@ -715,12 +721,12 @@ async def _receive_region(pending: PendingPut, session: Session, parts: AsyncIte
         await context.send_initial_metadata(((SEND_AS_KEY, SEND_AS_REGION), (REGION_KEY, named)))
         await _read_end(parts, "shared memory")
     if not offer.is_filled:
-        raise UnavailableError("the region of the put was not filled; the client retries over gRPC")
+        raise UnavailableError("the client did not fill the shared memory of the put; retry over gRPC")
     await pending.end_filling()
 
 
 async def _receive_fd(pending: PendingPut, session: Session, parts: AsyncIterator[Part], context: Context) -> None:
-    """Receive the bytes of a put as sealed memory that a session's client sends."""
+    """Receive the bytes of a put as a sealed memory file, whose descriptor the session's client sends."""
     with session.awaiting(pending.put_id) as take_fd:
         needs_no_turn.set(True)
         await context.send_initial_metadata(((SEND_AS_KEY, SEND_AS_FD),))
@@ -746,7 +752,7 @@ def _name(part: Part) -> str:
 
 
 def _get_header(reading: Reading, shared: pb.SharedColumns, ticket: pb.BulkTicket | None = None) -> pb.GetHeader:
-    """Return the header of a get: the columns of a reading, and the way in which their bytes are sent."""
+    """Return the header of a get: the columns of a reading, and how their bytes are sent."""
     return pb.GetHeader(
         row_count=reading.row_count,
         columns=map(encode_header, reading.headers),
@@ -756,27 +762,28 @@ def _get_header(reading: Reading, shared: pb.SharedColumns, ticket: pb.BulkTicke
 
 
 async def _encoded(reading: Reading, shared: pb.SharedColumns, ticket: pb.BulkTicket | None) -> bytes:
-    """Return the encoded header of a get, which a thread encodes if there are many rows."""
+    """Encode the header of a get; a thread does this if there are many rows."""
     if reading.row_count < MANY_ROWS:
         return encode_part(_get_header(reading, shared, ticket))
     return await asyncio.to_thread(lambda: encode_part(_get_header(reading, shared, ticket)))
 
 
 def _indexes(shared: pb.SharedColumns) -> Collection[int]:
-    """Return the indexes of the answer's columns that are in shared memory."""
+    """Return the indexes of those columns of a get whose bytes are in shared memory."""
     return frozenset(column.column_index for column in shared.columns)
 
 
 def _put_cells(cells: storage_control_pb2.PutCells) -> PutCells:
-    """Return a put's cells as described by a message.
+    """Decode the cells of a put from a message.
 
     Raises:
-        InvalidArgumentError: the first rows and counts do not match, or describe more rows than a put may have.
+        InvalidArgumentError: the numbers of first rows and row counts differ, or there are more rows than a put may
+            have.
     """
     if len(cells.first_rows) != len(cells.row_counts):
         raise InvalidArgumentError(
-            f"the cells of a put have {len(cells.first_rows)} first rows and {len(cells.row_counts)} counts; send "
-            f"one of each per run, or neither for all rows",
+            f"the cells of a put have {len(cells.first_rows)} first_rows and {len(cells.row_counts)} row_counts; send "
+            f"one of each per run of rows, or neither to name all rows",
             field="cells",
         )
     rows = None

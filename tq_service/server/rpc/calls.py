@@ -1,8 +1,8 @@
-"""The handlers that gRPC calls, and middleware for all calls: metrics, errors, access control, durable answers.
+"""The handlers that gRPC calls, and the middleware around them: metrics, errors, access control, durable answers.
 
-    observed -> counted, errors become statuses -> access control -> durable, by the leader -> the handler
+    ObservedCalls -> RunningCalls -> AccessControl -> DurableAnswers -> the handler of the method
 
-Each of these is a `Middleware`. Spans are in traces.py, since they need an extra.
+Each stage is a `Middleware`. The middleware for spans is in traces.py, because it needs an extra.
 """
 
 from __future__ import annotations
@@ -72,31 +72,32 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _grpc_log = logging.getLogger("grpc._cython.cygrpc")
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-# Names of status codes by number, as in Go's gRPC.
+# Names of the status codes, as in Go's gRPC; the index is the code's number.
 CODES: Final = (
     "OK", "Canceled", "Unknown", "InvalidArgument", "DeadlineExceeded", "NotFound", "AlreadyExists", "PermissionDenied",
     "ResourceExhausted", "FailedPrecondition", "Aborted", "OutOfRange", "Unimplemented", "Internal", "Unavailable",
     "DataLoss", "Unauthenticated",
 )  # fmt: skip
 _CODE_NAMES: Final = {code.value[0]: code.name for code in grpc.StatusCode}
-# Exceptions that gRPC raises in a call that has ended: it was aborted, its client disconnected, or the server stopped.
+# Exceptions that gRPC raises in a handler after an abort, a disconnect of the client, or a stop of the server.
 _NO_FAULTS: Final = (asyncio.CancelledError, grpc.aio.BaseError)
 _RETRY_SECONDS: Final = 1.0
 
 
 class Services(grpc.GenericRpcHandler):
-    """The services of a server behind their middleware. Generated code adds services to it as if it were the server.
+    """The gRPC services of a server, wrapped in middleware. Generated code adds services to it as it would to a server.
 
-    Handlers are wrapped once per method and caller. A grpc.aio interceptor would instead add two coroutines to every
-    call, and could not see requests.
+    Each handler is wrapped once per method and caller. A grpc.aio interceptor would instead add two coroutines to every
+    call, and would not see the requests.
 
     Args:
         server: the server that receives the calls.
-        middleware: middleware for each call, outermost first. The first one that returns a caller decides.
-        methods: the table of methods; a method not in the table has the defaults of `Method`.
+        middleware: middleware for each call, outermost first. The first whose `admit` returns a caller determines the
+            caller.
+        methods: descriptions of methods by full name; for any other method, the defaults of `Method` apply.
 
     Attributes:
-        inbox: reads the requests.
+        inbox: reads the requests, and limits their size and number.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class Services(grpc.GenericRpcHandler):
         self._services += handlers
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: object) -> None:
-        """Do nothing; generated code also calls this, for methods that `add_generic_rpc_handlers` has added."""
+        """Do nothing: generated code calls this for methods that it also adds with `add_generic_rpc_handlers`."""
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
         """Return the handler of a call, or None for an unknown method; gRPC calls this for each call."""
@@ -142,15 +143,15 @@ class Services(grpc.GenericRpcHandler):
             caller = self._anyone
         if name in caller.handlers:
             return caller.handlers[name]
-        # A refused call passes through only the middleware that refused it and those outside it.
+        # A refused call passes only through the middleware that refused it and the middleware outside it.
         end = len(self._middleware) if caller.refusal is None else self._middleware.index(decisive) + 1
         handler = caller.handlers[name] = self._wrapped(inner, method, caller, self._middleware[:end])
         return handler
 
     def _wrapped(self, inner: Handler, method: Method, caller: Caller, middleware: Sequence[Middleware]) -> Handler:
-        """Return a handler wrapped in middleware; for a refused caller, the handler reads no requests.
+        """Wrap a handler in middleware. For a refused caller, the result raises an error without reading requests.
 
-        Towards gRPC, every method has a stream of requests, so that only the inbox decides when to read.
+        Every method is registered as one with a stream of requests. This lets the inbox decide when to read.
         """
         refusal = caller.refusal
         if refusal is None:
@@ -163,7 +164,7 @@ class Services(grpc.GenericRpcHandler):
         for each in reversed(middleware):
             behavior = each.wrap(method, caller, behavior)
         if refusal is not None:
-            # Always a method with one answer, which is never sent.
+            # Registered as a method with a single answer, although the handler always raises an error.
             return grpc.stream_unary_rpc_method_handler(behavior)
         behavior = self.inbox.reads(method, behavior, inner.request_deserializer)
         make = grpc.stream_stream_rpc_method_handler
@@ -181,7 +182,7 @@ def _refusing(refusal: Refusal) -> Behavior:
 
 
 def _as_coroutine(behavior: Callable[..., Any]) -> Behavior:
-    """Return a handler as a coroutine function, which writes the answers of an async generator to the context."""
+    """Convert a handler to a coroutine function. The answers of an async generator are written to the context."""
     if not inspect.isasyncgenfunction(behavior):
         return behavior
 
@@ -194,20 +195,20 @@ def _as_coroutine(behavior: Callable[..., Any]) -> Behavior:
 
 
 class ObservedCalls(Middleware):
-    """Logs calls at debug level, and counts and times them for metrics; outermost, so that it sees how calls end.
+    """Logs calls at debug level and measures them for metrics. As the outermost middleware, it sees each call's status.
 
-    The metrics have the names that go-grpc-middleware uses. Waiting time is measured separately, so that long polls do
-    not obscure the handling time.
+    The metrics have the names used by go-grpc-middleware. The time that calls spend waiting is measured separately,
+    because long polls would otherwise dominate the handling time.
 
     Args:
-        instruments: metrics of calls, or None if metrics are off.
+        instruments: the metrics to update; None if metrics are off.
     """
 
     def __init__(self, instruments: Instruments | None = None) -> None:
         self._calls = None if instruments is None else instruments.calls
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Return a handler that observes a method's calls, or `behavior` itself without debug logs and metrics."""
+        """Wrap a handler to observe a method's calls. If debug logs and metrics are off, return the handler itself."""
         logs, counts = _log.isEnabledFor(logging.DEBUG), None
         if self._calls is not None:
             counts = self._calls.get(method.name)
@@ -221,7 +222,7 @@ class ObservedCalls(Middleware):
             if counts is not None:
                 counts.started += 1
                 if method.waits:
-                    wait_clock.set(clock)  # applies only to this call, since gRPC runs each in a task
+                    wait_clock.set(clock)  # affects only this call, since gRPC runs each call in a separate task
             began_at, code = time.perf_counter(), 0
             try:
                 return await behavior(request, context)
@@ -249,7 +250,7 @@ def _counts_of(method: Method) -> MethodCounts:
 
 
 def code_of(error: BaseException, context: Context) -> int:
-    """Return the number of the status code that the client of a failed call receives if it is still connected."""
+    """Return the number of the status code that the client of a failed call receives, if still connected."""
     if isinstance(error, asyncio.CancelledError):
         remaining = context.time_remaining()
         late = remaining is not None and remaining <= 0
@@ -283,7 +284,7 @@ def _log_end(method: Method, caller: Caller, request: Any, context: Context, *, 
 
 
 def _request_id(message: Any) -> bytes | None:
-    """Return the id that a call keeps across retries: its request_id, or that of its commit, or its put_id."""
+    """Return the id that all attempts of a call share: its request_id, its commit's request_id, or its put_id."""
     header = getattr(message, "header", message)
     for part in (message, getattr(message, "commit", None), header, getattr(header, "commit", None)):
         if request_id := getattr(part, "request_id", b""):
@@ -294,19 +295,19 @@ def _request_id(message: Any) -> bytes | None:
 class RunningCalls(Middleware):
     """Counts running calls, and ends failed calls with a `google.rpc.Status`.
 
-    Calls beyond a limit are rejected before they are read. Probes are not counted: they need no token, so they must not
-    displace other calls. Calls between services are not counted either, since a service whose heartbeats are rejected
-    would be considered lost.
+    Calls beyond the limit are rejected before their requests are read. Health probes do not count towards the limit:
+    they need no token, so they must not displace other calls. Calls between services do not count either, because a
+    service whose heartbeats are rejected would be considered lost.
 
-    A `TqError` is sent with its text. Any other exception is a bug, which is logged with its traceback and sent as
-    INTERNAL without its text.
+    If a call fails with a `TqError`, the client receives the error's message. Any other exception is a bug: the log
+    contains its traceback, and the client receives INTERNAL without the exception's message.
 
     Args:
-        most: maximum number of calls.
+        most: maximum number of running calls.
 
     Attributes:
         count: number of running calls.
-        rejected: number of calls rejected since the last report, by limit or quota.
+        rejected: number of calls rejected since the last report, by name of the limit or quota.
     """
 
     def __init__(self, most: int = sys.maxsize) -> None:
@@ -314,15 +315,15 @@ class RunningCalls(Middleware):
         self._one_too_many = Caller(refusal=Refusal(lambda: too_many_calls("max_calls", self.count + 1, self._most)))
         self.count = 0
         self.rejected: Counter[str] = Counter()
-        _grpc_log.addFilter(_UNTAKEN_ANSWERS)  # added once, even with several services in the process
+        _grpc_log.addFilter(_UNTAKEN_ANSWERS)  # no effect if another service in this process has added it
 
     def admit(self, method: Method, details: grpc.HandlerCallDetails) -> Caller | None:
-        """Refuse a call beyond the limit."""
+        """Refuse the call if too many calls are running; otherwise return None."""
         is_one_too_many = self.count >= self._most and not (method.is_open or method.is_internal)
         return self._one_too_many if is_one_too_many else None
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Return a handler that counts a method's calls and ends failed calls with their status."""
+        """Wrap a handler to count a method's running calls and to end failed calls with the status of their error."""
         weight = 0 if method.is_open or method.is_internal or caller is self._one_too_many else 1
         reads_one = caller.refusal is None and not method.has_request_stream
 
@@ -336,7 +337,7 @@ class RunningCalls(Middleware):
                 failure = error
             finally:
                 self.count -= weight
-            # Outside the `except`, since an exception raised here must not refer to the failure; see `_end`.
+            # Outside the `except` block, because an exception raised here must not refer to the failure; see `_end`.
             if isinstance(failure, ResourceExhaustedError):
                 self.rejected[failure.metadata.get("limit_name", failure.reason)] += 1
             return await _end(context, failure, method, getattr(request, "first", None))
@@ -344,21 +345,21 @@ class RunningCalls(Middleware):
         return call
 
     def report(self) -> None:
-        """Log the calls rejected since the last report."""
+        """Log the number of calls rejected since the last report, by limit or quota."""
         if self.rejected:
             _log.warning(LogMessage("rejected calls beyond a limit or quota", **dict(self.rejected.most_common())))
             self.rejected.clear()
 
 
 async def _end(context: Context, error: Exception, method: Method, message: Any) -> None:
-    """End a call with the status for its error; after a bug, the status includes the request_id to retry with."""
+    """End a call with the status of its error. After a bug, the status contains the request_id to retry with."""
     failed = error
     if not isinstance(error, TqError):
         request_id = _request_id(message)
         _log.error(LogMessage("a call failed", method=method.name, request_id=request_id), exc_info=error)
         facts = {} if request_id is None else {"request_id": request_id.hex()}
-        error = InternalError("the service failed; its log has the details", metadata=facts)
-    # The failed call's frames refer to the received bytes, and gRPC keeps its state until a garbage collection.
+        error = InternalError("the call failed on an internal error; the service's log has the details", metadata=facts)
+    # The traceback's frames refer to the request's bytes, and gRPC keeps the call's state until a garbage collection.
     traceback.clear_frames(failed.__traceback__)
     del failed
     await context.abort_with_status(rpc_status.to_status(to_status(error, method=method.name)))
@@ -367,8 +368,9 @@ async def _end(context: Context, error: Exception, method: Method, message: Any)
 class _UntakenAnswers(logging.Filter):
     """Replaces the error and traceback that gRPC logs for an undelivered answer with one line at level INFO.
 
-    gRPC does not log the reason. The client may have disconnected or cancelled the call while the answer was in
-    transit, or it rejected the answer because of its size; the client's error is then RESOURCE_EXHAUSTED.
+    gRPC does not log why an answer could not be delivered. The client may have disconnected or cancelled the call while
+    the answer was in transit. It may also have rejected the answer as too large, in which case its call fails with
+    RESOURCE_EXHAUSTED.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -379,7 +381,7 @@ class _UntakenAnswers(logging.Filter):
         error_text = record.getMessage()
         record.args = ()
         record.msg = LogMessage(
-            "could not deliver an answer: its client disconnected, or does not accept messages of that size",
+            "could not deliver an answer: the client disconnected, or rejected the message as too large",
             error=error_text,
         )
         record.exc_info = record.exc_text = None
@@ -392,16 +394,16 @@ _UNTAKEN_ANSWERS = _UntakenAnswers()
 class DurableAnswers(Middleware):
     """Delays answers and errors until the state is durable, so clients never see a change that a crash could undo.
 
-    While the state cannot be persisted, calls are refused before they run. Calls that fill the disk are refused as soon
-    as space is short, because the remaining space is reserved for calls that free space.
+    While the state cannot be persisted, calls are refused before they run. While disk space is low, calls that store
+    data are also refused, because the remaining space is reserved for calls that free space.
 
-    In a cluster, it also refuses calls to a standby, and withholds answers of a leader that may have been superseded. A
-    process that was paused for longer than its lease detects that here, before it sends answers from outdated state.
-    `end_calls` ends calls that wait for samples or etcd; their callers must call the leader. Confined to one event
-    loop.
+    In a cluster, the middleware also refuses calls to a standby, and withholds answers of a leader that may have been
+    superseded. A process that was paused for longer than its lease therefore sends no answers from outdated state.
+    `end_calls` ends calls that are waiting for samples or for etcd; their clients must retry at the leader. Confined to
+    one event loop.
 
     Args:
-        state: the state that must be durable before answers are sent; None if nothing is persisted.
+        state: the state that must be durable before an answer is sent; None if nothing is persisted.
         member: this controller as a member of its cluster; None if it is the only controller.
     """
 
@@ -411,11 +413,14 @@ class DurableAnswers(Middleware):
         self._running = EndableCalls()
 
     def end_calls(self) -> None:
-        """End running calls with a refusal; as when an answer is lost, their changes may still take effect."""
+        """End running calls with `NotLeaderError`. Their changes may still take effect, as after a lost answer."""
         self._running.end(lambda _owner: self._refusal())
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Return a handler that delays a method's answers, unless they contain only durable state."""
+        """Wrap a handler to delay its answers until they are durable.
+
+        If no check is needed, return the handler itself.
+        """
         state, member = self._state, self._member
         if state is None or (method.is_answer_durable and (method.is_open or member is None)):
             return behavior
@@ -445,7 +450,7 @@ class DurableAnswers(Middleware):
                 answer = await behavior(request, context)
             except asyncio.CancelledError:
                 raise
-            except Exception:  # the error may reveal a change, such as a key that now exists
+            except Exception:  # the error may reveal a change that is not durable, such as a new key
                 await durable()
                 raise
             return await durable(answer)
@@ -455,26 +460,25 @@ class DurableAnswers(Middleware):
         return lambda request, context: self._running.run(call(request, context))
 
     def takes_changes(self) -> bool:
-        """Whether calls that change state are accepted now."""
+        """Return whether calls that change state are currently accepted."""
         leads = self._member is None or self._member.may_answer
         return leads and (self._state is None or not self._state.is_failing)
 
     def epoch(self) -> int:
-        """Return the epoch of the cluster's leader; 0 if it is unknown or there is no cluster."""
+        """Return the epoch of the cluster's leader; 0 without a cluster or a known leader."""
         return 0 if self._member is None else self._member.epoch
 
     def _refusal(self) -> NotLeaderError:
         address = "" if self._member is None else self._member.leader_address
-        where = f"the one at {address} does" if address else "no leader is known yet"
+        where = f"the leader is at {address}" if address else "no leader is known yet"
         return NotLeaderError(
-            f"this controller does not lead its cluster at the moment ({where}); retry at the leader with the same "
-            "request_id",
+            f"this controller is not the leader of its cluster ({where}); retry at the leader with the same request_id",
             metadata={"leader_address": address, "epoch": str(self.epoch())},
         )
 
 
 class _DurableContext:
-    """A context that delays written answers until they are durable."""
+    """The context of a call, whose `write` waits until an answer is durable."""
 
     def __init__(self, context: Context, durable: Callable[[Any], Awaitable[Any]]) -> None:
         self._context = context
@@ -484,46 +488,46 @@ class _DurableContext:
         return getattr(self._context, name)
 
     async def write(self, answer: Any) -> None:
-        """Send an answer once it is durable."""
+        """Wait until an answer is durable, then send it."""
         await self._context.write(await self._durable(answer))
 
 
 _SCRAPE: Final = Method(name="GET /metrics", roles=frozenset({"read"}), concerns_all=True)
 _NO_TOKEN: Final = "this service requires a bearer token, but the call has none; send it as authorization metadata"  # noqa: S105
-# One text for both cases, since the finder of a token must not learn whether it was ever valid.
+# Unknown and expired tokens get the same message: whoever finds a token must not learn whether it was ever valid.
 _BAD_TOKEN: Final = "the call's token is invalid: it is unknown here or has expired; request a new token"  # noqa: S105
 _NO_PROOF: Final = (
-    "this call is reserved for the services of a deployment, which prove that they share a secret; clients must use "
-    "other calls. A calling service needs the same internal_secret_file as this service"
+    "this call is reserved for the services of a deployment, but has no proof of their internal secret; clients must "
+    "use other calls. Set the same internal_secret_file for all services"
 )
 _WRONG_PROOF: Final = (
-    "the internal secret of the caller differs from that of this service; set the same internal_secret_file for all "
+    "the caller's internal secret differs from that of this service; set the same internal_secret_file for all "
     "services of a deployment"
 )
 _AGENT: Final = re.compile(r"tq-service/(\S+) \(protocol (\d+)\)")
 _SERVICE: Final = make_token(name="internal-secret", sha256="0" * 64, roles=["service"], prefixes=[ALL_PARTITIONS])
-"""Represents the secret that services share, which grants the same permissions as a token with role service."""
+"""The token of callers that have proved the internal secret; it grants the permissions of role service."""
 
 
 class AccessControl(Middleware):
-    """Admits or refuses calls before they take effect.
+    """Identifies the caller of each call, and refuses calls that the caller is not allowed to make.
 
-    A call without a valid token, or of an internal method without the secret, is refused before it is read. A call
-    whose token lacks the role, or is not valid for a partition named by the call, is refused after its request was
-    read.
+    A call without a valid token is refused before its request is read; so is a call of an internal method without the
+    internal secret. If a token lacks the required role, or does not cover a partition named in the request, the call is
+    refused after its request was read.
 
     Args:
-        audit: the log of refusals and administrative calls.
+        audit: the log of refused calls and of administrative calls.
         tokens: the valid tokens; None if everyone may call all methods except internal ones.
         secret: the secret shared by the services of this deployment; None if only tokens identify services.
-        stall_seconds: maximum time to wait for a stream's first message, which decides on its admission.
+        stall_seconds: maximum time to wait for a stream's first message, which determines whether the call is allowed.
 
     Attributes:
-        partition_of: returns the partition of a complete put in this storage service, or None for an unknown put; None
-            if this process has no storage service.
-        admitted_at: time at which a call of each connection was first admitted, by peer, on the clock
-            `time.monotonic`. If tokens are required, probes do not count, since they need none. `Connections` removes
-            entries.
+        partition_of: returns the partition of a complete put in this process's storage service, or None for an unknown
+            put. None if this process does not run a storage service.
+        admitted_at: time of the first admitted call on each connection, by peer, on the clock `time.monotonic`. If
+            tokens are required, health probes do not count, since they need no token. `Connections` removes the entries
+            of closed connections.
     """
 
     def __init__(
@@ -551,7 +555,7 @@ class AccessControl(Middleware):
         self.partition_of: Callable[[bytes], str | None] | None = None
 
     def end_revoked(self) -> None:
-        """End waiting and streaming calls whose token has expired, or was removed or changed in the file."""
+        """End waiting and streaming calls whose token has expired, or was removed or changed in the tokens file."""
         if self._tokens is None:
             return
         known = self._tokens.tokens
@@ -563,7 +567,7 @@ class AccessControl(Middleware):
         self._lasting.end(error_of)
 
     def admit(self, method: Method, details: grpc.HandlerCallDetails) -> Caller:
-        """Return the caller that a call's metadata identifies."""
+        """Identify the caller by the metadata of a call. The result may be a refused caller."""
         if method.is_open:
             return self._anyone
         metadata = dict(details.invocation_metadata or ())
@@ -596,9 +600,9 @@ class AccessControl(Middleware):
         return caller
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Return a handler that admits or refuses a caller's calls of a method.
+        """Wrap a handler to check whether a caller may call a method.
 
-        If the decision depends on the request, the handler reads it, or the first message of a stream.
+        If the decision depends on the request, the wrapper first reads the request, or the first message of a stream.
         """
         token, refusal = caller.token, caller.refusal
         is_known = refusal is None
@@ -607,9 +611,9 @@ class AccessControl(Middleware):
         restricted = None if token is None or ALL_PARTITIONS in token.prefixes else token
         if restricted is not None:
             behavior = _showing_its_own(restricted, behavior)
-        # Without tokens, clearing partitions is routine and not worth an audit line.
+        # Without tokens, only calls that concern all partitions are audited, since clearing one partition is routine.
         is_noted = method.is_audited and (token is not None or method.concerns_all)
-        # If the caller has a token, a stream without a first message is ended here.
+        # If the caller has a token, the wrapper waits for a stream's first message, and ends the call if none arrives.
         begins = token is not None and method.has_request_stream
         looks_at_request = is_known and (refusal is not None or restricted is not None or is_noted or begins)
         marks_peer = not (method.is_open and self._tokens is not None)
@@ -633,7 +637,7 @@ class AccessControl(Middleware):
                 self._note("allowed", method, caller, context, named=named)
             if marks_peer and (peer := context.peer()) not in self.admitted_at:
                 self.admitted_at[peer] = time.monotonic()
-            if caller.name:  # applies only to this call, since gRPC runs each in a task
+            if caller.name:  # affects only this call, since gRPC runs each call in a separate task
                 token_name.set(caller.name)
             return await behavior(request, context)
 
@@ -643,7 +647,7 @@ class AccessControl(Middleware):
         return lambda request, context: self._lasting.run(call(request, context), token)
 
     def refused_scrape(self, loop: asyncio.AbstractEventLoop, authorization: str, peer: str) -> str | None:
-        """Return the reason for refusing a scrape with this header, or None to allow it; called from any thread."""
+        """Return the reason to refuse a metrics scrape with this header, or None to allow it. Thread-safe."""
         if self._tokens is None:
             return None
         token, refusal = None, self._no_token.refusal
@@ -659,11 +663,11 @@ class AccessControl(Middleware):
         return f"{refusal.reason}; a scrape requires a token with role read for all partitions"
 
     def _named_by(self, method: Method, request: Any) -> list[str]:
-        """Return the partitions that a request names, directly or through puts."""
+        """Return the partitions that a request names directly, and those of the puts that it names."""
         named = list(method.partitions(request))
         if method.put_ids is not None and self.partition_of is not None:
             found = map(self.partition_of, method.put_ids(request))
-            # An unknown put needs no protection; the call fails anyway.
+            # A call that names an unknown put fails anyway, so its permission need not be checked.
             named += [partition_id for partition_id in found if partition_id is not None]
         return named
 
@@ -692,7 +696,7 @@ class AccessControl(Middleware):
 
 
 def _showing_its_own(token: Token, behavior: Behavior) -> Behavior:
-    """Return a handler that restricts the partitions listed, or named in errors, to those of a token."""
+    """Wrap a handler to hide partitions that a token does not cover from lists and error messages."""
 
     async def call(request: Any, context: Context) -> Any:
         shown_partitions.set(token.covers)
@@ -716,15 +720,18 @@ def _stranger(message: str, reason: str, name: str = "") -> Caller:
 
 
 def _other_protocol(agent: str) -> Caller | None:
-    """Return a refused caller if the user agent names another protocol; clients in other languages name none."""
+    """Return a refused caller if the user agent names another protocol version, or None.
+
+    Clients in other languages name no protocol version.
+    """
     if (match := _AGENT.match(agent)) is None or int(match[2]) == PROTOCOL:
         return None
     build, protocol = match.groups()
 
     def make_error() -> PreconditionError:
         return PreconditionError(
-            f"the caller is tq-service {build} with protocol {protocol}; expected protocol {PROTOCOL}, which this "
-            f"service, tq-service {BUILD}, uses. Install the same version on both sides.",
+            f"the caller is tq-service {build} with protocol {protocol}; expected protocol {PROTOCOL}, as in this "
+            f"service's tq-service {BUILD}. Install the same version on both sides.",
             reason="PROTOCOL_MISMATCH",
             metadata={"got": protocol, "expected": str(PROTOCOL), "version": BUILD},
         )
@@ -733,9 +740,11 @@ def _other_protocol(agent: str) -> Caller | None:
 
 
 def _lack(method: Method, token: Token) -> Refusal | None:
-    """Return the refusal if a token does not allow any call of a method, or None."""
+    """Return a refusal if a token does not allow any call of a method; otherwise return None."""
     if not method.roles:
-        return _denied("no rule for the method", f"{method.short_name} has no rule in its proto, so no one may call it")
+        return _denied(
+            "no rule for the method", f"{method.short_name} has no access rule in its proto, so all calls are refused"
+        )
     if not token.roles & method.allowed_roles:
         needed = ", ".join(sorted(method.allowed_roles))
         return _denied(
@@ -748,8 +757,8 @@ def _lack(method: Method, token: Token) -> Refusal | None:
     if method.concerns_all and ALL_PARTITIONS not in token.prefixes:
         return _denied(
             "not for all partitions",
-            f"{method.short_name} concerns all partitions and needs the prefix ''; token {token.name!r} is for "
-            f"{_listed(token.prefixes)}",
+            f"{method.short_name} concerns all partitions, so it requires a token with the prefix ''; token "
+            f"{token.name!r} has only the prefixes {_listed(token.prefixes)}",
             token=token.name,
             needed_prefix=ALL_PARTITIONS,
         )
@@ -762,7 +771,7 @@ def _denied(reason: str, message: str, **metadata: str) -> Refusal:
 
 def _outside(token: Token, partition_id: str) -> PermissionDeniedError:
     return PermissionDeniedError(
-        f"token {token.name!r} is for partitions whose names begin with {_listed(token.prefixes)}; got "
+        f"token {token.name!r} is valid only for partitions whose names begin with {_listed(token.prefixes)}; got "
         f"{partition_id[:64]!r}",
         metadata={"token": token.name, "partition_id": partition_id[:64]},
     )

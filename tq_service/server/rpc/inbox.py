@@ -1,8 +1,8 @@
-"""Limits on input: the size and number of concurrent requests, waiting calls, and the minimum progress of streams.
+"""Limits on requests: their size, the number read at once, the number of waiting calls, and the pace of streams.
 
-To read a message, gRPC receives it completely into memory that no quota counts. Before the read begins, the client can
-send no more than the stream's window (`wire/connection.py`). Limiting the number of concurrent reads therefore limits
-the bytes in flight, since each read is one message of at most `max_message_bytes`.
+gRPC receives each message completely into memory that does not count towards any quota. Until the service starts to
+read a message, its client can send at most the stream's window (`wire/connection.py`). Limiting the number of
+concurrent reads therefore limits the bytes in flight, since each read is one message of at most `max_message_bytes`.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from tq_service.wire.connection import MAX_REQUEST_BYTES, PART_BYTES
 Part = TypeVar("Part")
 
 LEAST_PROGRESS_BYTES: Final = 64 * 1024
-"""Number of bytes that must be sent or read within the time that a stream may stall; fewer count as no progress."""
+"""Number of bytes that a stream must transfer within `stall_seconds`; fewer bytes count as no progress."""
 
 GRACE_SECONDS: Final = 10.0
-"""Time that the service waits for the other side of a stream before the minimum rate applies."""
+"""Total waiting time of a stream that does not count for the minimum rate."""
 
 RETRY_AFTER_SECONDS: Final = 1.0
 MAX_OPEN_REQUEST_BYTES: Final = 4096
-"""Maximum request size of methods that need no token, whose requests only name a service."""
+"""Maximum size in bytes of requests of methods that need no token; these requests only name a service."""
 
 MAX_WAITING_BYTES: Final = 32 << 20
-"""Maximum total size of the requests of running calls that may wait for samples or capacity."""
+"""Maximum total size in bytes of the requests of running calls that may wait for samples or capacity."""
 
 _DECODED_AT_ONCE: Final = 512 << 10  # bytes; a few milliseconds of work if they are varints
 _EOF: Final = grpc.aio.EOF
 _ROUNDED_SHARE: Final = 0.035
-"""gRPC rounds timeouts up in transit, and reuses a recently sent one that is up to 3.3 % longer (both measured)."""
+"""gRPC rounds timeouts up when it sends them, or reuses a recent timeout up to 3.3 % longer (both measured)."""
 
 needs_no_turn: Final[ContextVar[bool]] = ContextVar("needs_no_turn", default=False)
-"""Set by a call whose next message may take a long time: the end of its stream, or further calls of a batch."""
+"""Whether the current call reads without a turn, since its next message may arrive late, as in a batch."""
 
 
 def wait_until(context: Context) -> float | None:
-    """Return the time, by `time.monotonic`, until which a call may wait and still be refused before its deadline."""
+    """Return the time (`time.monotonic`) until which a call may wait and still be refused in time, or None."""
     remaining = context.time_remaining()
     if remaining is None:
         return None
@@ -62,8 +62,8 @@ def too_many_calls(limit_name: str, got: int, limit: int, whose: str = "") -> Li
         limit_name,
         got,
         limit,
-        f"{got} such calls {whose}would run at once, expected at most {limit} ({limit_name}); make fewer calls at "
-        "once, or retry later",
+        f"the number of concurrent calls {whose}counted by {limit_name} would be {got}; expected at most {limit}. "
+        "Make fewer calls at once, or retry later.",
     )
 
 
@@ -76,14 +76,14 @@ def _beyond(limit_name: str, got: int, limit: int, message: str) -> LimitExceede
 
 
 class WaitingCalls:
-    """Counts calls that wait, for example for samples or capacity, and rejects calls beyond a limit.
+    """Counts waiting calls, such as calls that wait for samples or capacity, and rejects calls beyond a limit.
 
     Each connection counts as one client.
 
     Args:
         most: maximum number of waiting calls.
         most_of_one: maximum number of waiting calls per client.
-        limit_name: name of the limit `most` in errors.
+        limit_name: name in errors of the limit on all calls; the limit per client has the suffix "_per_client".
 
     Attributes:
         count: number of waiting calls.
@@ -100,10 +100,10 @@ class WaitingCalls:
 
     @contextlib.contextmanager
     def one(self, context: Context) -> Iterator[None]:
-        """Count a call during a `with`.
+        """Count a call as waiting during the `with` block.
 
         Raises:
-            LimitExceededError: a limit is reached.
+            LimitExceededError: the limit on waiting calls is reached, in total or for this client.
         """
         counts, client = self._by_client, context.peer()
         if counts[client] >= self._most_of_one:
@@ -123,19 +123,20 @@ class WaitingCalls:
 
 
 class Turn:
-    """One read, or a series of related reads, from one connection in a lane.
+    """Permission to make one read, or a series of related reads, from a connection; granted by a `Lane`.
 
     Attributes:
-        connection: the connection.
-        due_at: time from which the running step is considered slow, by the event loop's clock.
-        is_aside: whether the turn was slow while others waited, so it no longer counts among the concurrent reads.
+        connection: gRPC's name for the peer of the connection.
+        due_at: time after which the running step counts as slow, by the event loop's clock.
+        is_aside: whether the turn was moved aside: it was slow while other reads waited, and no longer counts as a
+            concurrent read.
     """
 
     __slots__ = ("_is_ended", "_lane", "_task", "connection", "due_at", "is_aside")
 
     def __init__(self, lane: Lane, connection: str) -> None:
         self._lane = lane
-        self._task: asyncio.Task[Any] | None = None  # while it runs a step
+        self._task: asyncio.Task[Any] | None = None  # the task that runs the current step
         self._is_ended = False
         self.connection = connection
         self.due_at = 0.0
@@ -145,7 +146,7 @@ class Turn:
         """Await a step of the turn and return its result.
 
         Raises:
-            DeadlineError: the step took too long while others waited.
+            DeadlineError: the step was ended because it was slow while other reads waited.
         """
         task = self._task = asyncio.current_task()
         self._lane.watch(self)
@@ -156,8 +157,8 @@ class Turn:
                 raise
             seconds = self._lane.patience_seconds
             raise DeadlineError(
-                f"a message did not arrive within {seconds:g} s while others waited to be read; send it faster, or "
-                "send fewer messages at once",
+                f"a message did not arrive within {seconds:g} s while other messages waited to be read; send it "
+                "faster, or send fewer messages at once",
                 metadata={"limit_name": "patience", "limit": f"{seconds:g}"},
             ) from None
         finally:
@@ -170,33 +171,33 @@ class Turn:
         return self._task is not None and not self._is_ended
 
     def end(self) -> None:
-        """End the running step and thus its call."""
+        """Cancel the running step, which ends its call."""
         if self._task is not None and not self._is_ended:
             self._is_ended = True
             self._task.cancel()
 
     def leave(self) -> None:
-        """End the turn so that others can start."""
+        """End the turn, and start waiting reads."""
         self._lane.leave(self)
 
 
 class Lane:
-    """Limits concurrent reads, in total and per connection; further reads wait, and connections take turns.
+    """Limits concurrent reads, in total and per connection. Further reads wait, and their connections take turns.
 
-    A read is slow if it takes longer than `patience_seconds` while others wait. A few slow reads may continue aside,
-    without being counted; meanwhile, their connections leave the last free place to others. If too many reads are
-    aside, the oldest of the connection with the most slow reads is ended.
+    A read is slow if it takes longer than `patience_seconds` while other reads wait. A few slow reads are moved aside:
+    they continue, but no longer count as concurrent. A connection with a read aside may not start a read in the last
+    free place. If too many reads are aside, the lane ends the oldest one of the connection with the most.
 
     Args:
         most: maximum number of concurrent reads.
-        most_of_one: maximum number of reads from one connection, including those aside.
-        patience_seconds: time that a read may take while others wait.
-        most_aside: maximum number of slow reads that may continue aside.
+        most_of_one: maximum number of concurrent reads from one connection, including reads aside.
+        patience_seconds: time that a read may take while other reads wait.
+        most_aside: maximum number of reads aside; 0 to end slow reads instead.
         most_waiting_of_one: maximum number of waiting reads from one connection.
 
     Attributes:
-        running: number of running reads, excluding those aside.
-        patience_seconds: time that a read may take while others wait.
+        running: number of running reads, excluding reads aside.
+        patience_seconds: time that a read may take while other reads wait.
     """
 
     def __init__(
@@ -212,7 +213,7 @@ class Lane:
         self._most_of_one = most_of_one
         self._most_aside = most_aside
         self._most_waiting_of_one = most_waiting_of_one
-        self._by_connection: dict[str, int] = {}  # number of turns, including those aside
+        self._by_connection: dict[str, int] = {}  # number of turns, including turns aside
         self._waiting: dict[str, deque[asyncio.Future[Turn]]] = {}
         self._steps: dict[Turn, None] = {}  # turns that run a step and are not aside, oldest step first
         self._aside: dict[Turn, None] = {}
@@ -221,7 +222,7 @@ class Lane:
         self.patience_seconds = patience_seconds
 
     async def enter(self, connection: str) -> Turn:
-        """Wait for a turn; the caller must leave it.
+        """Wait for a turn, which the caller must end with `leave`.
 
         Raises:
             LimitExceededError: too many reads from the connection are already waiting.
@@ -234,8 +235,8 @@ class Lane:
                 "open_calls",
                 len(queue) + 1,
                 self._most_waiting_of_one,
-                f"{len(queue)} such calls on this connection are waiting to be read; expected at most "
-                f"{self._most_waiting_of_one}. Make fewer calls at once",
+                f"{len(queue)} calls on this connection are waiting to be read; expected at most "
+                f"{self._most_waiting_of_one}. Make fewer calls at once.",
             )
         place: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
         queue.append(place)
@@ -243,7 +244,7 @@ class Lane:
         try:
             return await place
         except BaseException:
-            if place.done() and not place.cancelled():  # the turn came in the same step of the loop
+            if place.done() and not place.cancelled():  # the turn was granted just before the cancellation
                 self.leave(place.result())
             else:
                 with contextlib.suppress(ValueError):
@@ -253,7 +254,7 @@ class Lane:
             raise
 
     def leave(self, turn: Turn) -> None:
-        """End a turn so that others can start."""
+        """End a turn, and start waiting reads."""
         if turn.is_aside:
             self._aside.pop(turn, None)
         else:
@@ -265,7 +266,7 @@ class Lane:
             self._admit()
 
     def watch(self, turn: Turn) -> None:
-        """Record the start of a step."""
+        """Record that a turn has started a step."""
         turn.due_at = asyncio.get_running_loop().time() + self.patience_seconds
         if not turn.is_aside:
             self._steps[turn] = None
@@ -273,7 +274,7 @@ class Lane:
                 self._watch()
 
     def unwatch(self, turn: Turn) -> None:
-        """Record the end of a step."""
+        """Record that a turn's step has ended."""
         self._steps.pop(turn, None)
 
     def _has_place(self, connection: str) -> bool:
@@ -291,19 +292,19 @@ class Lane:
             queue = self._waiting.pop(connection)
             place = queue.popleft()
             if queue:
-                self._waiting[connection] = queue  # at the end
+                self._waiting[connection] = queue  # behind the other connections
             if not place.done():
                 place.set_result(self._start(connection))
         self._watch()
 
     def _watch(self) -> None:
-        """Schedule the check for slow reads that delay others."""
+        """If reads are waiting, schedule the check for slow reads."""
         if self._patrol is None and self._waiting and self._steps:
             loop = asyncio.get_running_loop()
             self._patrol = loop.call_at(max(next(iter(self._steps)).due_at, loop.time()), self._part_with_slow)
 
     def _part_with_slow(self) -> None:
-        """Move slow reads aside, and end one if too many are aside; if none may be aside, end all slow reads."""
+        """Move slow reads aside, and end one if too many are aside. If none may be aside, end all slow reads."""
         self._patrol = None
         now = asyncio.get_running_loop().time()
         for turn in list(self._steps) if self._waiting else ():
@@ -325,14 +326,15 @@ class Lane:
 
 
 class Inbox:
-    """Limits the requests of all calls to a server.
+    """The limits on requests that all calls to a server share.
 
     Attributes:
         open_calls: lane for requests of methods that need no token.
         requests: lane for requests of other methods, and for the first message of each stream.
-        frames: lane for later messages of streams, each until the next one is read.
-        large: lane for requests sent in parts, each until its call ends or `waiting_bytes` counts it.
-        waiting_bytes: size of the requests of calls that may wait for samples or capacity.
+        frames: lane for the other messages of streams; a message's turn lasts until the next message is read.
+        large: lane for requests sent in parts; a turn lasts until the call ends or `waiting_bytes` includes the
+            request.
+        waiting_bytes: total size of the requests of running calls that may wait for samples or capacity.
     """
 
     def __init__(self) -> None:
@@ -343,7 +345,7 @@ class Inbox:
         self.waiting_bytes = 0
 
     def reads(self, method: Method, behavior: Behavior, deserialize: Callable[[bytes], Any] | None) -> Behavior:
-        """Return a handler of raw messages that passes a `Requests` to `behavior`."""
+        """Return a handler for gRPC that calls `behavior` with a `Requests` object, which reads messages on demand."""
 
         async def call(_messages: Any, context: Context) -> Any:
             requests = Requests(self, method, context, deserialize)
@@ -391,7 +393,7 @@ class Requests:
             if message is None:
                 raise StopAsyncIteration
             return message
-        # The turn of the previous frame ends only now that the frame has been processed, not when it arrived.
+        # The previous frame's turn ends only here, after the frame has been processed.
         self._leave_frame()
         if needs_no_turn.get():
             data = await self._context.read()
@@ -410,10 +412,10 @@ class Requests:
         return self.first
 
     async def only(self) -> Any:
-        """Return the only request of a unary method.
+        """Read and return the request of a unary method.
 
         Raises:
-            InvalidArgumentError: the request is missing or cannot be read.
+            InvalidArgumentError: the request is missing or is not a message of the method's type.
         """
         message = self.first = await self._read_first()
         if message is None:
@@ -421,14 +423,14 @@ class Requests:
         return message
 
     def close(self) -> None:
-        """End the call's turns and stop counting its bytes."""
+        """End the call's turns, and subtract its requests from `waiting_bytes`."""
         self._leave_frame()
         self._leave_large()
         if self._held_bytes:
             self._release()
 
     async def _read_first(self) -> Any:
-        """Read the first message; a thread decodes it if it is large, and joins it if it was sent in parts."""
+        """Read the first message; threads join the parts of a message sent in parts, and decode a large message."""
         lane = self._inbox.open_calls if self._method.is_open else self._inbox.requests
         data = await self._message(lane)
         if data is _EOF:
@@ -445,7 +447,7 @@ class Requests:
         return self._decoded(data) if len(data) < _DECODED_AT_ONCE else await asyncio.to_thread(self._decoded, data)
 
     async def _joined(self, first: bytes, lane: Lane) -> bytes:
-        """Read the remaining parts of a request and return it."""
+        """Read the remaining parts of a request and return the complete request."""
         parts, size = [first], len(first)
         while len(parts[-1]) == PART_BYTES:
             part = await self._message(lane)
@@ -476,7 +478,7 @@ class Requests:
             turn.leave()
 
     def _hold(self, size: int) -> None:
-        """Count a request in `waiting_bytes`; a request that does not fit keeps its turn in `large`."""
+        """Add a request to `waiting_bytes`. If it does not fit, keep its turn in `large`; without a turn, reject it."""
         inbox = self._inbox
         total = inbox.waiting_bytes + size
         if total <= MAX_WAITING_BYTES:
@@ -488,8 +490,8 @@ class Requests:
                 WAITING_BYTES,
                 total,
                 MAX_WAITING_BYTES,
-                f"the requests of calls that may wait use {total} bytes; expected at most {MAX_WAITING_BYTES}. Retry "
-                "later, with fewer such calls at once",
+                f"the requests of calls that may wait would use {total} bytes of memory; expected at most "
+                f"{MAX_WAITING_BYTES}. Make fewer such calls at once, or retry later.",
             )
 
     def _release(self) -> None:
@@ -508,7 +510,7 @@ class Requests:
 
 
 def _unreadable(reason: str) -> InvalidArgumentError:
-    return InvalidArgumentError(f"the request cannot be read: {reason}; send a message of the type in the protos")
+    return InvalidArgumentError(f"the request cannot be read: {reason}; send the message type in the method's proto")
 
 
 def _too_large(size: int, limit: int, remedy: str) -> InvalidArgumentError:
@@ -519,7 +521,7 @@ def _too_large(size: int, limit: int, remedy: str) -> InvalidArgumentError:
 
 
 class Progress:
-    """A timer that runs while waiting for the other side of a stream, and restarts whenever enough bytes have moved.
+    """A timer that runs while a stream waits for its client, and restarts whenever enough bytes have been transferred.
 
     Args:
         seconds: maximum time to transfer `LEAST_PROGRESS_BYTES`.
@@ -529,19 +531,19 @@ class Progress:
     def __init__(self, seconds: float, what: str) -> None:
         self._seconds = seconds
         self._left_seconds = seconds
-        self._counted_from = 0.0  # time from which the current step uses up `_left_seconds`
+        self._counted_from = 0.0  # time since which the current step uses up `_left_seconds`
         self._moved_bytes = 0
         self._what = what
         self._total_bytes = 0
         self._waited_seconds = 0.0
-        self._step: tuple[asyncio.Timeout, float] | None = None  # the current step, and its start time
-        self._least_rate: float | None = None  # set if the stream was ended for being slower
+        self._step: tuple[asyncio.Timeout, float] | None = None  # the current step's timeout and start time
+        self._least_rate: float | None = None  # the minimum rate, set once the stream is ended for being slower
 
     async def wait_for(self, step: Awaitable[Part]) -> Part:
         """Await a step of the stream and return its result.
 
         Raises:
-            DeadlineError: the time is over, or the stream is too slow while others need the capacity that it uses.
+            DeadlineError: the time has run out, or the stream was too slow while puts waited for its capacity.
         """
         began_at = self._counted_from = time.monotonic()
         try:
@@ -557,7 +559,7 @@ class Progress:
             self._waited_seconds += now - began_at
 
     def moved(self, size_bytes: int) -> None:
-        """Count transferred bytes, including those of the current step."""
+        """Count bytes as transferred; may be called during a step."""
         self._total_bytes += size_bytes
         self._moved_bytes += size_bytes
         if self._moved_bytes >= LEAST_PROGRESS_BYTES:
@@ -568,7 +570,7 @@ class Progress:
                 self._step[0].reschedule(asyncio.get_running_loop().time() + self._seconds)
 
     def end_if_slower(self, bytes_per_second: float) -> None:
-        """End the current step if the other side was slower than this, without the grace period."""
+        """End the current step if the stream's rate after the grace period is below `bytes_per_second`."""
         if self._step is None or self._least_rate is not None:
             return
         timeout, began_at = self._step
@@ -585,18 +587,18 @@ class Progress:
             )
         least = f"{self._least_rate:.0f}"
         return DeadlineError(
-            f"{self._total_bytes} bytes moved in {self._waited_seconds:.1f} s while other puts waited for capacity; "
-            f"expected {least} per second after {GRACE_SECONDS:g} s (min_stream_rate_bytes, shared by all streams). "
-            "Use a faster connection, or lower the setting.",
+            f"{self._total_bytes} bytes were transferred in {self._waited_seconds:.1f} s while puts waited for "
+            f"capacity; expected {least} bytes per second after the first {GRACE_SECONDS:g} s (min_stream_rate_bytes, "
+            "divided among all streams). Use a faster connection, or lower the setting.",
             metadata={"limit_name": "min_stream_rate_bytes", "got": str(self._total_bytes), "limit": least},
         )
 
 
 class LeastRate:
-    """The minimum total rate of a storage service's streams while puts wait for capacity.
+    """The minimum transfer rate of all streams of a storage service together, enforced while puts wait for capacity.
 
     A stream occupies the memory that it reads or fills, so a slow stream delays the waiting puts. Each of n streams
-    must achieve 1/n of the rate, since streams may share a network. Confined to one event loop.
+    must reach 1/n of the rate, because all streams may share one network. Confined to one event loop.
 
     Args:
         bytes_per_second: minimum rate of all streams together; 0 for no minimum.
@@ -608,7 +610,7 @@ class LeastRate:
 
     @contextlib.contextmanager
     def watching(self, progress: Progress) -> Iterator[None]:
-        """Apply the rate to a stream during a `with`."""
+        """Apply the minimum rate to a stream during the `with` block."""
         self._streams.add(progress)
         try:
             yield
@@ -616,18 +618,20 @@ class LeastRate:
             self._streams.discard(progress)
 
     def enforce(self) -> None:
-        """End the streams that are too slow; must be called about every second while puts wait."""
+        """End streams that are slower than their minimum rate. Call this about every second while puts wait."""
         for progress in self._streams:
             progress.end_if_slower(self._bytes_per_second / len(self._streams))
 
 
 class received(AsyncIterator[Part]):  # noqa: N801  (used like a function)
-    """Iterates over a stream's messages as they arrive. Unlike a suspended generator, it keeps no message alive.
+    """Iterates over a stream's messages as they arrive.
+
+    Unlike a generator, it does not keep the last message in memory.
 
     Args:
-        parts: the stream.
+        parts: the messages of the stream.
         progress: limits the time spent waiting for messages.
-        size: returns the number of bytes of a message.
+        size: returns the size of a message in bytes.
 
     Raises:
         DeadlineError: messages arrive too slowly.
