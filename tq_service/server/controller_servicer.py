@@ -1,4 +1,4 @@
-"""The controller's gRPC methods, which convert requests, call the core and convert answers; packing of answers."""
+"""The controller's gRPC methods, which convert requests, call the core and convert answers."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ from tq_service.wire.metadata import check_json, decode_integers, decode_meta_co
 
 _log = logging.getLogger(__name__)
 
-_MOST_STATUS_BYTES: Final = 1 << 20  # per page, excluding its last partition
+_MOST_STATUS_BYTES: Final = 1 << 20  # per page, not counting the page's last partition
 _MOST_WAITS: Final = 32  # per partition
-_TASKS_A_TURN: Final = 4  # with their last batches, at most a millisecond of work
+_TASKS_A_TURN: Final = 4  # described per step of the event loop; at most a millisecond of work
 Request = TypeVar("Request", bound=Any)  # a message with a request_id
 Answer = TypeVar("Answer")
 PackedAnswer: TypeAlias = tuple[str, bytes]
@@ -86,7 +86,7 @@ PackedAnswer: TypeAlias = tuple[str, bytes]
 def _once(
     change: Callable[[ControllerServicer, Request], Answer],
 ) -> Callable[[ControllerServicer, Request, Context], Awaitable[Answer]]:
-    """Return a method that applies a request once per `request_id`; repeated requests receive the same answer."""
+    """Convert a change to a method that makes the change once per `request_id`; retries receive the recorded answer."""
     answer: type = get_type_hints(change)["return"]
 
     async def method(self: ControllerServicer, request: Request, context: Context) -> Answer:
@@ -105,13 +105,13 @@ class ControllerServicer(
         catalog: the catalog of partitions.
         runner: runs samplers.
         storages: the storage services.
-        waiting: counts the waiting calls.
-        store: persists the state; None if the state is lost when the process ends.
+        waiting: counts waiting calls.
+        store: persists the state; None if the state is kept only in memory.
         shared_memory: whether clients of this host share memory with this process.
-        controllers: returns the controllers of the cluster, or none without a cluster.
+        controllers: returns the status of each controller in the cluster; empty without a cluster.
 
     Attributes:
-        batches: serves streams of calls. Set by the code that adds this servicer to a server, which handles the calls.
+        batches: serves streams of calls (CallMany); set by the code that adds this servicer to a server.
         recording: records batches, or None if recording is off.
     """
 
@@ -155,12 +155,12 @@ class ControllerServicer(
         self._explainer = Explainer(catalog, runner)
 
     def take_up(self) -> None:
-        """Start leases and reconcile puts; called once the state has been recovered."""
+        """Start leases and reconcile puts; called after the state has been recovered."""
         self.catalog.start_leases()
         self.storages.recover()
 
     def drain(self) -> None:
-        """End waiting calls, watch calls and streams of calls."""
+        """End calls that wait for samples, watch calls, and streams of calls."""
         self.catalog.drain()
         self.watches.drain()
         self.batches.drain()
@@ -203,7 +203,7 @@ class ControllerServicer(
         return await self._described(partition)
 
     async def _described(self, partition: Partition) -> pb.DescribePartitionResponse:
-        """Return the description of a partition, yielding to the event loop between its tasks."""
+        """Describe a partition, yielding to the event loop after every few tasks."""
         description = description_of(self.catalog, self.backlogs, partition)
         await asyncio.sleep(0)
         tasks = []
@@ -249,7 +249,10 @@ class ControllerServicer(
         return answer
 
     def _info(self, instance_id: bytes, *, for_all_partitions: bool) -> pb.ServiceInfo:
-        """Return facts about this process; some are only for callers that may see all partitions."""
+        """Return facts about this process.
+
+        Paths and recording errors are only for callers that may see all partitions.
+        """
         settings = self._settings
         info = pb.ServiceInfo(
             version=BUILD,
@@ -370,7 +373,7 @@ class ControllerServicer(
         selection = converters.selection(request)
         max_wait = read_seconds("max_wait", request.max_wait)
         check_range("max_wait", max_wait, 0)
-        check_range("min_count", request.min_count, 0, hint="; 0 is one")
+        check_range("min_count", request.min_count, 0, hint="; 0 means 1")
         not_yet, missing_ok = False, request.missing_ok
         if max_wait and not request.page_token:
             cap = self._settings.max_wait_cap_seconds
@@ -378,7 +381,7 @@ class ControllerServicer(
                 not_yet = await wait_for_samples(
                     self.catalog, request.partition_id, selection, request.min_count or 1, min(max_wait, cap)
                 )
-            missing_ok |= not_yet and max_wait > cap  # the partition may still appear while the caller waits
+            missing_ok |= not_yet and max_wait > cap  # the caller may wait longer, until the partition appears
         if request.HasField("task_name"):
             check_name("task_name", request.task_name)
         page = find_page(
@@ -418,13 +421,13 @@ class ControllerServicer(
         claim = converters.claim_request(request, spec, sampler)
         self._runner.check(sampler, spec.plan_request)
         remaining = context.time_remaining()
-        if remaining is not None and remaining <= 0:  # the client would not receive the samples
-            raise DeadlineError("the call's deadline had passed when it arrived")
+        if remaining is not None and remaining <= 0:  # the client would never receive the samples
+            raise DeadlineError("the call arrived after its deadline")
         steps = converters.read_step_times(request) if request.HasField("step_times") else None
         clock = wait_clock.get()
         if clock is None:
             clock = WaitClock()
-            wait_clock.set(clock)  # applies only to this call, since gRPC runs each in a task
+            wait_clock.set(clock)  # affects only this call, since gRPC runs each call in a separate task
         serve = self.catalog.claim if spec.admit is None else self._prompts.claim
         claimed = await serve(
             request.partition_id,
@@ -469,8 +472,8 @@ class ControllerServicer(
         return list(filter(shown_partitions.get(), self.catalog.names()))
 
     def _retract_if_unsent(self, context: Context, partition: Partition, task_name: str, request_id: bytes) -> None:
-        """Undo a queue claim if its call ends before the answer is sent."""
-        asked = weakref.ref(partition)  # gRPC keeps the callback in a reference cycle, perhaps for a long time
+        """Undo a queue claim if its call is cancelled before the answer is sent."""
+        asked = weakref.ref(partition)  # gRPC may keep the callback in a reference cycle for a long time
 
         def when_done(done: Context) -> None:
             partition = asked()
@@ -671,7 +674,7 @@ class ControllerServicer(
         check_name("address", storage.address)
         if (count := len(request.overdue_put_ids)) > MOST_OVERDUE_PUTS:
             raise InvalidArgumentError(
-                f"overdue_put_ids has {count} puts, expected at most {MOST_OVERDUE_PUTS}; send the others "
+                f"overdue_put_ids has {count} puts, expected at most {MOST_OVERDUE_PUTS}; send the rest "
                 "in the next call",
                 field="overdue_put_ids",
             )
@@ -681,7 +684,7 @@ class ControllerServicer(
 def _named_indexes(
     request: pb.ReleaseClaimRequest | pb.AckClaimRequest | pb.RequeueDeadLetteredRequest,
 ) -> Indexes | None:
-    """Return the indexes of the named samples, or None, meaning all samples, if none are named."""
+    """Return the indexes of the samples that a request names; None, which means all samples, if it names none."""
     return decode_integers(request.global_indexes) if request.global_indexes else None
 
 
@@ -689,20 +692,20 @@ def _named_indexes(
 
 
 def pack_answer(answer: Message) -> PackedAnswer:
-    """Return the recorded form of an answer: the name of its message type in `tq_service.v1`, and its bytes.
+    """Pack an answer for recording: the name of its message type in `tq_service.v1`, and its serialized bytes.
 
-    A message object takes 2 KB of memory; its serialized form takes a few hundred bytes.
+    A message object uses 2 KB of memory, whereas its serialized form uses a few hundred bytes.
     """
     return type(answer).__name__, answer.SerializeToString()  # `__name__` is one shared string
 
 
 def answer_bytes(packed: PackedAnswer) -> int:
-    """Return the size of a recorded answer in bytes."""
+    """Return the size of a packed answer in bytes."""
     return len(packed[1])
 
 
 def unpack_answer(packed: PackedAnswer) -> Message:
-    """Return an answer from its recorded form."""
+    """Unpack a recorded answer."""
     name, data = packed
     kind = GetMessageClass(descriptor_pool.Default().FindMessageTypeByName(f"tq_service.v1.{name}"))
     return kind.FromString(data)

@@ -56,10 +56,10 @@ from tq_service.wire.metadata import (
 )
 
 _REMEMBERED_REQUEST_BYTES: Final = 1024
-_MOST_CLAIM_BYTES: Final = 256 * 1024  # a claim's spec is retained while the call waits, and with its batches
+_MOST_CLAIM_BYTES: Final = 256 * 1024  # a claim's spec stays in memory while the call waits, and with its batches
 _MOST_RANGE_BYTES: Final = 1 << 20  # per answer with several batches
 _RANK_FIELDS: Final = ("dp_rank", "dp_size", "batch_index")
-# Fields of GetMetaRequest that differ between calls by ranks of the same task.
+# Fields of GetMetaRequest that may differ between calls by ranks of the same task.
 _FIELDS_OF_ONE_CALL: Final = (
     "request_id", "partition_id", "incarnation", "task_name", "epoch", "dp_rank", "batch_index", "max_wait", "lease",
     "max_deliveries", "claim_name", "explain", "not_before_version", "policy", "batch_count", "step_times",
@@ -78,10 +78,10 @@ def sample_write(
     put: Put | None = None,
     columns: Sequence[ColumnShape] = (),
 ) -> SampleWrite:
-    """Return the write that an Insert or Commit request describes."""
+    """Convert the write in an Insert or Commit request."""
     if write.global_indexes and not write.incarnation:
         raise InvalidArgumentError(
-            "global_indexes are set without their incarnation; send the incarnation of their BatchMeta",
+            "global_indexes are set without incarnation; send the incarnation of the BatchMeta that contains them",
             field="incarnation",
         )
     for column in columns:
@@ -96,7 +96,7 @@ def sample_write(
                     "expected": str(column.row_count),
                 },
             )
-    check_range("row_count", write.row_count, 0, MOST_SAMPLES)  # before memory is allocated for the samples
+    check_range("row_count", write.row_count, 0, MOST_SAMPLES)  # before allocating memory for the samples
     claim = leased_claim(write)
     if write.ack and claim is None:
         raise InvalidArgumentError(
@@ -131,14 +131,14 @@ _OF_GROUP_WRITES: Final = {"partition_id", "incarnation", "row_count", "groups",
 
 
 def group_write(write: commit_pb2.SampleWrite, put: Put, columns: Sequence[ColumnShape]) -> GroupsWritten:
-    """Return the write to groups that a commit describes.
+    """Convert a commit that writes to groups.
 
     Raises:
-        InvalidArgumentError: fields that apply to samples are set, or the numbers of groups and rows differ.
+        InvalidArgumentError: fields that only samples have are set, or the numbers of groups and rows differ.
     """
     for name in sorted({each.name for each, _ in write.ListFields()} - _OF_GROUP_WRITES):
         raise InvalidArgumentError(
-            f"write has of_groups and {name}, which applies to samples; send {name} in a separate call",
+            f"write has of_groups and {name}, which only samples can have; send {name} in a separate call",
             field=name,
         )
     if write.key_mode == commit_pb2.KEY_MODE_NEW or len(write.groups) != write.row_count:
@@ -169,20 +169,20 @@ def _column_writes(columns: Iterable[ColumnShape]) -> list[ColumnWrite]:
 
 
 def slots(request: pb.AcquireRequest, start_version: int | None) -> SampleWrite:
-    """Return the write that creates slots.
+    """Convert a request for slots to the write that creates them.
 
     Args:
         request: the request.
-        start_version: version with which the slots start, or None.
+        start_version: policy version with which the slots start, or None.
 
     Raises:
-        InvalidArgumentError: the request names existing samples or sets a state.
+        InvalidArgumentError: the request names existing samples, or sets a field that slots cannot have.
     """
     write = request.write
     for name in ("global_indexes", "key_mode", "state", "claim", "rows_per_put", "append_at", "of_groups"):
         if name in {field.name for field, _ in write.ListFields()}:
             raise InvalidArgumentError(
-                f"write has {name}; expected new samples, which are always held. Unset {name}", field=f"write.{name}"
+                f"write has {name}, but slots are always new samples in state held; unset {name}", field=f"write.{name}"
             )
     return replace(
         sample_write(write),
@@ -202,25 +202,25 @@ def leased_claim(
     | pb.FailSamplesRequest
     | pb.HeldSamples,
 ) -> LeasedClaim | None:
-    """Return the leased claim named by a request to change samples, or None."""
+    """Return the leased claim that a request to change samples names, or None."""
     if not request.HasField("claim"):
         return None
     return LeasedClaim(task_name=request.claim.task_name, request_id=request.claim.claim_request_id)
 
 
 def placement(message: commit_pb2.PutPlacement) -> Put:
-    """Return the put named by a placement."""
+    """Return the put that a placement names."""
     storage: metadata_pb2.StorageEndpoint = message.storage
     if len(message.put_id) != 16 or len(storage.boot_id) != 16 or not storage.storage_id:
         raise InvalidArgumentError(
-            "placement lacks a storage_id, or a boot_id or put_id of 16 bytes; send those that Put returned",
+            "placement lacks a storage_id, or a boot_id or put_id of 16 bytes; send the placement that Put returned",
             field="placement",
         )
     return Put(storage.storage_id, storage.boot_id, message.put_id)
 
 
 def claim_spec(request: pb.GetMetaRequest) -> ClaimSpec:
-    """Return the part of a GetMeta request that all ranks and batches share, which is parsed only once."""
+    """Return the part of a GetMeta request that all ranks and batches share. Equal parts are parsed only once."""
     _check_size(request, "name fewer fields")
     alike = pb.GetMetaRequest()
     alike.CopyFrom(request)
@@ -231,7 +231,7 @@ def claim_spec(request: pb.GetMetaRequest) -> ClaimSpec:
 
 
 def read_step_times(request: pb.GetMetaRequest) -> StepTimes:
-    """Return the trainer's step times as reported by one of its ranks.
+    """Read the trainer's step times that one of its ranks reports.
 
     Raises:
         InvalidArgumentError: a number is negative.
@@ -243,7 +243,7 @@ def read_step_times(request: pb.GetMetaRequest) -> StepTimes:
 
 
 def _check_size(request: Message, remedy: str) -> None:
-    """Refuse a request that is too large to retain while its call waits."""
+    """Refuse a request that is too large to stay in memory while its call waits."""
     if request.ByteSize() > _MOST_CLAIM_BYTES:
         largest = max(request.ListFields(), key=lambda field: _size_alone(request, field[0].name))[0].name
         raise InvalidArgumentError(
@@ -255,7 +255,7 @@ def _check_size(request: Message, remedy: str) -> None:
 
 
 def _size_alone(request: Message, name: str) -> int:
-    """Return the size of one field of a request."""
+    """Return the size of one field of a request in bytes."""
     rest = type(request)()
     rest.CopyFrom(request)
     rest.ClearField(name)
@@ -265,7 +265,7 @@ def _size_alone(request: Message, name: str) -> int:
 @lru_cache(maxsize=1024)
 def _read_claim_spec(serialized: bytes) -> ClaimSpec:
     request = pb.GetMetaRequest.FromString(serialized)
-    # Sampler options as canonical JSON, so that options of different ranks compare equal; whole floats become integers.
+    # Canonical JSON, with whole floats as integers, makes equal sampler options of different ranks compare equal.
     config = json.dumps(whole_numbers(MessageToDict(request.sampler_config)), sort_keys=True)
     data_fields = tuple(sorted(request.data_fields))
     batch_spec = read_message(BatchSpec, request, sampler_config=config, data_fields=data_fields)
@@ -273,7 +273,7 @@ def _read_claim_spec(serialized: bytes) -> ClaimSpec:
 
 
 def claim_request(request: pb.GetMetaRequest, spec: ClaimSpec, sampler: Sampler) -> ClaimRequest:
-    """Return a GetMeta request in the form that the planner uses."""
+    """Convert a GetMeta request to the claim that the planner handles."""
     lease = None
     if request.HasField("lease"):
         lease = LeaseTerms(seconds=read_seconds("lease", request.lease), max_deliveries=request.max_deliveries or None)
@@ -303,7 +303,7 @@ def rank_of(request: pb.GetMetaRequest) -> Rank | None:
 
 
 def selection(request: pb.LookupSamplesRequest) -> Selection:
-    """Return the samples that a look-up selects; `all_samples` takes precedence over named samples."""
+    """Return the samples that a look-up selects; with `all_samples`, named samples are ignored."""
     if request.HasField("max_wait"):
         _check_size(request, "name fewer samples or groups")
     where = tuple(read_message(Condition, each) for each in request.where)
@@ -314,7 +314,7 @@ def selection(request: pb.LookupSamplesRequest) -> Selection:
 
 
 def _question(request: pb.LookupSamplesRequest) -> str:
-    """Return a checksum of the sample selection of a request."""
+    """Return a checksum of the samples that a look-up selects, which identifies the look-up in page tokens."""
     samples = pb.LookupSamplesRequest()
     samples.CopyFrom(request)
     for name in _FIELDS_OF_A_PAGE:
@@ -339,7 +339,7 @@ def page_token(request: pb.LookupSamplesRequest) -> str:
 def changed_selection(
     request: pb.ClearFieldsRequest | pb.ClearSamplesRequest | pb.FailSamplesRequest, skipped_by: str = ""
 ) -> Selection:
-    """Return the samples to change. If none is named, return all that match the given conditions and tasks.
+    """Return the samples to change: the named samples, or if none is named, all that match the conditions and tasks.
 
     Args:
         request: the request.
@@ -371,14 +371,14 @@ def changed_selection(
 
 
 def written_meta(written: Written) -> metadata_pb2.BatchMeta:
-    """Return the answer to a write, omitting facts that the client already knows."""
+    """Return the metadata that answers a write, without facts that the client already knows."""
     meta = groups_meta(written)
     set_indexes(meta, written.global_indexes)
     return meta
 
 
 def groups_meta(written: Written) -> metadata_pb2.BatchMeta:
-    """Return the answer to a write to groups, which does not name samples."""
+    """Return the metadata that answers a write to groups, which contains no samples."""
     return _meta_of(written.partition, fields=[encode_spec(spec) for spec in written.specs])
 
 
@@ -391,7 +391,7 @@ def claim_answer(
     *,
     now: float,
 ) -> pb.GetMetaResponse:
-    """Return the answer to a claim; `now` is the time on the event loop's clock."""
+    """Return the answer to a claim; `now` is the current time on the event loop's clock."""
     partition = claimed.partition
     if partition is None:
         meta = metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_NOT_YET, partition_id=partition_id)
@@ -412,9 +412,9 @@ def claim_answer(
 def slots_answer(
     partition: Partition, answer: Answer, task_name: str, endpoints: Endpoints, *, now: float
 ) -> pb.AcquireResponse:
-    """Return the answer to a request for slots; `now` is the time on the event loop's clock."""
+    """Return the answer to a request for slots; `now` is the current time on the event loop's clock."""
     meta = _claim_meta(partition, answer, task_name, (), endpoints, now=now)
-    if isinstance(answer, Claim) and answer.lease is not None:  # the lease begins at the end of this step
+    if isinstance(answer, Claim) and answer.lease is not None:  # its lease begins only at the end of this step
         meta.lease.CopyFrom(to_duration(answer.lease.seconds))
     return pb.AcquireResponse(meta=meta)
 
@@ -463,7 +463,7 @@ def samples_meta(
     data_fields: Sequence[str],
     endpoints: Endpoints | None,
 ) -> metadata_pb2.BatchMeta:
-    """Return the metadata of existing samples, with the locations of those `data_fields` that all of them have."""
+    """Return metadata of existing samples, with the locations of those `data_fields` that all of the samples have."""
     positions = partition.table.find(rows)
     meta = located_meta(partition, positions, data_fields, endpoints)
     if partition.groups.in_use:
@@ -513,7 +513,7 @@ def nothing_found(request: pb.LookupSamplesRequest, *, not_yet: bool) -> pb.Look
 
 
 def all_meta(partition: Partition, rows: Indexes, endpoints: Endpoints | None) -> metadata_pb2.BatchMeta:
-    """Return all metadata of existing samples, with the fields that at least one of them has.
+    """Return all metadata of existing samples, with the fields that at least one of the samples has.
 
     Args:
         partition: the partition of the samples.
@@ -532,9 +532,9 @@ def located_meta(
     data_fields: Sequence[str],
     endpoints: Endpoints | None,
 ) -> metadata_pb2.BatchMeta:
-    """Return the samples at some positions with their keys, and the locations of `data_fields` that all of them have.
+    """Return the samples at some positions: their keys, and the locations of `data_fields` that all of them have.
 
-    If `endpoints` is None, the locations are omitted.
+    If `endpoints` is None, no locations are included.
     """
     cells = partition.cells
     known = [name for name in data_fields if name in cells.fields]
@@ -551,7 +551,7 @@ def located_meta(
 
 
 def names_of(names: Sequence[str | None]) -> list[str]:
-    """Return names of samples for a message, with "" for a missing name; an empty list if all are missing."""
+    """Return the names of samples for a message, with "" for a sample without a name; empty if no sample has one."""
     return [name or "" for name in names] if any(names) else []
 
 
@@ -586,7 +586,7 @@ def _add_locations(message: metadata_pb2.Locations, runs: Iterable[CellRuns], en
 
 
 def add_plan(meta: metadata_pb2.BatchMeta, part: RankPlan) -> None:
-    """Add the plan of a claim to its metadata: steps, packs, dropped samples, totals."""
+    """Add the plan of a rank's part to the metadata of the part: steps, packs, dropped samples, and totals."""
     _add_steps(meta, part)
     meta.dropped_indexes.extend(part.dropped.tolist())
     if part.totals:
@@ -606,7 +606,7 @@ def _add_steps(meta: metadata_pb2.BatchMeta, part: RankPlan) -> None:
 
 @lru_cache(maxsize=256)
 def _totals_of(totals: tuple[TotalsOfStep, ...], summed: tuple[str, ...]) -> bytes:
-    """Return a serialized BatchMeta that contains only a batch's totals, which are equal for all ranks."""
+    """Return a serialized BatchMeta that contains only the totals of a batch, which are equal for all ranks."""
     meta = metadata_pb2.BatchMeta()
     for samples, rollouts, groups, tokens, sums in totals:
         meta.totals.add(

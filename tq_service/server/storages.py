@@ -1,4 +1,4 @@
-"""The storage services of a controller: their registration, the placement of puts, and look-up of a put's holder."""
+"""The storage services of a controller: registration, placement of puts, and look-up of a put's service."""
 
 from __future__ import annotations
 
@@ -52,12 +52,13 @@ class EmbeddedStorage:
     """The storage service in the controller's own process.
 
     Args:
-        engine: the engine, closed by its owner.
+        engine: the storage engine, which its owner closes.
         endpoint: the endpoint at which clients reach the engine.
-        driver: puts bytes to the engine and gets them from it.
+        driver: writes puts to the engine and reads their bytes.
 
     Attributes:
-        turns: time at which the service last received a put, by size; see `StorageRegistry.place`.
+        turns: virtual start time and size in bytes of the last put placed here, by size class; see
+            `StorageRegistry.place`.
     """
 
     is_silent = False
@@ -80,7 +81,7 @@ class EmbeddedStorage:
         """Do nothing, since `free_bytes` is always current."""
 
     def withdraw(self, put_id: bytes) -> bool:
-        """Return False, since placed puts are not counted."""
+        """Return False, since the bytes of placed puts are not tracked."""
         return False
 
     def status(self) -> StorageStatus:
@@ -98,16 +99,16 @@ class EmbeddedStorage:
         )
 
     def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> PutReceipt:
-        """Return the content that a receipt would have, read from the put itself.
+        """Return the content that a put's receipt would have, read from the put itself.
 
         Raises:
-            InvalidArgumentError: the receipt is not empty, although this storage service issues none.
+            InvalidArgumentError: the receipt is not empty, but this storage service does not issue receipts.
             PutNotFoundError: the put does not exist.
         """
         if receipt:
             raise InvalidArgumentError(
-                f"the receipt of put {put_id.hex()} was not issued by this storage service, which issues none; send "
-                "the receipt unchanged, as returned by Put",
+                f"the receipt of put {put_id.hex()} was not issued by this storage service, which issues no receipts; "
+                "send the receipt unchanged, as returned by Put",
                 field="receipt",
             )
         put = self.engine.complete_put(put_id, partition_id)
@@ -126,13 +127,13 @@ class StorageRegistry:
 
     Args:
         embedded: the storage service in this process, or None.
-        heartbeat_seconds: interval at which the other storage services register.
+        heartbeat_seconds: interval between heartbeats of storage services in other processes.
         credentials: credentials of this controller.
         snapshot_cells: returns the current cells of the samples, by partition.
-        controller_id: id of this controller as the owner of its puts, kept across restarts; None to create an id.
-        epoch: returns the epoch of this controller in its cluster, or 0 without a cluster.
+        controller_id: id of this controller as the owner of puts, kept across restarts; None for a random id.
+        epoch: returns the epoch of this controller in its cluster; 0 without a cluster.
         after_durable: calls its argument once all changes made so far are durable.
-        takes_heartbeats: returns whether heartbeats can reach the registry now, instead of being refused earlier.
+        takes_heartbeats: returns whether heartbeats currently reach the registry; middleware may refuse them before.
         supervisor: runs the background tasks; None for a private supervisor.
 
     Attributes:
@@ -182,21 +183,22 @@ class StorageRegistry:
         return [storage.status() for storage in sorted(storages, key=lambda each: each.storage_id)]
 
     def counts(self) -> dict[str, int]:
-        """Return the number of available, silent (without heartbeats) and lost (not yet taken over) services.
+        """Return the number of available, silent and lost storage services.
 
-        A lost service may also be counted as silent.
+        A silent service has stopped sending heartbeats. The puts of a lost service have not been taken over yet. A
+        service may be both silent and lost.
         """
         there = sum(not storage.is_silent for storage in self._storages.values())
         return {"available": there, "silent": len(self._storages) - there, "lost": len(self.adoptions.lost)}
 
     def adoption_counts(self) -> tuple[int, int]:
-        """Return the number of losses of storage services with a mirror, and the number of takeovers of their puts."""
+        """Return how often storage services with a mirror were lost, and how often their puts were taken over."""
         return self.adoptions.lost_count, self.adoptions.taken_over_count
 
     def endpoint_of(self, storage_id: str, boot_id: bytes) -> StorageEndpoint | None:
-        """Return the endpoint at which clients reach a storage service's instance, or None if it is currently unknown.
+        """Return the endpoint at which clients reach a storage service instance, or None if it is currently unknown.
 
-        For a permanently lost instance, return the endpoint registered under its name, which answers DATA_LOSS.
+        For an instance that is lost for good, return the endpoint of its storage service, which answers DATA_LOSS.
         """
         if self._is_awaited(storage_id, boot_id):
             return None
@@ -204,19 +206,19 @@ class StorageRegistry:
         return None if storage is None else storage.endpoint
 
     def _is_awaited(self, storage_id: str, boot_id: bytes) -> bool:
-        """Whether the location of an instance is undecided, because it is lost or has not registered since startup."""
+        """Return whether an instance may still appear: it is lost, or has not registered since this process started."""
         instance = storage_id, boot_id
         return instance in self.adoptions.lost or instance in self.adoptions.expected
 
     def _find(self, storage_id: str, boot_id: bytes) -> Storage | None:
-        """Return an instance of a storage service, or its successor, or None if both are unknown."""
+        """Return the storage service of an instance, or its successor; None if both are unknown."""
         storage = self._storages.get(storage_id)
         if storage is None or storage.boot_id != boot_id:
             return self.adoptions.taken.get((storage_id, boot_id))
         return storage
 
     def recover(self) -> None:
-        """Collect the committed puts and reconcile the embedded storage, once the samples have been recovered."""
+        """Collect the committed puts from the recovered samples, and reconcile the embedded storage with them."""
         self.puts.recover()
         embedded = self.embedded
         elsewhere = {each for each in self.puts.instances() if embedded is None or each[0] != embedded.storage_id}
@@ -234,15 +236,15 @@ class StorageRegistry:
             report_reconciled(engine.storage_id, state.missing_put_ids, state.missing_count, state.dropped_count)
 
     def on_heartbeat(self, request: RegisterStorageRequest) -> RegisterStorageResponse:
-        """Register a storage service; the answer lists those of its overdue puts that are unknown.
+        """Record a heartbeat, which also registers its storage service. Answer with its overdue puts that are unknown.
 
-        A new process of the service replaces the old one. A put reported as unknown is permanently revoked, since its
-        receipt is void. Puts of another controller in the request are ignored.
+        A new process of the service replaces the old one. A put that the answer lists as unknown can never be
+        committed, since its receipt is void. If the request lists overdue puts of another controller, they are ignored.
 
         Raises:
-            AlreadyExistsError: the name belongs to the embedded storage, or to a live service that registered later.
+            AlreadyExistsError: the name is used by the embedded storage, or by a live service that registered later.
             LimitExceededError: too many storage services send heartbeats or contain samples.
-            PreconditionError: the service's puts were taken over.
+            PreconditionError: another service has taken over the puts of this service.
         """
         if request.controller_id != self.controller_id:
             request.ClearField("overdue_put_ids")
@@ -279,8 +281,8 @@ class StorageRegistry:
         replaced = self._find(*instance)
         if replaced is not None and not replaced.is_silent and instance not in self.adoptions.lost:
             raise PreconditionError(
-                f"the puts of storage service {instance[0]!r} under instance id {instance[1].hex()} are at "
-                f"{replaced.endpoint.address}, which is alive; release them"
+                f"storage service {instance[0]!r} is alive under instance id {instance[1].hex()} at "
+                f"{replaced.endpoint.address}; release the puts that were taken over from it"
             )
         if replaced is not None:
             self._close(replaced)
@@ -317,7 +319,7 @@ class StorageRegistry:
             and request.run_id in replaced.earlier_run_ids
         ):
             raise AlreadyExistsError(
-                f"the storage service at {replaced.endpoint.address} has the same name {endpoint.storage_id!r}, and "
+                f"the storage service at {replaced.endpoint.address} also has the name {endpoint.storage_id!r}, and "
                 f"registered after this one at {endpoint.address}; set a different storage_id for each service",
                 metadata={"resource_type": "storage", "resource_name": endpoint.storage_id},
             )
@@ -331,7 +333,7 @@ class StorageRegistry:
             if replaced.boot_id != storage.boot_id and replaced.heard.mirror is not None:
                 self.adoptions.lose((replaced.storage_id, replaced.boot_id), replaced.heard.mirror.url)
         if storage.heard.mirror is None:
-            # Expected instances of this name are lost permanently, since the service is back, empty and without mirror.
+            # The service has restarted empty and without a mirror, so expected instances of it are lost for good.
             self.adoptions.expected -= {each for each in self.adoptions.expected if each[0] == storage.storage_id}
         _log.info(LogMessage("registered a storage service", storage=endpoint.storage_id, address=endpoint.address))
         self._storages[endpoint.storage_id] = storage
@@ -360,9 +362,9 @@ class StorageRegistry:
         closing.add_done_callback(self._closing.discard)
 
     def expire(self) -> Iterator[int]:
-        """Drop overdue puts of the embedded storage that are not being committed, in slices; yield each slice's size.
+        """Drop overdue puts of the embedded storage that are not being committed. Yield the number dropped per slice.
 
-        Storage services in other processes ask the controller about their overdue puts instead.
+        Storage services in other processes instead ask the controller about their overdue puts.
         """
         if self.embedded is None:
             return
@@ -372,17 +374,17 @@ class StorageRegistry:
             yield engine.on_answer(asked, unknown)
 
     def place(self, size_bytes: int, put_id: bytes = b"") -> PlacePutResponse:
-        """Return the storage service for a put, and the services for further puts for a while.
+        """Choose the storage service for a put, and grant storage services for the client's further puts for a while.
 
-        Puts of similar size are distributed in turns: each storage service receives a share in proportion to its free
-        bytes, regardless of the age of its last heartbeat. This is start-time fair queueing (Goyal, Vin and Cheng 1996)
-        with one queue per power of two of the size. A service that received a large put thus still receives its share
-        of small puts. If no service currently has capacity, the put waits at the service with the most free bytes.
+        Puts of similar size are distributed by start-time fair queueing (Goyal, Vin and Cheng 1996). Each storage
+        service receives a share in proportion to its free bytes, regardless of the age of its last heartbeat. There is
+        a queue for each power of two of the put size. A service that received a large put therefore still receives its
+        share of small puts. If all services are full, the put waits at the service with the most free bytes.
 
         Args:
             size_bytes: size of the put.
-            put_id: id of the put, or b"" for a new put. A put that was placed before has failed there, and is placed
-                elsewhere.
+            put_id: id of the put, or b"" for a new put. A put that was placed before has failed, so another service is
+                chosen.
 
         Raises:
             UnavailableError: no storage service is available.
@@ -396,8 +398,8 @@ class StorageRegistry:
         if not fitting:
             largest = max(each.max_bytes or 0 for each in known)
             raise QuotaExceededError(
-                f"a put of {size_bytes} bytes is larger than the largest quota, {largest} bytes; split it, or raise "
-                f"max_bytes",
+                f"size_bytes is {size_bytes}; expected at most {largest}, the largest quota of a storage service. "
+                f"Split the put, or raise max_bytes",
                 metadata={"limit_name": "max_bytes", "got": str(size_bytes), "limit": str(largest)},
             )
         least_bytes = max(size_bytes, 1)
@@ -426,11 +428,11 @@ class StorageRegistry:
         )
 
     def _next_in_turn(self, spare: Mapping[Storage, int], size_bytes: int) -> Storage:
-        """Return the storage service whose turn it is, and record its turn.
+        """Return the storage service whose turn is next, and record its turn.
 
-        A service's turn is the virtual end time of its last put in this size class, if it receives puts in proportion
-        to its spare bytes. The turn is never before that of the last put, so a service that was full or silent does not
-        catch up.
+        A service's turn is the virtual time at which its last put in this size class ends: the put's start plus its
+        size divided by the service's spare bytes. A turn is never earlier than the previous turn of any service. A
+        service that was full or silent therefore does not catch up.
         """
         size_class = size_bytes.bit_length()
         now = self._turns.get(size_class, 0.0)
@@ -445,7 +447,7 @@ class StorageRegistry:
         return first
 
     def _granted(self, first: Storage, spare: Mapping[Storage, int]) -> list[Storage]:
-        """Return the services for small puts in order of their turns, starting with `first`, in shares by spare bytes.
+        """Return the services for further small puts, starting with `first`, each in proportion to its spare bytes.
 
         The embedded storage is returned alone, since clients reach it in a different way.
         """
@@ -464,8 +466,8 @@ class StorageRegistry:
     def require(self, put: Put) -> Storage:
         """Return the storage service that contains an uncommitted put.
 
-        Puts of a lost service are refused. The service may still be alive and accept puts, which its successor may not
-        have found in the mirror. A put committed before the loss was detected has a copy in the mirror.
+        Puts of a lost service are refused: the service may still be alive and accept puts that its successor did not
+        find in the mirror. Puts that were committed before the loss was detected have copies in the mirror.
 
         Raises:
             UnavailableError: the storage service has not registered.
@@ -473,7 +475,7 @@ class StorageRegistry:
         """
         storage = self._find(put.storage_id, put.boot_id)
         if storage is None and put.storage_id not in self._storages:
-            raise UnavailableError(f"storage service {put.storage_id!r} has not registered here yet; retry")
+            raise UnavailableError(f"storage service {put.storage_id!r} has not registered here yet; retry later")
         if storage is None:
             raise DataLossError(
                 f"storage service {put.storage_id!r} has restarted since the put; put the data again",
@@ -488,21 +490,21 @@ class StorageRegistry:
         return storage
 
     def driver(self, storage_id: str, boot_id: bytes) -> AsyncDriver:
-        """Return the driver for the bytes of a storage service's instance; `Puts.mark_committed` must follow a put.
+        """Return the driver for the bytes of an instance. After a put, call `Puts.mark_committed`.
 
         Raises:
             UnavailableError: the puts of this instance are being taken over.
             DataLossError: this instance no longer exists.
         """
         if self._is_awaited(storage_id, boot_id):
-            raise UnavailableError(f"the puts of storage service {storage_id!r} are being taken over; retry")
+            raise UnavailableError(f"the puts of storage service {storage_id!r} are being taken over; retry later")
         storage = self._find(storage_id, boot_id)
         if storage is None:
-            raise DataLossError(f"storage service {storage_id!r} is lost, or restarted without its data")
+            raise DataLossError(f"storage service {storage_id!r} is lost, or has restarted without its data")
         return storage.driver
 
     async def close(self) -> None:
-        """Free the cells that are due and end the background tasks."""
+        """Free the cells that are due, end the background tasks, and close the connections to storage services."""
         await self.puts.close()
         storages = [*self._storages.values(), *self.adoptions.taken.values()]
         await asyncio.gather(*(storage.close() for storage in storages), *self._closing)

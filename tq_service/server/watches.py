@@ -1,12 +1,12 @@
-"""Watch calls, which send changes of partitions to their clients at a rate limited across all calls.
+"""Watch calls, which send changes of partitions to clients at a limited total rate.
 
-Sending is the expensive part, so its rate is limited. A change is sent at once if nothing was sent for a while, and
-otherwise in the next round of answers. The interval between rounds grows with the number of calls. An answer that fits
-in one message is built once for all calls with the same selection and revision. A round of a hundred calls thus costs
-little more than writing a hundred messages, and changes between rounds cost nothing.
+Sending is expensive, so its rate is limited. A change is sent at once if nothing was sent for a while, otherwise in the
+next round. The interval between rounds grows with the number of watch calls. An answer that fits in one message is
+built once for all calls with the same selection and revision. A round with a hundred calls therefore costs little more
+than writing a hundred messages, and changes between rounds cost nothing.
 
-A call stores only a revision number and the message being written. A call whose client does not read is ended after
-`stall_seconds`; until then, it does not delay other calls.
+A watch call stores only a revision number and the message that is being written. If its client does not read, the call
+is ended after `stall_seconds`; it never delays other calls.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _LEAST_INTERVAL_SECONDS: Final = 0.1
 _ANSWERS_A_SECOND: Final = 100
 _PROGRESS_SECONDS: Final = 10.0
 _LEAST_PROGRESS_SECONDS: Final = 0.1
-_LONGEST_SECONDS: Final = 600.0  # afterwards the client calls again, with its current token
+_LONGEST_SECONDS: Final = 600.0  # the client then calls again, with its current token
 _LAST_ANSWER_SECONDS: Final = 1.0  # while the server drains
 _SHARED_SECONDS: Final = 1.0
-_PARTITION_ROWS: Final = 128  # size of a partition's entry without samples, in units of a sample's size
+_PARTITION_ROWS: Final = 128  # size of a partition's changes without samples, in units of one sample
 _TASK_ROWS: Final = 32
 _List: TypeAlias = Literal["cleared_samples", "samples"]
 
 
 @dataclass(slots=True, eq=False)
 class _Watcher:
-    """A watch call, whose client has received, or is being sent, all changes up to `revision`."""
+    """A watch call. Its client has received, or is being sent, all changes up to `revision`."""
 
     selection: Watched
     revision: int
@@ -56,17 +56,17 @@ class _Watcher:
 
 
 class Watches:
-    """The calls that watch the partitions of a catalog. Confined to its event loop.
+    """The watch calls for the partitions of a catalog. Confined to the catalog's event loop.
 
     Args:
         catalog: the catalog of partitions.
-        most: maximum number of calls.
+        most: maximum number of watch calls.
         stall_seconds: maximum time that a client may take to read an answer.
 
     Attributes:
-        calls: counts the calls.
-        end_connection: called with the peer of a client that does not read while the server drains. gRPC sends the
-            status of a call only after its answers, so the call would otherwise last until the grace period ends.
+        calls: counts the watch calls.
+        end_connection: called with the peer of a client that does not read its answers while the server drains. gRPC
+            sends the status of a call only after all answers, so the call would otherwise delay the shutdown.
     """
 
     def __init__(self, catalog: Catalog, *, most: int, stall_seconds: float) -> None:
@@ -79,18 +79,18 @@ class Watches:
         self._round: asyncio.Task[None] | None = None
         self._round_at = 0.0
         self._ends: set[asyncio.Timeout] = set()  # timeouts of the calls
-        self._shared: dict[tuple[Watched, int], pb.WatchResponse] = {}  # complete answers of the last second
+        self._shared: dict[tuple[Watched, int], pb.WatchResponse] = {}  # answers of one message from the last second
         self._is_draining = False
         self.end_connection: Callable[[str], Awaitable[None]] | None = None
 
     async def serve(self, request: pb.WatchRequest, context: Context) -> None:
-        """Serve a call until it has lasted `_LONGEST_SECONDS`, its client leaves, or the server drains.
+        """Serve a watch call until it reaches `_LONGEST_SECONDS`, its client disconnects, or the server drains.
 
         Raises:
-            CompactedError: the changes since the client's revision are no longer known.
+            CompactedError: some changes since the client's revision are no longer stored.
             InvalidArgumentError: the revision or the interval is invalid.
-            LimitExceededError: too many calls are open.
-            DeadlineError: the client does not read.
+            LimitExceededError: too many watch calls are open.
+            DeadlineError: the client does not read the answers.
             UnavailableError: the server is draining.
         """
         progress_seconds = _PROGRESS_SECONDS
@@ -98,7 +98,7 @@ class Watches:
             progress_seconds = read_seconds("progress_interval", request.progress_interval)
             if progress_seconds < _LEAST_PROGRESS_SECONDS:
                 raise InvalidArgumentError(
-                    f"progress_interval is {progress_seconds:g} s, expected at least {_LEAST_PROGRESS_SECONDS:g} s",
+                    f"progress_interval is {progress_seconds:g} s; expected at least {_LEAST_PROGRESS_SECONDS:g} s",
                     field="progress_interval",
                 )
         selection = Watched(
@@ -126,7 +126,7 @@ class Watches:
                 self._ends.discard(end)
 
     def drain(self) -> None:
-        """End all calls; those whose clients do not read are ended a second later, so as not to delay shutdown."""
+        """End all watch calls. Calls of clients that do not read end after a second, so they do not delay shutdown."""
         self._is_draining = True
         if self._round is not None:
             self._round.cancel()
@@ -138,7 +138,7 @@ class Watches:
 
     async def _follow(self, watcher: _Watcher, progress_seconds: float) -> None:
         loop, is_due = asyncio.get_running_loop(), True
-        # Random, so that calls that began together after a restart do not end together.
+        # Random, because calls that began together after a restart should not end together.
         ends_at = loop.time() + _LONGEST_SECONDS * random.uniform(0.75, 1.0)  # noqa: S311
         while True:
             await self._send_changes(watcher, is_due=is_due)
@@ -148,7 +148,7 @@ class Watches:
             is_due = not await self._until_round(watcher, min(progress_seconds, left_seconds))
 
     async def _send_changes(self, watcher: _Watcher, *, is_due: bool) -> None:
-        """Send the changes since a watcher's revision, or an empty answer if one is due."""
+        """Send the changes since a watcher's revision. If there are no changes, send an empty answer if one is due."""
         key = watcher.selection, watcher.revision
         shared = self._shared.get(key)
         if shared is not None and shared.revision.number >= self._history.forgotten_at:
@@ -178,7 +178,7 @@ class Watches:
             self._round = asyncio.get_running_loop().create_task(self._make_round())
 
     async def _make_round(self) -> None:
-        """Wake all waiting calls, which then look for changes."""
+        """Wake all waiting watch calls, which then look for changes."""
         loop, pace = asyncio.get_running_loop(), LoopYielder()
         try:
             interval = max(_LEAST_INTERVAL_SECONDS, self.calls.count / _ANSWERS_A_SECOND)
@@ -194,7 +194,7 @@ class Watches:
             self._on_change()
 
     async def _until_round(self, watcher: _Watcher, seconds: float) -> bool:
-        """Wait for the next round, which follows a change; return False on timeout."""
+        """Wait for the next round, which follows a change; return False if it does not begin within `seconds`."""
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.add(waiting)
         if self._history.number > watcher.revision:
@@ -208,7 +208,10 @@ class Watches:
     # Answers
 
     def _messages(self, changes: Sequence[PartitionChanges], number: int) -> Iterator[pb.WatchResponse]:
-        """Yield the messages of an answer, each built in one step of the event loop; the last has the revision."""
+        """Yield the messages of an answer.
+
+        Each message is built in one step of the event loop; the last has the revision.
+        """
         message, rows = pb.WatchResponse(), 0
         for changed in changes:
             for part, size in self._parts(changed):
@@ -221,7 +224,7 @@ class Watches:
         yield message
 
     def _parts(self, changed: PartitionChanges) -> Iterator[tuple[pb.PartitionChange, int]]:
-        """Yield the changes of a partition in parts, each with its size in rows, until the partition is cleared."""
+        """Yield the changes of a partition in parts, each with its size in rows. Stop if the partition is cleared."""
         partition = changed.partition
         part, size = _part_of(changed), _PARTITION_ROWS
         if partition is None:
@@ -231,7 +234,7 @@ class Watches:
         if not self._history.is_there(partition):
             return
         part.summary.CopyFrom(to_message(pb.PartitionSummary, summary_of(partition)))
-        for task in filter(None, map(partition.tasks.get, changed.task_names)):  # other tasks have been forgotten
+        for task in filter(None, map(partition.tasks.get, changed.task_names)):  # None if a task was forgotten
             part.tasks.append(to_message(pb.TaskStatus, status_of(self._catalog, partition, task)))
             size += _TASK_ROWS
         for list_name, samples, count in chain(_removed(changed), self._written(changed, partition)):
@@ -243,7 +246,7 @@ class Watches:
         yield part, size
 
     def _written(self, changed: PartitionChanges, partition: Partition) -> Iterator[tuple[_List, BatchMeta, int]]:
-        """Yield the metadata of those written rows that still exist, in parts of limited size."""
+        """Yield the metadata of written rows that still exist, in parts of limited size."""
         for left in changed.written():
             rows = left
             while rows.size and self._history.is_there(partition):
@@ -259,7 +262,7 @@ def _part_of(changed: PartitionChanges) -> pb.PartitionChange:
 
 
 def _removed(changed: PartitionChanges) -> Iterator[tuple[_List, pb.ClearedSamples, int]]:
-    """Yield the removed rows in parts, each with its number of rows."""
+    """Yield the removed rows in parts, each with the number of its rows."""
     for indexes, keys in changed.removed:
         for start in range(0, len(indexes), ROWS_OF_A_PART):
             some = slice(start, start + ROWS_OF_A_PART)

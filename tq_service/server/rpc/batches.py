@@ -1,12 +1,12 @@
-"""Unary calls that a client sends together in one stream, each handled like a separate call.
+"""Unary calls that a client sends together in one stream. Each is handled like a separate call.
 
-    read -> one task per call, through its handler with all middleware -> answers that are ready -> written
+    stream is read -> one task per call, with all middleware -> answers are collected -> answers are written
 
-A stream grants no extra permissions: as for separate calls, `Services` finds the handler of each call, by the metadata
-with which the stream was opened. The handler receives a context that reads one request and has a separate deadline. A
-batch saves gRPC's cost per call, which dominates the cost of small calls.
+A stream grants no extra permissions: `Services` finds the handler of each call by the metadata of the stream, as it
+does for separate calls. The handler receives a context that reads one request and has a separate deadline. Sending
+calls together saves gRPC's cost per call, which dominates the cost of small calls.
 
-A stream is read only while few calls are open. A call is open until its answer is written.
+While a stream has too many open calls, no further calls are read from it. A call is open until its answer is written.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from tq_service.wire.error_table import to_status
 from tq_service.wire.messages import read_seconds
 
 _MOST_UNWRITTEN_BYTES: Final = 1 << 20
-"""Maximum total size of answers waiting to be read by the client, and of one message unless it has a single answer."""
+"""Maximum total size in bytes of unwritten answers per stream, and of one message unless it has a single answer."""
 
 _MOST_STREAMS: Final = 256  # each may have an incomplete message in memory
-_MOST_STREAMS_OF_ONE: Final = 2  # clients open a second stream with a new token while the first has open calls
+_MOST_STREAMS_OF_ONE: Final = 2  # a client with a new token opens a second stream while the first has open calls
 _CALLS_A_TURN: Final = 16
 _LAST_WRITE_SECONDS: Final = 1.0
 _NAMES: Final = {method.short_name: method.name for method in METHODS.values() if method.is_batched}
 
 
 class _Details(NamedTuple):
-    """The details of a call that gRPC provides before the request is read."""
+    """The details of a call that are known before its request is read; replaces gRPC's `HandlerCallDetails`."""
 
     method: str
     invocation_metadata: Any
 
 
 class _Call:
-    """A call of a stream, which is also the context of its handler.
+    """A call in a stream, which is also the context that its handler receives.
 
-    A call ends once: when its answer has been written, or when it is cancelled and therefore receives no answer.
+    A call ends once its answer has been written. A cancelled call receives no answer and ends with the cancellation.
 
     Attributes:
         call_id: id chosen by the client.
@@ -61,8 +61,8 @@ class _Call:
         status: serialized status of a failed call; empty if the call has not failed.
         is_late: whether the call's deadline has passed.
         is_unwanted: whether the call was cancelled.
-        is_begun: whether the task has begun to run.
-        is_answered: whether the handler has finished.
+        is_begun: whether the task has started to run.
+        is_answered: whether the handler has returned or failed.
     """
 
     __slots__ = (
@@ -87,10 +87,10 @@ class _Call:
         self.answer = self.status = b""
         self.is_late = self.is_unwanted = self.is_begun = self.is_answered = False
 
-    # Those methods of a gRPC context that handlers and middleware use
+    # The methods of a gRPC context that handlers and middleware use
 
     async def read(self) -> Any:
-        """Return the request the first time, then EOF."""
+        """Return the request of the call, and EOF from then on."""
         request, self._request = self._request, None
         return grpc.aio.EOF if request is None else request
 
@@ -99,15 +99,15 @@ class _Call:
         return self._stream.peer()
 
     def auth_context(self) -> Any:
-        """Return the properties of the client's certificate."""
+        """Return the properties of the client's TLS certificate."""
         return self._stream.auth_context()
 
     def invocation_metadata(self) -> Any:
-        """Return the call's own metadata, such as its trace; the token was sent with the stream."""
+        """Return the metadata of the call, such as its trace context. The token is in the metadata of the stream."""
         return self._metadata
 
     def time_remaining(self) -> float | None:
-        """Return the number of seconds until the call's deadline, or None if it has no deadline."""
+        """Return the number of seconds until the call's deadline, or None without a deadline."""
         if self._ends_at is None:
             return None
         return 0.0 if self.is_late else max(0.0, self._ends_at - time.monotonic())
@@ -117,7 +117,7 @@ class _Call:
         self._callbacks.append(callback)
 
     def cancelled(self) -> bool:
-        """Whether the call was cancelled, in which case its answer is not written."""
+        """Return whether the call was cancelled, in which case its answer is not written."""
         return self.is_unwanted
 
     def code(self) -> grpc.StatusCode | None:
@@ -125,22 +125,22 @@ class _Call:
         return self._code
 
     async def abort_with_status(self, status: grpc.Status) -> None:
-        """End the call with an error."""
+        """Fail the call with a status, by raising `AbortError`."""
         self._code = status.code
         trailers: Any = status.trailing_metadata
         ((_, self.status),) = trailers
         raise grpc.aio.AbortError
 
-    # Methods for the stream
+    # Methods that the stream calls
 
     def expire(self) -> None:
-        """End the call because its deadline has passed."""
+        """Cancel the handler because the call's deadline has passed."""
         self.is_late = True
         if self.task is not None:
             self.task.cancel()
 
     def end(self) -> None:
-        """Run the done callbacks."""
+        """Run the callbacks registered with `add_done_callback`."""
         if self.timer is not None:
             self.timer.cancel()
         for callback in self._callbacks:
@@ -148,10 +148,10 @@ class _Call:
 
 
 class _Stream:
-    """One stream, from its first message to its end.
+    """A stream of calls, from its first message to its end.
 
     Args:
-        services: finds the handlers.
+        services: finds the handlers of the calls.
         context: context of the stream.
     """
 
@@ -160,17 +160,17 @@ class _Stream:
         self._context = context
         self._metadata = context.invocation_metadata()
         self._open: dict[int, _Call] = {}
-        self._answered: list[_Call] = []  # open calls whose answer is ready but not written
+        self._answered: list[_Call] = []  # open calls with an answer that has not been written
         self._unwritten_bytes = 0
         self._is_closing = self._is_stopped = False
         self._has_answers = asyncio.Event()
         self._has_place = asyncio.Event()
         self._is_over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._idle_since = time.monotonic()  # valid while no call is open
+        self._idle_since = time.monotonic()  # valid while the stream has no open calls
         self._writing_since: float | None = None
 
     async def run(self, requests: Any) -> None:
-        """Handle all calls of a stream.
+        """Handle all calls of the stream, until it ends.
 
         Raises:
             InvalidArgumentError: a message of the stream is invalid.
@@ -189,11 +189,11 @@ class _Stream:
             await writer
             if self._is_over.done():
                 self._is_over.result()
-                raise UnavailableError("the service is shutting down and accepts no calls; retry")
+                raise UnavailableError("the service is shutting down and accepts no further calls; retry later")
         finally:
             reader.cancel()
             self._is_over.cancel()
-            # gRPC loses the status of a stream if a write that could have finished is cancelled. The answers in that
+            # gRPC loses the status of a stream if a write is cancelled that could have finished. The answers in such a
             # write may still arrive, so their claims must not be released.
             self._is_stopped = True
             self._has_answers.set()
@@ -204,19 +204,19 @@ class _Stream:
             await asyncio.gather(reader, writer, self._is_over, return_exceptions=True)
 
     def close(self) -> None:
-        """End the stream once all open calls have been answered."""
+        """End the stream after all open calls have been answered."""
         if not self._is_over.done():
             self._is_over.set_result(None)
 
     def stall(self, most_seconds: float) -> DeadlineError | None:
-        """Return an error if for too long the client has sent no calls or read no answers."""
+        """Return an error if the client has sent no calls, or read no answers, for `most_seconds` or longer."""
         since = self._writing_since
         if since is None and not self._open:
             since = self._idle_since
         if since is None or time.monotonic() - since < most_seconds:
             return None
         return DeadlineError(
-            f"no call was sent, or no answer was read, within {most_seconds:g} s (stall_seconds); open another stream "
+            f"no call was sent, or no answer was read, within {most_seconds:g} s (stall_seconds); open a new stream "
             "for the next call",
             metadata={"limit_name": "stall_seconds", "limit": f"{most_seconds:g}"},
         )
@@ -247,7 +247,8 @@ class _Stream:
             )
         if asked.call_id in self._open:
             raise InvalidArgumentError(
-                f"call_id is {asked.call_id}, which another open call uses; use a unique one", field="calls.call_id"
+                f"call_id is {asked.call_id}, which an open call of this stream uses; use a unique call_id",
+                field="calls.call_id",
             )
         call = _Call(self._context, asked)
         _check_size("request", len(asked.request), MOST_BATCHED_REQUEST_BYTES)
@@ -263,7 +264,7 @@ class _Stream:
             call.timer = loop.call_later(remaining, call.expire)
 
     async def _handle(self, call: _Call, handler: Handler) -> None:
-        """Run the handler of a call and queue its answer."""
+        """Run the handler of a call, and queue the answer for writing."""
         made: Any = handler
         call.is_begun = True
         try:
@@ -286,7 +287,7 @@ class _Stream:
         self._has_answers.set()
 
     def _cancel(self, call: _Call) -> None:
-        """Cancel a call; if the call's task is running, that task ends the call."""
+        """Cancel a call. If the call's task is running, the task then ends the call."""
         if call.is_unwanted:
             return
         call.is_unwanted = True
@@ -301,10 +302,10 @@ class _Stream:
             self._idle_since = time.monotonic()
         call.end()
         self._has_place.set()
-        self._has_answers.set()  # a closing stream checks whether all calls have ended
+        self._has_answers.set()  # wakes the writer, which ends a closing stream after its last call
 
     async def _write_all(self) -> None:
-        """Write answers as they become ready, until the stream is closing and no calls are open."""
+        """Write answers when they are ready, until the stream is closing and has no open calls."""
         while not self._is_stopped and (self._open or not self._is_closing):
             await self._has_answers.wait()
             self._has_answers.clear()
@@ -312,7 +313,7 @@ class _Stream:
                 await self._write(self._taken())
 
     def _taken(self) -> list[_Call]:
-        """Remove and return the answered calls whose answers fit into one message."""
+        """Remove and return the answered calls whose answers fit into the next message."""
         size = count = 0
         for call in self._answered:
             size += len(call.answer)
@@ -342,17 +343,17 @@ class _Stream:
 def _check_size(name: str, size: int, most: int) -> None:
     if size > most:
         raise InvalidArgumentError(
-            f"{name} of a call has {size} bytes; expected at most {most}. Send it as a separate call",
+            f"{name} of a call has {size} bytes; expected at most {most}. Make this call outside the stream.",
             field=f"calls.{name}",
         )
 
 
 class Batches:
-    """The streams of calls of a server. Confined to its event loop.
+    """The streams of calls to a server. Confined to the server's event loop.
 
     Args:
         services: finds the handlers of the calls.
-        stall_seconds: time for which a stream may be open without calls, or with unread answers.
+        stall_seconds: maximum time for which a stream may have no calls, or its client may read no answers.
     """
 
     def __init__(self, services: Services, stall_seconds: float) -> None:
@@ -378,7 +379,7 @@ class Batches:
                 self._streams.discard(stream)
 
     def end_stalled(self) -> None:
-        """End stalled streams; must be called about every second."""
+        """End stalled streams. Must be called about every second."""
 
         def error_of(stream: _Stream) -> TqError | None:
             return stream.stall(self._stall_seconds)
@@ -386,6 +387,6 @@ class Batches:
         self._running.end(error_of)
 
     def drain(self) -> None:
-        """End each stream once all its open calls have been answered."""
+        """Let each stream end after all its open calls have been answered."""
         for stream in self._streams:
             stream.close()

@@ -1,10 +1,10 @@
-"""The table of methods, and the interface between calls and their middleware.
+"""The table of gRPC methods, and the interface of middleware for their calls.
 
-The protos describe each method in its option `rule` (protos/tq_service/v1/method_rule.proto), which this module reads
-from the descriptors. This module itself defines the rules of the standard services, whose protos are not ours.
+The option `rule` in the protos describes each method (protos/tq_service/v1/method_rule.proto). This module reads the
+rules from the descriptors. For gRPC's standard services, whose protos are not ours, it defines the rules itself.
 
-A handler is a single coroutine for every shape of method. A handler takes the request, or an iterator of requests, and
-the context. It returns the answer, or writes each answer of a stream to the context.
+For every kind of method, a handler is a coroutine function. It takes the request, or an iterator over the requests, and
+the context. It returns the answer, or writes the answers of a stream to the context.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Behavior: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
 shown_partitions: Final[ContextVar[Callable[[str], bool]]] = ContextVar(
     "shown_partitions", default=lambda _partition_id: True
 )
-"""Returns whether the caller may see a partition; methods that list partitions omit the others."""
+"""Returns whether the current caller may see a partition; methods that list partitions omit all others."""
 
 token_name: Final[ContextVar[str]] = ContextVar("token_name", default="")
-"""The name of a call's token; "" if it has none."""
+"""Name of the current call's token; "" without a token."""
 
 
 def _nothing(_request: Any) -> Sequence[Any]:
@@ -48,17 +48,17 @@ def _nothing(_request: Any) -> Sequence[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A method of a gRPC service, with the rules that middleware applies to its calls.
+    """A gRPC method, with the rules that middleware applies to its calls.
 
     Attributes:
         name: full name, such as "/tq_service.v1.ControllerService/Insert".
-        roles: roles of which the caller needs one, or else admin; if empty, no one may call the method.
-        is_open: whether anyone may call the method without a token (probes).
+        roles: roles of which the caller must have one, unless it has role admin; if empty, all calls are refused.
+        is_open: whether everyone may call the method without a token (health probes).
         has_request_stream: whether the method's requests are a stream.
         has_response_stream: whether the method's answers are a stream.
-        partitions: returns the partition names in a request, or in the first message of a stream of requests.
-        put_ids: returns the puts named there, whose partitions count as named; None if requests do not name puts.
-        concerns_all: whether calls concern all partitions and so require a token for all partitions.
+        partitions: returns the partitions named in a request; for a stream, in its first message.
+        put_ids: returns the puts named in a request, whose partitions count as named; None if requests name no puts.
+        concerns_all: whether calls concern all partitions, and so require a token for all partitions.
         is_audited: whether each allowed call is written to the audit log.
         waits: whether calls may wait for samples or capacity.
         fills_disk: whether calls are refused while the disk is nearly full.
@@ -82,12 +82,12 @@ class Method:
 
     @property
     def short_name(self) -> str:
-        """Name of the method without the service."""
+        """Name of the method without the name of its service."""
         return self.name.rpartition("/")[2]
 
     @property
     def is_internal(self) -> bool:
-        """Whether only services may call the method, whether or not tokens are required."""
+        """Whether only services may call the method, also if tokens are not required."""
         return self.roles == {"service"}
 
     @property
@@ -97,7 +97,7 @@ class Method:
 
 
 def method_of(described: MethodDescriptor) -> Method:
-    """Return a method as described by its proto; no one may call a method whose rule is incomplete.
+    """Return a method as its proto describes it. If the rule is incomplete, no one may call the method.
 
     Raises:
         ValueError: the rule names a role that tokens cannot have, or a field that the request lacks.
@@ -121,7 +121,7 @@ def method_of(described: MethodDescriptor) -> Method:
                 found.append(value)
             else:
                 found += value or ()
-        # A request without names counts as naming "", which no restricted token covers. Some names may be empty.
+        # A request that names no partition counts as naming "", which no restricted token covers.
         return list(filter(None, found)) or [""]
 
     return Method(
@@ -143,14 +143,14 @@ def method_of(described: MethodDescriptor) -> Method:
 def _reader(path: str, message: Descriptor, kind: int) -> Callable[[Any], Any]:
     """Return a function that reads the value at a path in a message.
 
-    The function returns None if a message on the path is absent, or if it receives a message of another type. If the
-    path passes through a repeated message, the value is a list with the values of all elements.
+    The function returns None if a message on the path is absent, or if its argument is a message of another type. If a
+    message on the path is repeated, the value is a list of the values in all elements.
 
-    A stream's decoder may return a part of a message instead of the message, as the decoders in wire/columns.py do. The
-    value is then read from that part.
+    The decoder of a stream may return a part of a message, as the decoders in wire/columns.py do. The function then
+    reads the value from that part.
 
     Raises:
-        ValueError: the message does not have this field.
+        ValueError: the message has no such field.
     """
     *parents, last = path.split(".")
     ways, is_repeated = {GetMessageClass(message): parents}, False
@@ -183,7 +183,7 @@ def _reader(path: str, message: Descriptor, kind: int) -> Callable[[Any], Any]:
 
 
 def _values(message: Any, parents: Sequence[str], last: str) -> Iterator[Any]:
-    """Yield the values of a field in all messages at a path; messages on the path may be repeated or absent."""
+    """Yield the values of a field in all messages at a path. Messages on the path may be repeated or absent."""
     if not parents:
         yield getattr(message, last)
         return
@@ -224,15 +224,15 @@ METHODS: Final[Mapping[str, Method]] = MappingProxyType(
         for method in map(method_of, service.methods)
     }
 )
-"""All methods that a process of the service may serve, by full name."""
+"""All methods that this package can serve, by full name."""
 
 
 class Refusal(NamedTuple):
-    """The reason for refusing calls.
+    """A reason to refuse calls.
 
     Attributes:
         make_error: returns the error for a refused call.
-        reason: the reason shown in the audit log; "" if the refusal is not audited.
+        reason: reason shown in the audit log; "" if refusals are not audited.
     """
 
     make_error: Callable[[], TqError]
@@ -241,13 +241,14 @@ class Refusal(NamedTuple):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Caller:
-    """A caller as identified by metadata; all calls with equal credentials share one object.
+    """A caller identified by the metadata of its calls. All calls with equal credentials share one object.
 
     Attributes:
         name: name of the caller's token; "" if unknown.
-        token: the caller's permissions; None if it may make all calls that are not internal.
-        refusal: the refusal of all the caller's calls before any request is read, or None if they are not refused.
-        handlers: handlers of the caller's calls by method, created on first use and dropped with the caller.
+        token: the caller's token, which contains its permissions; None if the caller may make all calls except internal
+            ones.
+        refusal: if all calls of the caller are refused before their requests are read, the reason; otherwise None.
+        handlers: handlers for the caller's calls by method name, created on first use.
     """
 
     name: str = ""
@@ -257,36 +258,37 @@ class Caller:
 
 
 class Middleware:
-    """One concern that applies to all calls. Overriding a method is optional. Confined to one event loop."""
+    """One concern that applies to all calls. Subclasses override one or both methods. Confined to one event loop."""
 
     def admit(self, method: Method, details: grpc.HandlerCallDetails) -> Caller | None:
-        """Return the caller that a call's metadata identifies, or None to leave the decision to other middleware.
+        """Return the caller of a call, identified by its metadata, or None to let other middleware decide.
 
-        Runs for each call, before the request is read. A refused call passes through only this middleware and those
-        outside it, where its request is an iterator that must not be read.
+        This method runs for each call, before the request is read. A refused call passes only through this middleware
+        and the middleware outside it; there, the request is an iterator that must not be read.
         """
         return None
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Return the handler for a caller's calls of a method; `behavior` is the next handler inward.
+        """Wrap `behavior`, the next handler inward, for a caller's calls of a method.
 
-        Runs once per method and caller, so a concern that does not apply to a method adds no cost to its calls.
+        This method runs once per method and caller, so middleware that does not apply to a method adds no cost to its
+        calls.
         """
         return behavior
 
 
 class EndableCalls:
-    """Running calls that can be ended from outside with an error. Confined to one event loop."""
+    """Running calls that other code can end with an error. Confined to one event loop."""
 
     def __init__(self) -> None:
         self._owners: dict[asyncio.Task[Any], Any] = {}
         self._errors: dict[asyncio.Task[Any], TqError] = {}  # errors of ended calls
 
     def end(self, error_of: Callable[[Any], TqError | None]) -> None:
-        """End calls; as when an answer is lost, their changes may still take effect.
+        """End calls with an error. Their changes may still take effect, as after a lost answer.
 
         Args:
-            error_of: returns the error for the calls of an owner, or None to let them continue.
+            error_of: returns the error for all calls of an owner, or None to let them continue.
         """
         for task, owner in self._owners.items():
             if task not in self._errors and (error := error_of(owner)) is not None:
@@ -294,7 +296,7 @@ class EndableCalls:
                 task.cancel()
 
     async def run(self, call: Awaitable[Any], owner: Any = None) -> Any:
-        """Await a call in the current task and return its result; `end` may end it.
+        """Await a call in the current task and return its result. While it runs, `end` can end it.
 
         Raises:
             TqError: `end` ended the call.
