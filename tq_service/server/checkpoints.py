@@ -1,4 +1,4 @@
-"""Writes, lists and restores checkpoints of a running service while it continues to serve other calls."""
+"""Writing, listing and restoring checkpoints, while the service continues to answer other calls."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Answer = TypeVar("Answer")
 _MOST_NAMED: Final = 5
 _MOST_METADATA_BYTES: Final = 1 << 20  # per page
 _BLOCK_SECONDS: Final = 120.0
-# An empty service has nothing to free, so a put that does not fit at once never will.
+# An empty service cannot free anything, so a put that does not fit at once will never fit.
 _CAPACITY_SECONDS: Final = 5.0
 _BYTES_A_SECOND: Final = 10e6
 _WATCH_SECONDS: Final = 0.002
@@ -59,9 +59,9 @@ class Checkpoints:
 
     Args:
         catalog: the catalog of partitions.
-        storages: the storage services that contain the bytes.
-        store: persists the state; None if the state is lost when the process ends.
-        checkpoint_dir: parent directory of all checkpoints; None disables checkpoints.
+        storages: the storage services that contain the bytes of the samples.
+        store: persists the state; None if the state is kept only in memory.
+        checkpoint_dir: parent directory of all checkpoints; None if checkpoints are off.
     """
 
     def __init__(
@@ -81,15 +81,16 @@ class Checkpoints:
     # Writing
 
     async def write(self, name: str, metadata: str = "", prefix: str = "") -> pb.CheckpointResponse:
-        """Write a checkpoint of the current state under a name, with a JSON object provided by the caller.
+        """Write a checkpoint of the current state, including a JSON object from the caller.
 
-        The checkpoint contains the partitions whose names begin with `prefix`, without this prefix in their names.
+        The checkpoint contains the partitions whose names begin with `prefix`, and stores their names without the
+        prefix.
 
         Raises:
             InvalidArgumentError: the name is invalid, its directory is unusable, or the metadata is not a JSON object.
             PreconditionError: another checkpoint is being written or restored, or checkpoint_dir is not set.
             DiskFullError: the disk is full.
-            DataLossError: some of the bytes to copy have been lost.
+            DataLossError: some of the bytes to write have been lost.
             UnavailableError: a storage service cannot be reached.
         """
         await _in_thread(check_json_object, "metadata", metadata)
@@ -103,9 +104,9 @@ class Checkpoints:
         return answer
 
     async def _copy(self, path: Path, metadata: str, prefix: str) -> pb.CheckpointResponse:
-        """Write the bytes of all current samples, then the state; return a summary."""
+        """Write the bytes of all current samples and then the state; return a summary."""
         with self._storages.puts.holding_frees():
-            # Taken in the same step as the line above, so that none of these puts is freed.
+            # The snapshot is taken in the same step as the line above, so none of its puts is freed.
             partitions, answers = self._catalog.snapshot(), self._catalog.answers.snapshot()
             policies = [
                 replace(policy, name=policy.name.removeprefix(prefix))
@@ -150,7 +151,7 @@ class Checkpoints:
     # Listing
 
     async def page(self, *, prefix: str, size: int, token: str) -> pb.ListCheckpointsResponse:
-        """Return a page of the checkpoints whose names begin with a prefix; see `find_names` for `size` and `token`.
+        """Return a page of the checkpoints whose names begin with a prefix. For `size` and `token`, see `find_names`.
 
         Raises:
             PreconditionError: checkpoint_dir is not set.
@@ -175,7 +176,7 @@ class Checkpoints:
         return answer
 
     def _summary(self, name: str) -> pb.CheckpointSummary | None:
-        """Return a checkpoint's summary, read from its beginning, or None if the checkpoint no longer exists."""
+        """Return the summary at the start of a checkpoint, or None if the checkpoint no longer exists."""
         path, file_bytes = checkpoint_path(self._checkpoint_dir, name), 0
         try:
             file_bytes = path.stat().st_size
@@ -191,11 +192,11 @@ class Checkpoints:
     async def restore(
         self, request_id: bytes, name: str, *, replace: bool = False, prefix: str = ""
     ) -> pb.RestoreResponse:
-        """Restore a checkpoint, once per request_id, adding a prefix to the names of its partitions.
+        """Restore a checkpoint, once per request_id, and add a prefix to the names of its partitions.
 
-        With `replace`, the checkpoint replaces all existing partitions whose names begin with the prefix. These
-        partitions remain usable until the checkpoint's bytes are stored, and are removed in the same step in which the
-        new state becomes visible. While the new state is being made durable, no partition can be changed.
+        With `replace`, the checkpoint replaces all partitions whose names begin with the prefix. These partitions
+        remain usable until the bytes of the checkpoint have been stored. They are removed in the step that makes the
+        new state visible. While the new state is being persisted, no partition can be changed.
 
         Raises:
             InvalidArgumentError: the checkpoint does not exist, or the request_id belongs to another call.
@@ -203,7 +204,7 @@ class Checkpoints:
             NewerVersionError: a newer version of the service wrote the checkpoint.
             PreconditionError: partitions with the prefix exist and `replace` is not set, another checkpoint is being
                 written or restored, or checkpoint_dir is not set.
-            QuotaExceededError: the storage services lack capacity for the checkpoint's bytes.
+            QuotaExceededError: the storage services do not have capacity for the bytes of the checkpoint.
             UnavailableError: a storage service cannot be reached.
         """
         recorded: pb.RestoreResponse | None = self._catalog.recorded(request_id, pb.RestoreResponse)
@@ -219,7 +220,7 @@ class Checkpoints:
                 value_bytes=sum(block.size_bytes for block in checkpoint.blocks),
                 metadata=checkpoint.facts.metadata,
             )
-            # Rejects the state of a newer version before any put is placed.
+            # Refuse the state of a newer version before any put is placed.
             named = _renamed(checkpoint.state.partitions, lambda name: prefix + name)
             partitions: list[Partition] = await _in_thread(list, map(Partition.restore, named))
             puts: list[Put] = []
@@ -244,7 +245,7 @@ class Checkpoints:
         *,
         prefix: str,
     ) -> None:
-        """Make the restored state durable, then visible in one step, replacing all partitions with the prefix."""
+        """Persist the restored state, then make it visible in one step that replaces all partitions with the prefix."""
         catalog, answers = self._catalog, checkpoint.state.answers
 
         policies = [replace(policy, name=prefix + policy.name) for policy in checkpoint.state.policies]
@@ -303,7 +304,7 @@ class Checkpoints:
 
 @contextlib.asynccontextmanager
 async def _pauses() -> AsyncIterator[list[float]]:
-    """Yield the longest delay of short sleeps so far, which is the longest time that the event loop was blocked."""
+    """Yield a list whose only element is the longest time for which the event loop has been blocked so far."""
     late = [0.0]
 
     async def watch() -> None:
@@ -314,7 +315,7 @@ async def _pauses() -> AsyncIterator[list[float]]:
             late[:] = [max(late)]
 
     task = asyncio.get_running_loop().create_task(watch())
-    await asyncio.sleep(0)  # the task must run before anything else is done
+    await asyncio.sleep(0)  # lets the task start before the body of the `async with` block
     try:
         yield late
     finally:
@@ -327,7 +328,7 @@ async def _in_thread(work: Callable[..., Answer], *arguments: Any) -> Answer:
 
 
 async def _to_the_end(work: Coroutine[Any, Any, Answer]) -> Answer:
-    """Run a coroutine to its end and return its result; even a cancelled caller waits for the end."""
+    """Run a coroutine to its end and return its result. Even a cancelled caller waits for the end."""
     task = asyncio.get_running_loop().create_task(work)
     try:
         return await asyncio.shield(task)
@@ -337,7 +338,7 @@ async def _to_the_end(work: Coroutine[Any, Any, Answer]) -> Answer:
 
 
 def _columns(checkpoint: Checkpoint, block: StoredBlock) -> list[Column]:
-    """Return the columns of a block with their bytes, which are a few MiB or a single row."""
+    """Return the columns of a block with their bytes. A block contains a few MiB, or a single larger row."""
     values = memoryview(b"".join(checkpoint.values(block)))
     ends = list(accumulate(column.value_bytes for column in block.columns))
     return [
@@ -355,7 +356,7 @@ def _columns(checkpoint: Checkpoint, block: StoredBlock) -> list[Column]:
 def _renamed(
     partitions: Sequence[PartitionSnapshot], rename: Callable[[str], str], prefix: str = ""
 ) -> list[PartitionSnapshot]:
-    """Return the partitions that have a prefix, renaming them and the names in their admissions and leases.
+    """Return the partitions whose names begin with a prefix, renamed also in their admissions and leases.
 
     Raises:
         InvalidArgumentError: a new name is too long.
@@ -392,6 +393,6 @@ def _lost(block: Block, error: Exception) -> DataLossError:
     what = "the groups of samples" if block.is_shared else "samples"
     return DataLossError(
         f"{what} {names}{more} of partition {block.partition_id!r} cannot be copied: {error}; clear them, or put "
-        f"their {', '.join(map(repr, block.runs.field_names))} again",
+        f"their fields {', '.join(map(repr, block.runs.field_names))} again",
         metadata={"partition_id": block.partition_id, "storage_id": block.puts[0].storage_id},
     )

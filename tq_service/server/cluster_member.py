@@ -1,9 +1,9 @@
-"""A controller of a cluster: it follows the log, leads once elected, and ends when another controller takes over.
+"""A controller in a cluster: follows the log, leads once elected, and ends when another controller takes over.
 
-    open -> run: snapshot -> follow the log ... elected -> the rest of the log -> serve ... superseded: fatal
+    open -> restore snapshot -> follow the log ... elected -> read the rest of the log -> serve ... superseded: fatal
 
-A superseded controller may have changes in memory that are not in the log, so it cannot become a standby. Instead, the
-controller's process ends, and becomes a standby when it is restarted.
+A superseded controller may have changes in memory that are not in the log, so it cannot become a standby. Its process
+ends instead, and becomes a standby when it is restarted.
 """
 
 from __future__ import annotations
@@ -66,15 +66,15 @@ _CATCH_UP_SECONDS: Final = 0.05
 _NEAR_RECORDS: Final = 50
 _PART_BYTES: Final = 1 << 20
 _FETCH_SECONDS: Final = 600.0
-_LOOK_SECONDS: Final = 0.05  # interval of checks of a lease that may have ended
+_LOOK_SECONDS: Final = 0.05  # interval between checks of a lease that may have expired
 
 
 class ClusterMember:
-    """One controller of a cluster. Confined to one event loop, except for calls to etcd, which run in threads.
+    """A controller as a member of its cluster. Confined to one event loop, except for etcd calls, which run in threads.
 
     Args:
         settings: settings of the service.
-        address: address of this controller for clients.
+        address: address at which clients reach this controller.
         credentials: credentials for calls to other controllers.
         supervisor: runs background tasks and is notified of fatal failures.
 
@@ -82,7 +82,7 @@ class ClusterMember:
         store: persists the controller's state.
         controller_id: the id that all controllers of the cluster share.
         name: name of the cluster.
-        member_id: name of this controller within the cluster, stable as long as its data directory exists.
+        member_id: name of this controller within the cluster, which stays the same while its data directory exists.
 
     Raises:
         JournalUnreachableError: etcd does not respond.
@@ -125,27 +125,27 @@ class ClusterMember:
         self.store = StateStore(data_dir, Log(self._backend))
         self.store.is_shared = True
         self._election = Election(self._etcd, self._keys, self.member_id, address)
-        self._standing_by = ThreadPoolExecutor(1, thread_name_prefix="tq-election")  # in use while this is a standby
+        self._standing_by = ThreadPoolExecutor(1, thread_name_prefix="tq-election")  # used while this is a standby
         self._lease: Lease | None = None
         self._leader: Leader | None = None
         self._leadership: Lease | None = None
         self._is_serving = False
-        self._standbys: list[ControllerStatus] = []  # about a second old; updated while this controller leads
+        self._standbys: list[ControllerStatus] = []  # at most about a second old while this controller leads
 
     def add_services(self, server: Any) -> None:
-        """Add the service that other controllers of the cluster call to a server."""
+        """Add the service for other controllers of the cluster to a server."""
         add_ClusterServiceServicer_to_server(SnapshotServicer(self.store), server)
 
     # Status
 
     @property
     def may_answer(self) -> bool:
-        """Whether this controller leads and no other controller can lead at this moment."""
+        """Whether this controller leads, and it is certain that no other controller leads."""
         return self._is_serving and self._leadership is not None and self._leadership.is_held
 
     @property
     def leader_address(self) -> str:
-        """Address of the leading controller; "" if it is unknown or is this controller."""
+        """Address of the controller that leads; "" if it is unknown or this controller."""
         return "" if self._leader is None or self._leader.address == self.address else self._leader.address
 
     @property
@@ -156,7 +156,7 @@ class ClusterMember:
         return 0 if self._leader is None else self._leader.epoch
 
     def statuses(self) -> list[ControllerStatus]:
-        """Return the status of all controllers; valid while this one leads."""
+        """Return the status of all controllers; valid only while this controller leads."""
         own = ControllerStatus(name=self.member_id, address=self.address, is_leader=True, epoch=self.epoch, lag_count=0)
         return [own, *self._standbys]
 
@@ -167,16 +167,16 @@ class ClusterMember:
     # Lifecycle
 
     async def run(self, catalog: Catalog, take_up: Callable[[], None], on_standing: Callable[[bool], None]) -> None:
-        """Run as a standby, then as the leader once elected, until cancelled.
+        """Run as a standby until elected, then as the leader. Return once this controller leads.
 
         Args:
             catalog: the catalog of partitions, initially empty.
-            take_up: called when the state is complete and calls may be answered.
-            on_standing: called with False when another controller may lead, and with True if this controller's lease
-                turns out to be still held.
+            take_up: called once the state is complete and calls may be answered.
+            on_standing: called with False when another controller may lead, and with True when this controller's lease
+                turns out to be valid after all.
 
         Raises:
-            TqError: a fatal failure.
+            TqError: a failure that is fatal for this process.
         """
         number = await self._restore(catalog)
         has_lost = await asyncio.to_thread(self._backend.has_lost, number)
@@ -196,7 +196,7 @@ class ClusterMember:
         self._backend.leadership = leadership
         self._leadership = leadership
         record_count = await self.store.take_over()
-        if leadership.is_over:  # the lease expired before this controller learned that it leads
+        if leadership.is_over:  # the lease expired before this controller learned of its election
             raise SupersededError("its lease has expired, so another controller may lead")
         take_up()
         self._is_serving = True
@@ -214,7 +214,7 @@ class ClusterMember:
         )
 
     async def _watch_lease(self, lease: Lease, on_standing: Callable[[bool], None]) -> None:
-        """Report when the lease may have expired, since this controller may be unable to ask etcd about it."""
+        """Report when the lease may have expired. The check uses the clock, since etcd may be unreachable."""
         was_held = True
         while True:
             await asyncio.sleep(max(_LOOK_SECONDS, lease.held_until - time.monotonic()))
@@ -223,13 +223,13 @@ class ClusterMember:
                 continue
             was_held = is_held
             if is_held:
-                _log.info(LogMessage("etcd still has the lease; answering calls again", cluster=self.name))
+                _log.info(LogMessage("the lease is still valid in etcd; answering calls again", cluster=self.name))
             else:
                 _log.warning(LogMessage("the lease may have expired; refusing calls", cluster=self.name))
             on_standing(is_held)
 
     async def _restore(self, catalog: Catalog) -> int:
-        """Restore the newest local snapshot, or the leader's if the log lacks records after the local snapshot."""
+        """Restore the newest local snapshot, or the leader's if the log lacks records after the local one."""
         number = max(snapshot_numbers(self.store.data_dir.path), default=0)
 
         def has_log_since() -> bool:
@@ -242,13 +242,13 @@ class ClusterMember:
         return number
 
     async def _fetch(self, number: int) -> int:
-        """Fetch the leader's newest snapshot, whose number is at least `number`; return its number."""
+        """Fetch the newest snapshot of the leader, waiting for one with at least this number; return its number."""
         while True:
             leader = await asyncio.to_thread(self._election.leader)
             if leader is None or leader.address == self.address:
                 _log.error(
                     LogMessage(
-                        "this controller needs a snapshot of the leader, but no other controller leads; start the "
+                        "this controller needs a snapshot from the leader, but no other controller leads; start the "
                         "controller that led last, or restore a checkpoint into another cluster",
                         cluster=self.name,
                         snapshot=number,
@@ -265,7 +265,7 @@ class ClusterMember:
             await asyncio.sleep(_PAUSE_SECONDS)
 
     def _soon(self, callback: Callable[..., None]) -> Callable[..., None]:
-        """Return a function that any thread may call to run `callback` on this event loop, unless it is closed."""
+        """Return a thread-safe function that schedules `callback` on this event loop, unless the loop is closed."""
         loop = asyncio.get_running_loop()
 
         def call(*arguments: Any) -> None:
@@ -289,10 +289,10 @@ class ClusterMember:
             self._supervisor.fatal("its lease has expired, so another controller may lead")
 
     async def _catch_up(self, following: asyncio.Future[Any]) -> None:
-        """Wait until this controller has nearly caught up with the log, or until no other controller leads.
+        """Wait until this controller has nearly caught up with the log, or no other controller leads.
 
-        A controller that is far behind must not be elected before others that could lead at once. The log keeps growing
-        during the wait.
+        A controller that is far behind must not be elected instead of one that could lead at once. The log grows during
+        the wait.
         """
         while not following.done():
             with contextlib.suppress(JournalUnreachableError):
@@ -306,7 +306,7 @@ class ClusterMember:
             await asyncio.sleep(_CATCH_UP_SECONDS)
 
     async def _elected(self, following: asyncio.Future[Any]) -> Lease:
-        """Wait until this controller leads; raise an error if it can no longer follow the log."""
+        """Wait until this controller is elected. Raise an error if it can no longer follow the log."""
         while True:
             lease = self._lease
             if lease is None or lease.is_over:
@@ -353,7 +353,7 @@ class ClusterMember:
             await asyncio.sleep(_PUBLISH_SECONDS)
 
     async def close(self) -> None:
-        """Leave the cluster, so that another controller may lead at once. Close the state store first."""
+        """Leave the cluster, which lets another controller lead at once. The state store must be closed before."""
         self._is_serving = False
         self._election.close()
         self._standing_by.shutdown(wait=False)
@@ -363,13 +363,13 @@ class ClusterMember:
 
 
 def _retrieve(done: asyncio.Future[Any]) -> None:
-    """Retrieve a future's exception, in case the task that awaits the future is cancelled."""
+    """Retrieve a future's exception, in case no task awaits the future any more."""
     if not done.cancelled():
         done.exception()
 
 
 class SnapshotServicer(ClusterServiceServicer):
-    """Sends a controller's newest snapshot to other controllers.
+    """Sends the newest snapshot of this controller to other controllers.
 
     Args:
         store: the state store that contains the snapshot.
@@ -383,7 +383,7 @@ class SnapshotServicer(ClusterServiceServicer):
     ) -> AsyncIterator[pb.FetchSnapshotResponse]:
         """Send the newest snapshot in parts."""
         number, path = await self._store.newest_snapshot(request.least_number)
-        file = await asyncio.to_thread(path.open, "rb")  # stays readable while open, even if a newer one replaces it
+        file = await asyncio.to_thread(path.open, "rb")  # the open file stays readable if a newer one replaces it
         with file:
             size = os.fstat(file.fileno()).st_size
             while part := await asyncio.to_thread(file.read, _PART_BYTES):
@@ -391,11 +391,11 @@ class SnapshotServicer(ClusterServiceServicer):
 
 
 async def fetch_snapshot(address: str, credentials: Credentials, directory: Path, least_number: int) -> int:
-    """Fetch a controller's newest snapshot into a data directory; return its number, at least `least_number`.
+    """Fetch the newest snapshot of a controller into a data directory, and return its number.
 
     Raises:
-        grpc.aio.AioRpcError: the controller does not send the snapshot.
-        UnavailableError: the snapshot ends early, or its number is too low.
+        grpc.aio.AioRpcError: the controller did not send the snapshot.
+        UnavailableError: the snapshot is incomplete, or its number is less than `least_number`.
         OSError: the snapshot cannot be written.
     """
     peer: Peer[ClusterServiceAsyncStub] = Peer(address, credentials, ClusterServiceStub)
@@ -407,17 +407,17 @@ async def fetch_snapshot(address: str, credentials: Credentials, directory: Path
         )
         part = await anext(parts, None)
         if part is None:
-            raise UnavailableError(f"the snapshot of {address} is empty")
+            raise UnavailableError(f"the snapshot from {address} is empty")
         number, size, count = part.number, part.size_bytes, 0
         if number < least_number:
-            raise UnavailableError(f"{address} sent snapshot {number}, expected at least {least_number}")
+            raise UnavailableError(f"{address} sent snapshot {number}; expected at least {least_number}")
         writer = FileWriter(snapshot_path(directory, number))
         try:
             while part is not None:
                 count += await asyncio.to_thread(writer.file.write, part.data)
                 part = await anext(parts, None)
             if count != size:
-                raise UnavailableError(f"the snapshot of {address} ended after {count} of {size} bytes")
+                raise UnavailableError(f"the snapshot from {address} ended after {count} of {size} bytes")
             await asyncio.to_thread(writer.commit)
         finally:
             writer.abort()

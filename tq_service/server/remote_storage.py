@@ -1,6 +1,6 @@
 """The controller's view of a storage service in another process.
 
-Updates of puts (committed, freed) are sent in batches, in order; each batch is resent until it is answered.
+Committed and freed puts are reported to the service in batches and in order; each batch is resent until it is answered.
 """
 
 from __future__ import annotations
@@ -48,33 +48,35 @@ _FIRST_RETRY_SECONDS = 0.2
 _LAST_RETRY_SECONDS = 10.0
 _MOST_CONFIRMED_PER_CALL = 4096
 _MOST_FREED_PER_CALL = 1024  # a few milliseconds of work for the storage service
-_CONFIRM_SECONDS = 0.05  # time for which a confirmation waits for others to send along
+_CONFIRM_SECONDS = 0.05  # time for which a confirmation is delayed, to be sent together with others
 _MOST_NAMED = 5
 _MOST_EARLIER_RUNS = 16
-_ARRIVAL_SECONDS = 1.0  # a heartbeat includes all puts placed longer ago than this, except those that never arrive
+_ARRIVAL_SECONDS = 1.0  # a heartbeat includes all puts placed earlier than this, except puts that will never arrive
 UNBOUNDED_BYTES: Final = 1 << 62
 
 
 class RemoteStorage:
-    """One process of a storage service, reached over gRPC.
+    """One process of a storage service, which the controller reaches over gRPC.
 
-    The controller first sends it the list of known puts, in several messages, while other puts are confirmed and freed.
+    The controller first sends the list of known puts in several messages. Meanwhile, other puts may be confirmed or
+    freed.
 
     Args:
-        request: the first heartbeat of the service.
-        known: returns the service's puts that are currently known.
-        silence_seconds: time without a heartbeat after which the service receives no more puts.
+        request: the first heartbeat of the process.
+        known: returns the puts of the service that the controller currently knows.
+        silence_seconds: time without a heartbeat after which no more puts are placed in the service.
         credentials: credentials of this controller.
-        controller_id: id of this controller, which owns the puts.
+        controller_id: id of this controller as the owner of puts.
         epoch: epoch of this controller, if it leads a cluster.
         supervisor: runs the background tasks; None for a private supervisor.
-        replaces: the previously registered process of this service.
+        replaces: the process of this service that was registered before, or None.
 
     Attributes:
-        run_id: id of the service's process.
-        earlier_run_ids: ids of processes that were registered earlier under this name.
-        heard: status from the last heartbeat.
-        turns: time at which the service last received a put, by size; see `StorageRegistry.place`.
+        run_id: id of the process.
+        earlier_run_ids: ids of the processes that were registered before under the same name.
+        heard: status reported in the last heartbeat.
+        turns: virtual start time and size in bytes of the last put placed here, by size class; see
+            `StorageRegistry.place`.
     """
 
     def __init__(
@@ -106,9 +108,9 @@ class RemoteStorage:
             self.endpoint.address, credentials, StorageControlServiceStub
         )
         self._outage = PeerOutage(_log, "storage service", storage=self.storage_id, address=self.endpoint.address)
-        self._bulk: Peer[AsyncGrpcDriver] | None = None  # separate, so that confirmations do not wait behind bytes
+        self._bulk: Peer[AsyncGrpcDriver] | None = None  # separate, so transfers of bytes do not delay confirmations
         self.turns: dict[int, tuple[float, int]] = {}
-        self._placed: dict[bytes, tuple[int, float]] = {}  # size and time by put_id, of puts not yet in a heartbeat
+        self._placed: dict[bytes, tuple[int, float]] = {}  # size and time of placed puts not yet in a heartbeat, by id
         self._placed_bytes = 0
         self._to_confirm: dict[bytes, None] = {}
         self._to_free: list[storage_control_pb2.PutCells] = []
@@ -121,7 +123,7 @@ class RemoteStorage:
 
     @property
     def receipt_key(self) -> bytes:
-        """The key that seals the service's receipts."""
+        """The key with which the service seals receipts for this controller."""
         return self._receipts.key
 
     def on_heartbeat(self, request: storage_registry_pb2.RegisterStorageRequest) -> None:
@@ -146,54 +148,54 @@ class RemoteStorage:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the last heartbeat is so old that the service receives no more puts."""
+        """Whether the last heartbeat is so old that no more puts are placed in the service."""
         return time.monotonic() - self._heard_at > self._silence_seconds
 
     @property
     def max_bytes(self) -> int | None:
-        """Quota of the service in bytes; None if it has none."""
+        """Quota of the service in bytes; None if its capacity is unlimited."""
         return self.heard.max_bytes
 
     def free_bytes(self) -> int:
-        """Return the number of free bytes, minus those of placed puts that have not arrived yet."""
+        """Return the number of free bytes, without those of placed puts that have not arrived yet."""
         limit = UNBOUNDED_BYTES if self.heard.max_bytes is None else self.heard.max_bytes
         return limit - self.heard.used_bytes - self._placed_bytes
 
     def expect(self, put_id: bytes, size_bytes: int) -> None:
-        """Count the bytes of a put placed here as used until a heartbeat includes them."""
+        """Count the bytes of a put placed in this service as used, until a heartbeat includes the put."""
         self._placed[put_id] = size_bytes, time.monotonic()
         self._placed_bytes += size_bytes
 
     def withdraw(self, put_id: bytes) -> bool:
-        """Stop counting the bytes of a placed put; return whether they were counted."""
+        """Stop counting the bytes of a placed put. Return whether they were still counted."""
         size_bytes, _ = self._placed.pop(put_id, (None, 0.0))
         self._placed_bytes -= size_bytes or 0
         return size_bytes is not None
 
     def status(self) -> StorageStatus:
-        """Return the status from the last heartbeat, with the heartbeat's age."""
+        """Return the status reported in the last heartbeat, and how long ago that was."""
         return replace(self.heard, heard_ago_seconds=time.monotonic() - self._heard_at, is_silent=self.is_silent)
 
     def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> put_receipt_pb2.PutReceipt:
-        """Return the content of the receipt of a partition's uncommitted put."""
+        """Return the content of a receipt for an uncommitted put of a partition."""
         return self._receipts.open(receipt, put_id, partition_id)
 
     def confirm(self, put_id: bytes) -> None:
-        """Report to the service, soon and in a batch, that a put is committed."""
+        """Report to the service that a put is committed; several reports are collected and sent together."""
         if not self._is_closed:
             self._to_confirm[put_id] = None
             self._deliver()
 
     async def take_over(self, instance: tuple[str, bytes], search_id: bytes) -> int:
-        """Make the service take over the puts of a lost instance; return their number.
+        """Call the service to take over the puts of a lost instance; return the number of puts.
 
         Args:
             instance: name and instance id of the lost instance.
             search_id: id of this search for a successor.
 
         Raises:
-            NotFoundError: the service's mirror contains nothing from that instance.
-            TqError: the service cannot take over the puts, either temporarily or permanently.
+            NotFoundError: the service's mirror contains nothing from the instance.
+            TqError: the service could not take over the puts; the error may be temporary.
         """
         storage_id, boot_id = instance
         request = storage_control_pb2.AdoptRequest(
@@ -209,7 +211,7 @@ class RemoteStorage:
 
     @property
     def driver(self) -> AsyncDriver:
-        """The driver that puts bytes to the service and gets them from it."""
+        """The driver that writes puts to the service and reads their bytes."""
         if self._bulk is None:
             self._bulk = Peer(self.endpoint.address, self._credentials, self._bulk_calls)
         self._bulk.follow_files()
@@ -224,8 +226,8 @@ class RemoteStorage:
         )
 
     def free(self, cells: Sequence[PutCells]) -> None:
-        """Free cells as soon as the service can be reached."""
-        if self._is_closed:  # after a restart, the list of known puts covers these
+        """Free cells as soon as the service is reachable."""
+        if self._is_closed:  # after a restart, the list of known puts omits these cells
             return
         for each in cells:
             self._to_free += encode_cells(each)
@@ -240,7 +242,7 @@ class RemoteStorage:
             self._delivering = self._supervisor.start(name, self._deliver_all(), may_end=True)
 
     async def _reconcile_always(self) -> None:
-        """Send the list of known puts, retrying until that succeeds, and resend it about every hour."""
+        """Send the list of known puts until the service has accepted it, and again about every hour."""
         while True:
             try:
                 answer = await self._repeat("does not accept the list of known puts", self._reconcile)
@@ -250,7 +252,7 @@ class RemoteStorage:
             await asyncio.sleep(_RECONCILE_SECONDS)
 
     async def _repeat(self, outage: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Make a call, retrying until it succeeds since the same process may respond again; return the result.
+        """Make a call, and retry while it fails, since the same process may respond again. Return the answer.
 
         Raises:
             DataLossError: another instance of the service responds.
@@ -262,7 +264,7 @@ class RemoteStorage:
                     answer = await call()
             except (grpc.aio.AioRpcError, TqError) as error:
                 if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.DATA_LOSS:
-                    raise DataLossError(f"storage service {self.storage_id!r} has another instance id") from error
+                    raise DataLossError(f"storage service {self.storage_id!r} has a new instance id") from error
                 self._outage.lasts(outage, error)
                 self._peer.follow_files()
                 await asyncio.sleep(delay)
@@ -283,7 +285,7 @@ class RemoteStorage:
                         key_id=key_id(self.receipt_key),
                     )
                 )
-                await call.initial_metadata()  # the service keeps puts confirmed from now on, so take the list now
+                await call.initial_metadata()  # the service now keeps newly confirmed puts, so the list can be made
                 pieces = self._known().pieces()
                 while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
                     await call.write(piece)
@@ -299,7 +301,7 @@ class RemoteStorage:
             put_ids = list(islice(self._to_confirm, _MOST_CONFIRMED_PER_CALL))
             for put_id in put_ids:
                 del self._to_confirm[put_id]
-            cells = next(in_messages(self._to_free, _MOST_FREED_PER_CALL), [])  # both sides handle them in one step
+            cells = next(in_messages(self._to_free, _MOST_FREED_PER_CALL), [])  # the service frees them in one step
             del self._to_free[: len(cells)]
             request = storage_control_pb2.UpdatePutsRequest(
                 boot_id=self.boot_id,
@@ -332,8 +334,8 @@ class RemoteStorage:
 def _closing_is_an_error() -> Iterator[None]:
     """Raise UnavailableError if a call ends because its channel is closed.
 
-    Otherwise gRPC would raise CancelledError, which would end a task that was not cancelled, such as the loop that
-    frees cells.
+    In this case, gRPC raises CancelledError. This would end tasks that were not cancelled, such as the task that frees
+    cells.
     """
     try:
         yield
@@ -346,14 +348,14 @@ def _closing_is_an_error() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _typed_errors() -> Iterator[None]:
-    """Convert errors of a call to TqErrors; clients receive UnavailableError if the service rejects its controller."""
+    """Convert errors of a call to TqErrors. If the service rejects its controller, clients receive UnavailableError."""
     try:
         with _closing_is_an_error():
             yield
     except grpc.aio.AioRpcError as error:
         meant = from_rpc_error(error.code(), error.details(), status_from_trailers(error.trailing_metadata()))
         if isinstance(meant, UnauthenticatedError | PermissionDeniedError):
-            meant = UnavailableError(f"a storage service does not accept its controller: {meant.message}")
+            meant = UnavailableError(f"a storage service rejected its controller: {meant.message}")
         raise meant from error
 
 
