@@ -1,1 +1,1 @@
-"""The gRPC server: wiring, thin servicers, and conversion between protobuf messages and the core's types."""
+"""The gRPC server: setup, thin servicers, and conversion between protobuf messages and the core's types."""

@@ -1,10 +1,10 @@
 """Lost storage services, and the successors that take over their puts from a shared mirror.
 
-    known -> silent for three heartbeats, or back without its puts -> a successor is called -> the successor registers
-    under the old name and instance id, at its own address
+    registered -> silent for three heartbeats, or back without its puts -> the controller calls a successor -> the
+    successor registers under the old name and instance id, at its own address
 
-This state is not persisted. A successor reports the puts that it has taken over in each heartbeat, and a restarted
-controller treats instances that have cells but do not register as lost.
+This state is not persisted. Successors report the puts that they have taken over in each heartbeat. A restarted
+controller considers an instance lost if it contains cells but does not register.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class _Lost:
     """A lost storage service.
 
     Attributes:
-        url: URL of the service's mirror; empty if unknown.
+        url: URL of the service's mirror; "" if unknown.
         since: time at which the loss was detected.
-        search_id: 16 random bytes, sent by successors that have read the mirror since the loss was detected.
-        successor: name of the successor that was called last; empty if none was called yet.
-        agreed_at: time at which that successor replied that it has the puts and will register, or None.
+        search_id: 16 random bytes; a successor that sends this id has read the mirror after the loss was detected.
+        successor: name of the successor that was called last; "" if none has been called.
+        agreed_at: time at which the successor replied that it has the puts and will register, or None.
         late_count: number of calls that the successor did not answer in time.
-        refused: names of storage services that could not take over the puts.
-        asking: the call to the successor.
+        refused: names of the storage services that could not take over the puts.
+        asking: the task that calls the successor.
     """
 
     url: str
@@ -56,24 +56,25 @@ class _Lost:
 
 
 class Adoptions:
-    """Finds successors for the puts of lost storage services. Confined to the event loop.
+    """Finds successors that take over the puts of lost storage services. Confined to the event loop.
 
-    A silent storage service may return until a successor has registered; the successor then releases the puts without
-    having removed any. A service is not considered lost while this controller itself was unable to receive heartbeats.
+    A silent storage service may still return before a successor has registered. The successor then releases the puts
+    without removing any. Silence does not count while this controller itself could not receive heartbeats.
 
     Args:
         storages: registered storage services by name.
-        heartbeat_seconds: interval at which storage services register.
+        heartbeat_seconds: interval between heartbeats of storage services.
         supervisor: runs the calls to successors.
-        takes_heartbeats: returns whether this controller can receive heartbeats now.
+        takes_heartbeats: returns whether this controller can currently receive heartbeats.
         clock: monotonic clock, in seconds.
 
     Attributes:
         lost: lost instances whose puts have not been taken over yet.
-        expected: instances with cells that have not registered since this controller started.
-        taken: instances whose puts were taken over, each with its successor as registered under the old name.
-        lost_count: number of times that an instance was lost since this controller started.
-        taken_over_count: number of times that the puts of a lost instance were taken over.
+        expected: instances that contain cells and have not registered since this controller started.
+        taken: successors of the instances whose puts were taken over, each registered under the instance's name.
+        lost_count: number of times since this controller started that an instance was lost.
+        taken_over_count: number of times since this controller started that the puts of a lost instance were taken
+            over.
     """
 
     def __init__(
@@ -92,67 +93,67 @@ class Adoptions:
         self._takes_heartbeats = takes_heartbeats
         self._clock = clock
         self._looked_at: float | None = None
-        self._silence_counts_from = -math.inf  # silence before this time does not count
+        self._silence_counts_from = -math.inf  # silence before this time is ignored
         self.lost: dict[Instance, _Lost] = {}
         self._left_nothing: set[Instance] = set()
-        self._present: set[Instance] = set()  # registered here themselves, and not taken over since then
+        self._present: set[Instance] = set()  # instances that registered themselves and were not taken over since
         self.expected: set[Instance] = set()
         self._expected_until = 0.0
 
     def expect(self, instances: Iterable[Instance]) -> None:
-        """Expect instances with cells to register; those that do not within three heartbeats are lost."""
+        """Expect instances that contain cells to register within three heartbeats; otherwise they are lost."""
         self.expected = set(instances)
         self._expected_until = self._clock() + 3 * self._heartbeat_seconds
 
     def lose_held_at(self, address: str) -> None:
-        """Record that a storage service has restarted, so the instances whose puts it had taken over are lost again."""
+        """Record that a storage service has restarted, which also loses the instances that it had taken over."""
         for instance, successor in self.taken.items():
             if successor.endpoint.address == address:
                 self.lose(instance, "" if successor.heard.mirror is None else successor.heard.mirror.url)
 
     def lose(self, instance: Instance, url: str) -> None:
-        """Record that an instance is lost, with the URL of its mirror."""
+        """Record that an instance is lost and where its mirror is."""
         if instance not in self.lost and instance not in self._left_nothing:
             _log.warning(LogMessage("lost a storage service", storage=instance[0], boot=instance[1].hex()))
             self.lost[instance] = _Lost(url, self._clock())
             self.lost_count += 1
 
     def check_not_taken(self, instance: Instance) -> None:
-        """Refuse a storage service if its puts were taken over.
+        """Refuse a storage service whose puts were taken over.
 
         Raises:
             PreconditionError: the puts were taken over.
         """
         if instance in self.taken:
             raise PreconditionError(
-                f"storage service {instance[0]!r} was silent for too long under instance id {instance[1].hex()}, and "
-                "another service has taken over its puts; restart it to start with an empty instance"
+                f"storage service {instance[0]!r} was silent for too long under instance id {instance[1].hex()}, so "
+                "another service has taken over its puts; restart this service to start with an empty instance"
             )
 
     def check_successor(self, instance: Instance, address: str, search_id: bytes) -> None:
-        """Refuse a successor that read the mirror before the lost instance was last seen here, as it may lack puts.
+        """Refuse a successor that read the mirror before the lost instance was last seen here, since it may lack puts.
 
-        If several successors were called since then, the first to register gets the puts.
+        If several successors were called after the loss, the first one that registers gets the puts.
 
         Args:
-            instance: the adopted instance.
+            instance: the instance that was taken over.
             address: address of the successor.
-            search_id: id of the search that the successor answered.
+            search_id: id of the search for a successor that the successor answers.
 
         Raises:
-            PreconditionError: the successor read the mirror too early, or may have.
+            PreconditionError: the successor read the mirror too early, or this is not certain.
         """
         lost = self.lost.get(instance)
         if lost is not None and lost.successor:
             if search_id != lost.search_id:
                 raise PreconditionError(
                     f"the puts of storage service {instance[0]!r} under instance id {instance[1].hex()} are being "
-                    f"taken over by {lost.successor!r}; release them"
+                    f"taken over by {lost.successor!r}; release these puts"
                 )
         elif instance in self._present:
             raise PreconditionError(
-                f"storage service {instance[0]!r} registered under instance id {instance[1].hex()} after its puts were "
-                f"taken over by the service at {address}; release them"
+                f"storage service {instance[0]!r} registered under instance id {instance[1].hex()} after the service "
+                f"at {address} had taken over its puts; release these puts"
             )
 
     def on_registered(self, instance: Instance) -> None:
@@ -161,7 +162,7 @@ class Adoptions:
         self._found(instance)
 
     def take(self, instance: Instance, successor: RemoteStorage) -> None:
-        """Record that an instance's puts were taken over, or that their successor has registered again."""
+        """Record that a successor has taken over the puts of an instance, or has registered again."""
         # Repeated registrations of a successor, for example with a restarted controller, are not counted.
         self.taken_over_count += instance in self.lost
         self._present.discard(instance)
@@ -173,18 +174,18 @@ class Adoptions:
         self.lost.pop(instance, None)
 
     async def run(self) -> None:
-        """Look for lost storage services until cancelled."""
+        """Look for lost storage services and call successors, until cancelled."""
         while True:
             await asyncio.sleep(self._heartbeat_seconds / _LOOKS_A_HEARTBEAT)
             self.look()
 
     def look(self) -> None:
-        """Find lost instances and call successors for them."""
+        """Look for lost instances once, and call a successor for each of them."""
         now = self._clock()
         is_late = self._looked_at is not None and now - self._looked_at > self._heartbeat_seconds
         self._looked_at = now
         takes_heartbeats = self._takes_heartbeats()
-        if is_late or not takes_heartbeats:  # after a pause of the process, it may have missed heartbeats
+        if is_late or not takes_heartbeats:  # a process that was paused may have missed heartbeats
             self._silence_counts_from = now + 3 * self._heartbeat_seconds
         if not takes_heartbeats:
             return
@@ -201,7 +202,7 @@ class Adoptions:
                 silent.add(each.endpoint.address)
                 self.lose((each.storage_id, each.boot_id), each.heard.mirror.url)
         for instance, successor in list(self.taken.items()):
-            # An adopted instance is lost with its successor, although its last heartbeat may be slightly newer.
+            # Instances adopted by a lost service are lost with it, even if their last heartbeat is slightly newer.
             if successor.is_silent or successor.endpoint.address in silent:
                 if successor.heard.put_count:
                     self.lose(instance, "" if successor.heard.mirror is None else successor.heard.mirror.url)
@@ -215,7 +216,7 @@ class Adoptions:
             self.expected = set()
 
     def _have_adopted(self, instance: Instance, lost: _Lost, remote: Iterable[RemoteStorage]) -> None:
-        """Call a successor with the same mirror: the last one unless it refused, else that with the most free bytes."""
+        """Call the last successor again, or if it refused, the service with the same mirror and the most free bytes."""
         if lost.asking is not None and not lost.asking.done():
             return
         if lost.agreed_at is not None and self._clock() - lost.agreed_at < 2 * self._heartbeat_seconds:
@@ -247,7 +248,7 @@ class Adoptions:
                 self._left_nothing.add(instance)
                 del self.lost[instance]
         except DeadlineError:
-            # The successor continues and is called again: another service would be as slow and would start over.
+            # The successor continues and is called again. Another service would start over and be just as slow.
             lost.late_count += 1
             if lost.late_count >= _MOST_LATE_ANSWERS:
                 lost.refused.add(successor.storage_id)
@@ -261,7 +262,7 @@ class Adoptions:
         except TqError as error:
             _log.warning(
                 LogMessage(
-                    "could not have puts taken over",
+                    "could not have the puts of a lost storage service taken over",
                     storage=instance[0],
                     successor=successor.storage_id,
                     error=error.message,

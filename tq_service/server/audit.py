@@ -16,17 +16,18 @@ _MOST_KINDS: Final = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditLine:
-    """One line of the audit log. Text chosen by callers, such as names, is escaped and truncated in the output.
+    """A line of the audit log. Text from callers, such as names, is escaped and truncated in the output.
 
     Attributes:
         decision: whether the call was refused or allowed.
         method: full name of the method.
         peer: address of the caller.
-        certificate: common name of the caller's certificate; "" if there is none.
-        token: name of the caller's token; "" if there is none or it is unknown.
-        partition: the partition that caused the refusal, or the first named partition; "" if the call names none.
-        reason: the reason for a refusal.
-        repeats: number of further similar calls that the line stands for.
+        certificate: common name of the caller's TLS certificate; "" without a certificate.
+        token: name of the caller's token; "" without a token or for an unknown token.
+        partition: the partition that caused the refusal, or the first partition that the call names; "" if the call
+            names none.
+        reason: reason for a refusal.
+        repeats: number of similar refusals that this line stands for, in addition to an earlier line.
     """
 
     decision: Literal["refused", "allowed"]
@@ -46,7 +47,7 @@ class AuditLine:
         return {name: value for name, value in known.items() if value}
 
     def __str__(self) -> str:
-        # JSON escapes line breaks, control characters and other unusual characters, so a name cannot forge a line.
+        # JSON escapes line breaks and control characters, so a name cannot forge a line of the log.
         others = [f"{name}={json.dumps(value)}" for name, value in self.shown().items() if name != "decision"]
         return " ".join([self.decision, *others])
 
@@ -55,8 +56,8 @@ class Audit:
     """Writes the audit log.
 
     Args:
-        repeat_seconds: refusals of one kind (same token, method, host and reason) within this time after the first are
-            counted and logged as one line; 0 logs a line for each.
+        repeat_seconds: time after a refusal for which further refusals with the same token, method, host and reason are
+            only counted, and then logged as one line; 0 to log each refusal.
         clock: monotonic clock, in seconds.
     """
 
@@ -64,16 +65,17 @@ class Audit:
         self._log = logging.getLogger(LOGGER_NAME)
         self._repeat_seconds = repeat_seconds
         self._clock = clock
-        # By kind: the time until which refusals are counted, and the line for all after the first, which was written.
+        # By kind: the time until which refusals are counted, and the line for all refusals after the first one, which
+        # was written.
         self._kinds: dict[tuple[str, ...], tuple[float, AuditLine]] = {}
 
     def note(self, line: AuditLine) -> None:
-        """Write a line, or count it if it repeats a recent refusal."""
+        """Write a line, or only count it if it repeats a recent refusal."""
         if line.decision == "allowed" or self._repeat_seconds <= 0:
             self._write(line)
             return
         self.flush()
-        # The kind excludes the partition, since callers choose it and could make each refusal a new kind.
+        # The kind excludes the partition, which callers choose: with it, they could make each refusal a new kind.
         host = line.peer.rpartition(":")[0] or line.peer
         kind = (line.token, line.method, host, line.reason)
         if kind in self._kinds:
@@ -85,9 +87,9 @@ class Audit:
         self._write(line)
 
     def flush(self, *, everything: bool = False) -> None:
-        """Write the lines for counted refusals whose time is over."""
+        """Write the lines of counted refusals whose time has passed, or all counted refusals."""
         now = self._clock()
-        # Kinds are sorted by end, since all are counted for the same time.
+        # Kinds are in the order in which their time passes, since all have the same duration.
         while self._kinds:
             kind, (until, line) = next(iter(self._kinds.items()))
             if until > now and not everything:

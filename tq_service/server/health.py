@@ -1,4 +1,4 @@
-"""The standard gRPC health service, whose watches end when the server drains and so do not delay shutdown."""
+"""The standard gRPC health service. Its watches end when the server drains, so they do not delay shutdown."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _NOT_SERVING: Any = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the package has no types
-    """Reports for each service of this process whether it accepts calls; "" stands for the process itself.
+    """Reports whether each service of this process accepts calls; the name "" means the process itself.
 
-    All of them are NOT_SERVING from `add` until `serve`, and from `drain` on. A standby's process is SERVING even
-    before `serve`.
+    All services are NOT_SERVING from `add` until `serve`, and after `drain`. The process of a standby is SERVING,
+    although its services are NOT_SERVING.
 
-    The servicer of `grpc_health` is unsuitable, because it locks all watchers while it writes to one. A client that
-    does not read would thus delay the drain, which must be one step of the event loop. Its watches also end only when
-    the server stops.
+    The servicer in the package `grpc_health` is unsuitable, because it locks all watchers while it writes to one. A
+    client that does not read could therefore delay `drain`, which must take only one step of the event loop. Also, the
+    watches of that servicer end only when the server stops.
 
     Args:
-        most_watches: maximum number of watches. Since they require no token, nothing else limits them.
+        most_watches: maximum number of Watch calls, which nothing else limits because they need no token.
     """
 
     def __init__(self, most_watches: int = 1024) -> None:
@@ -37,7 +37,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
         self._is_draining = False
 
     def add(self, services: Iterable[str]) -> None:
-        """Add services that do not accept calls yet."""
+        """Add services as NOT_SERVING."""
         self._statuses |= dict.fromkeys(services, _NOT_SERVING)
 
     def serve(self) -> None:
@@ -45,11 +45,11 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
         self._set(process=_SERVING, services=_SERVING)
 
     def stand_by(self) -> None:
-        """Report that the process is alive but its services accept no calls, because another controller leads."""
+        """Report that the process is alive, but its services accept no calls because another controller leads."""
         self._set(process=_SERVING, services=_NOT_SERVING)
 
     def drain(self) -> None:
-        """Report permanently that no service accepts calls; watches end once they have sent this."""
+        """Report permanently that no service accepts calls. Watch calls send this status and end."""
         self._set(process=_NOT_SERVING, services=_NOT_SERVING)
         self._is_draining = True
 
@@ -68,7 +68,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
         if status is None:
             names = [name for name in self._statuses if name]
             raise NotFoundError(
-                f"service {request.service[:64]!r} does not exist here; {nearest(request.service, names)}",
+                f"service {request.service[:64]!r} does not exist in this process; {nearest(request.service, names)}",
                 metadata={"service": request.service[:64]},
             )
         return health_pb2.HealthCheckResponse(status=status)
@@ -76,7 +76,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
     async def Watch(  # noqa: N802  (the name of the rpc)
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """Send the current status of a service, and each new status."""
+        """Send the current status of a service, and then each new status."""
         sent = None
         with self._watches.one(context):
             while True:
@@ -87,5 +87,5 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
                     yield health_pb2.HealthCheckResponse(status=status)
                     continue  # the status may have changed while it was being sent
                 if self._is_draining:
-                    return  # with OK, because gRPC drops unread answers of a call that ends with an error
+                    return  # with OK, because gRPC drops unread answers if a call ends with an error
                 await changed.wait()

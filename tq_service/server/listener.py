@@ -1,9 +1,9 @@
-"""The gRPC port, its configured security, and its incoming connections.
+"""The gRPC port: its TLS and access control, and its incoming connections.
 
-gRPC limits the number of connections but does not know which of them are worth keeping. A call that passes access
-control marks its connection. A sweep over the sockets of this process closes unmarked connections after
-`first_call_seconds`. If one address has too many unmarked connections, the sweep closes the oldest at once, so callers
-without a token cannot use up all connections.
+gRPC limits the number of connections, but cannot tell which of them are legitimate. A call that passes access control
+marks its connection as admitted. Every second, a sweep over the sockets of this process closes connections that were
+not admitted within `first_call_seconds`. If one address has too many connections that are not admitted, the sweep
+closes its oldest ones at once. Callers without a token therefore cannot use up all connections.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _LOOK_SECONDS: Final = 1.0
 _SCARCE_SECONDS: Final = 0.1
 _SETTLED_SECONDS: Final = 1.0
 _SHARE: Final = 8
-"""One address may have up to 1/8 of all connections, and at least 8, unauthenticated at the same time."""
+"""One address may have up to 1/8 of all connections (at least 8) that are not admitted yet."""
 _FILES: Final = Path("/proc/self/fd")
 
 
 class Listener:
-    """The gRPC port and its security.
+    """The gRPC port, its TLS and its access control.
 
     Args:
         settings: settings of the service.
@@ -62,11 +62,11 @@ class Listener:
     Attributes:
         credentials: credentials for calls to other services.
         access: access control for calls.
-        takes_services: whether calls from other services can be distinguished from those of clients.
+        takes_services: whether calls by other services can be distinguished from calls by clients.
 
     Raises:
-        InvalidArgumentError: a configured file is unusable, or the settings lack the secret or tokens that distinguish
-            services from clients.
+        InvalidArgumentError: a configured file is unusable, or the settings contain neither the secret nor the tokens
+            that distinguish services from clients.
     """
 
     def __init__(self, settings: ServeSettings) -> None:
@@ -91,7 +91,7 @@ class Listener:
 
     @property
     def tls_context(self) -> Callable[[], ssl.SSLContext] | None:
-        """A function that returns the current TLS context for connections other than gRPC's; None if TLS is off."""
+        """Returns the current TLS context for connections other than gRPC's; None if TLS is off."""
         certificate = self._certificate
         return None if certificate is None else lambda: certificate.context
 
@@ -99,7 +99,7 @@ class Listener:
         """Open the port and return its number.
 
         Raises:
-            OSError: the address is in use or cannot be listened on.
+            OSError: the address is in use, or the process cannot listen on it.
         """
         settings = self._settings
         address = join_address(settings.host, settings.port)
@@ -114,11 +114,11 @@ class Listener:
         if port == 0:
             raise OSError(f"cannot listen on {address}")
         if not settings.is_secured and not is_loopback(settings.host):
-            # Critical, to be visible at every log level.
+            # Logged as critical, so it is visible at every log level.
             risk = (
                 "every machine that can reach this address may read, change and clear everything"
                 if self._tokens is None
-                else "every machine on the way to this address may read all data, including tokens"
+                else "every machine on the network path to this address may read all data, including tokens"
             )
             _log.critical(
                 LogMessage(
@@ -129,13 +129,13 @@ class Listener:
         return port
 
     def scrape_access(self, loop: asyncio.AbstractEventLoop) -> Access:
-        """Return access control for the metrics port, since metrics reveal the names of all partitions and tasks."""
+        """Return the access control of the metrics port. Metrics reveal the names of all partitions and tasks."""
         from tq_service.observe.endpoint import Access  # noqa: PLC0415  (needs the extra `metrics`)
 
         return Access(context=self.tls_context, refusal=partial(self.access.refused_scrape, loop))
 
     async def watch(self) -> None:
-        """Reload configured files that have changed and write counted audit lines, until cancelled."""
+        """Reload changed files and write the lines of repeated refusals to the audit log, until cancelled."""
         await regularly(_LOOK_SECONDS, self._look)
 
     async def _look(self) -> None:
@@ -146,12 +146,12 @@ class Listener:
         self._audit.flush()
 
     def close(self) -> None:
-        """Write all remaining lines of the audit log."""
+        """Write the remaining lines to the audit log."""
         self._audit.flush(everything=True)
 
 
 def _check_free(host: str, port: int) -> None:
-    """Refuse an address that cannot be listened on, stating the reason, which gRPC itself only writes to stderr.
+    """Refuse an address that this process cannot listen on, and state the reason, which gRPC only prints to stderr.
 
     Raises:
         OSError: the address is in use, or is not an address of this machine.
@@ -166,7 +166,7 @@ def _check_free(host: str, port: int) -> None:
                 probe.bind(place)
     except OSError as error:
         in_use = (
-            "; another process listens on it: stop that process, or choose another --port"
+            "; another process listens on this address: stop that process, or choose another --port"
             if error.errno == errno.EADDRINUSE
             else ""
         )
@@ -174,13 +174,13 @@ def _check_free(host: str, port: int) -> None:
 
 
 class _Connection(NamedTuple):
-    """A socket of an incoming connection.
+    """The socket of an incoming connection.
 
     Attributes:
-        inode: inode of the socket, which distinguishes it from a later socket with the same descriptor.
+        inode: inode of the socket, which distinguishes the socket from a later one with the same descriptor.
         peer: gRPC's name for the peer, such as "ipv4:10.0.0.1:4711".
-        address: address of the peer without the port.
-        since: time at which the connection was first seen, by `time.monotonic`.
+        address: address of the peer, without its port.
+        since: time at which the connection was first seen, on the clock `time.monotonic`.
     """
 
     inode: int
@@ -190,15 +190,15 @@ class _Connection(NamedTuple):
 
 
 class Connections:
-    """Closes connections without an admitted call, and those of given peers. Without /proc it does nothing.
+    """Closes connections that have no admitted call, and connections of given peers. Without /proc it does nothing.
 
-    The event loop owns `_admitted_at`; the running sweep owns `_connections`.
+    The event loop owns `_admitted_at`. The sweep that is running owns `_connections`.
 
     Args:
-        admitted_at: time at which a call of each connection was first admitted, by peer; entries of closed connections
-            are removed.
+        admitted_at: time of the first admitted call on each connection, by peer. Entries of closed connections are
+            removed.
         most: maximum number of connections of the server.
-        first_call_seconds: time for which a connection may exist without an admitted call.
+        first_call_seconds: maximum age of a connection without an admitted call.
     """
 
     def __init__(self, admitted_at: dict[str, float], most: int, first_call_seconds: float) -> None:
@@ -210,9 +210,9 @@ class Connections:
         self._closed_count = 0
 
     async def sweep(self, port: int) -> None:
-        """Close connections to a port that have no admitted call, if they are too old or too many.
+        """Close the connections to a port that have no admitted call and are too old or too many.
 
-        Call this about every second; the sweep is repeated while connections are scarce.
+        Must be called about every second. While connections are scarce, the sweep is repeated more often.
         """
         while True:
             if await self._sweep(port) <= self._most * 3 // 4:
@@ -220,18 +220,18 @@ class Connections:
             await asyncio.sleep(_SCARCE_SECONDS)
 
     async def _sweep(self, port: int) -> int:
-        """Sweep once; return the number of connections."""
+        """Sweep once, and return the number of connections."""
         now, admitted = time.monotonic(), set(self._admitted_at)
         self._closed_count += await run_in_daemon_thread(
             lambda: self._close_idle(port, admitted, now), thread_name="tq-connections"
         )
         for peer in admitted.difference(each.peer for each in self._connections.values()):
-            if self._admitted_at.get(peer, now) < now - _SETTLED_SECONDS:  # else it was opened during this sweep
+            if self._admitted_at.get(peer, now) < now - _SETTLED_SECONDS:  # otherwise it is newer than this sweep
                 del self._admitted_at[peer]
         return len(self._connections)
 
     async def end(self, port: int, peer: str) -> None:
-        """Close a connection to a port and end all its calls, even if the client does not read their answers."""
+        """Close a connection to a port, which ends all its calls even if the client does not read their answers."""
 
         def close() -> None:
             for descriptor, each in _look(port, {}, time.monotonic()):
@@ -241,7 +241,7 @@ class Connections:
         await run_in_daemon_thread(close, thread_name="tq-connections")
 
     def report(self) -> None:
-        """Log the number of connections closed since the last report."""
+        """Log the number of connections that were closed since the last report."""
         if self._closed_count:
             _log.warning(LogMessage("closed connections without an authenticated call", count=self._closed_count))
             self._closed_count = 0
@@ -263,7 +263,7 @@ class Connections:
 
 
 def _look(port: int, known: dict[int, _Connection], now: float) -> Iterator[tuple[int, _Connection]]:
-    """Yield the connections to a port by descriptor; known ones cost one system call each."""
+    """Yield the connections to a port, by descriptor. A known connection costs only one system call."""
     try:
         names = os.listdir(_FILES)  # noqa: PTH208  (thousands of names, every second)
     except OSError:
@@ -284,7 +284,7 @@ def _look(port: int, known: dict[int, _Connection], now: float) -> Iterator[tupl
 
 
 def _peer_of(descriptor: int, port: int) -> tuple[str, str] | None:
-    """Return gRPC's name for the peer of a connection to a port, and the peer's address; None for other sockets."""
+    """Return the peer of a connection to a port, as gRPC names it, and the peer's address; None for other sockets."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             if connection.family not in {socket.AF_INET, socket.AF_INET6} or connection.getsockname()[1] != port:
@@ -300,7 +300,7 @@ def _peer_of(descriptor: int, port: int) -> tuple[str, str] | None:
 
 
 def _close(descriptor: int, inode: int) -> bool:
-    """Shut down a connection, so that gRPC closes its descriptor; return False if the descriptor has been reused."""
+    """Shut down a connection, after which gRPC closes its descriptor. Return False if the descriptor was reused."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
         if os.fstat(connection.fileno()).st_ino == inode:
             connection.shutdown(socket.SHUT_RDWR)

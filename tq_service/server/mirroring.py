@@ -29,32 +29,33 @@ _LOOK_SECONDS: Final = 5.0
 
 
 class Registration:
-    """Tracks whether this process is certain to be registered with the controller; otherwise it removes no objects.
+    """Tracks whether this storage service is certain to be registered with its controller.
 
-    A storage service that is silent for three heartbeats may be considered lost, and its puts may be taken over.
+    After three heartbeats without success, the service may be considered lost, and another one may take over its puts.
+    The service then removes no more objects from the mirror.
     """
 
     def __init__(self) -> None:
         self._until = 0.0
 
     def renew(self, sent_at: float, heartbeat_seconds: float) -> None:
-        """Record that a heartbeat was accepted; `sent_at` is a time on the monotonic clock."""
+        """Record that a heartbeat was accepted. The time `sent_at` is on the monotonic clock."""
         self._until = sent_at + 3 * heartbeat_seconds - _MARGIN_SECONDS
 
     def holds(self) -> bool:
-        """Whether the registration holds, so that the puts cannot have been taken over yet."""
+        """Return whether the service is certain to be registered, so no other service can have taken over its puts."""
         return time.monotonic() < self._until
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Adopted:
-    """The adopted puts of a lost storage service.
+    """The puts of a lost storage service that this service has adopted.
 
     Attributes:
         engine: stores the puts.
-        keys: keys of the registrations; an adopted instance issues no receipts.
-        registration: the registration under the old name.
-        tasks: the instance's background tasks.
+        keys: receipt keys of the registrations under the old name; no receipts are issued.
+        registration: tracks the registration under the old name.
+        tasks: the background tasks for these puts.
     """
 
     engine: StorageEngine
@@ -64,22 +65,22 @@ class Adopted:
 
 
 class Mirroring:
-    """The mirror of a process, and the instances that it has taken over. Confined to one event loop.
+    """The mirror of a storage service, and the instances that the service has taken over. Confined to one event loop.
 
     Args:
-        objects: the object store; closed by `close`.
+        objects: the object store; `close` closes it.
         url: URL of the object store, without secrets.
-        node: name of this process's node.
-        copies: intended number of copies of each put.
-        required: minimum number of copies.
-        offered_bytes: amount of this node's memory for objects of other nodes.
+        node: name of the machine of this service.
+        copies: desired number of copies of each put.
+        required: minimum number of copies of each put.
+        offered_bytes: bytes of memory offered for objects of other nodes.
         supervisor: runs background tasks.
 
     Attributes:
-        adopted: instances that were taken over, by instance id.
+        adopted: the instances that were taken over, by instance id.
 
     Raises:
-        InvalidArgumentError: more copies are required than the object store creates.
+        InvalidArgumentError: more copies are required than the object store makes.
     """
 
     def __init__(
@@ -96,8 +97,8 @@ class Mirroring:
         fixed = objects.abilities.fixed_copies
         if fixed is not None and required > fixed:
             raise InvalidArgumentError(
-                f"mirror_required is {required}, but {url} creates {fixed} copies of each object; lower "
-                "mirror_required, or use an object store that creates more",
+                f"mirror_required is {required}, but {url} stores {fixed} copies of each object; lower "
+                "mirror_required, or use an object store that stores more",
                 field="mirror_required",
             )
         self._objects = objects
@@ -115,7 +116,7 @@ class Mirroring:
     def mirror_of(
         self, storage_id: str, boot_id: bytes, registration: Registration, generation: int = 0
     ) -> tuple[Mirror, ObjectWriter]:
-        """Return the mirror for the puts of a storage service's instance, and the writer of the mirror's objects."""
+        """Create the mirror for the puts of a storage service instance, and the writer of the mirror's objects."""
         writer = ObjectWriter(
             self._objects,
             Names(storage_id=storage_id, boot_id=boot_id),
@@ -127,12 +128,12 @@ class Mirroring:
         return Mirror(writer, required=self._required, url=self._url), writer
 
     async def run(self, mirror: Mirror, register: Callable[[Adopted], Coroutine[Any, Any, None]]) -> None:
-        """Open the object store, retrying until it responds, then run the mirror of this service.
+        """Open the object store, retrying until it responds, and then run the mirror of this service's puts.
 
         Args:
-            mirror: mirror of this service's puts.
-            register: keeps adopted puts registered with the controller until cancelled; raises PreconditionError if
-                another storage service has taken them over.
+            mirror: the mirror of this service's puts.
+            register: keeps adopted puts registered with the controller until cancelled. Raises PreconditionError if
+                another storage service has taken over these puts.
         """
         self._register = register
         while True:
@@ -146,19 +147,19 @@ class Mirroring:
         await mirror.run()
 
     async def take_over(self, storage_id: str, boot_id: bytes, own: StorageEngine, search_id: bytes) -> Adopted:
-        """Take over the puts of a lost storage service, under the quota of this service's engine.
+        """Take over the puts of a lost storage service, which then use the quota of this service's engine.
 
         Args:
             storage_id: name of the lost service.
             boot_id: instance id of the lost service.
             own: the engine of this service.
-            search_id: id of the controller's search. The mirror is reread for each new search, since the lost service
-                may have come back and stored puts since the previous one.
+            search_id: id of the controller's search for a successor. The mirror is read again for each new search,
+                since the lost service may have returned and stored more puts after the previous search.
 
         Raises:
             NotFoundError: the mirror contains nothing from the lost service.
             UnavailableError: the mirror does not respond.
-            DataLossError: the index of the lost service's puts is damaged.
+            DataLossError: the index of the puts of the lost service is damaged.
         """
         asked_id, task = self._adopting.get(boot_id, (search_id, None))
         if task is None or asked_id != search_id:
@@ -170,13 +171,13 @@ class Mirroring:
         except asyncio.CancelledError:
             if not task.cancelled():  # otherwise the caller was cancelled
                 raise
-            raise UnavailableError("the lost storage service returned and was lost again; retry") from None
+            raise UnavailableError("the lost storage service returned and was lost again; retry later") from None
 
     def _end_adopting(self, boot_id: bytes, done: asyncio.Task[Adopted]) -> None:
         if boot_id in self._adopting and self._adopting[boot_id][1] is done:
             del self._adopting[boot_id]
         if not done.cancelled():
-            done.exception()  # retrieve the exception, since its callers may have been cancelled
+            done.exception()  # retrieves the exception, since all callers may have been cancelled
 
     async def _adopt(
         self,
@@ -186,7 +187,7 @@ class Mirroring:
         own: StorageEngine,
         search_id: bytes,
     ) -> Adopted:
-        """Take over the puts once an earlier search has ended, releasing the puts that the earlier search found."""
+        """Take over the puts, after ending an earlier search and releasing the puts that it found."""
         if earlier is not None:
             earlier.cancel()
             await asyncio.wait((earlier,))
@@ -196,7 +197,7 @@ class Mirroring:
                 return known
             await self.leave(known)
         if not self._opened.is_set():
-            raise UnavailableError(f"the mirror {self._url} has not been reached yet; retry")
+            raise UnavailableError(f"the mirror {self._url} has not responded yet; retry later")
         names = Names(storage_id=storage_id, boot_id=boot_id)
         left = await find_left(self._objects, names, copies=self._copies)
         registration = Registration()
@@ -211,7 +212,7 @@ class Mirroring:
             quota_of=own,
             clock=time.monotonic,
         )
-        engine.run_id = search_id  # tells the controller which search this successor answered
+        engine.run_id = search_id  # shows the controller which search this successor answered
         count = mirror.take_over(left.objects)
         adopted = Adopted(engine=engine, keys=ReceiptKeys(), registration=registration, tasks=[])
         self.adopted[boot_id] = adopted
@@ -229,7 +230,7 @@ class Mirroring:
         adopted.tasks.append(self._supervisor.start(name, work, may_end=True))
 
     async def _stay_registered(self, adopted: Adopted) -> None:
-        """Keep adopted puts registered until another storage service takes them over."""
+        """Keep adopted puts registered until another storage service has taken them over, then release them."""
         if self._register is None:
             return
         try:
@@ -241,7 +242,7 @@ class Mirroring:
             await self.leave(adopted)
 
     async def _watch(self, adopted: Adopted) -> None:
-        """Release an adopted instance some time after all its puts were freed."""
+        """Release an adopted instance after its puts have all been freed for a while."""
         idle_seconds = 0.0
         while idle_seconds < _IDLE_SECONDS:
             await asyncio.sleep(_LOOK_SECONDS)
@@ -249,7 +250,7 @@ class Mirroring:
         await self.leave(adopted)
 
     async def leave(self, adopted: Adopted) -> None:
-        """Stop serving an adopted instance, whose puts were all freed or taken over by another storage service."""
+        """Stop serving an adopted instance, after its puts were freed or taken over by another storage service."""
         self.adopted.pop(adopted.engine.boot_id, None)
         current = asyncio.current_task()
         for task in adopted.tasks:
@@ -259,7 +260,7 @@ class Mirroring:
         adopted.engine.release_all()
 
     async def close(self) -> None:
-        """Close the object store without removing objects, which a successor may need."""
+        """Close the object store. Objects are not removed, since a successor may need them."""
         for adopted in list(self.adopted.values()):
             await adopted.engine.close()
         await self._objects.aclose()

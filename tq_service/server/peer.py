@@ -21,19 +21,19 @@ _NO_ANSWER: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEE
 
 
 class Peer(Generic[Stub]):
-    """A channel to another service, and the stub for calls on the channel. Confined to one event loop.
+    """A channel to another service of the deployment, and the stub for calls on it. Confined to one event loop.
 
     Args:
         address: address of the other service.
         credentials: credentials of this service.
-        make_stub: returns the stub for a channel: the generated class, which is typed for sync channels.
+        make_stub: returns the stub for a channel. Use the generated class, which is typed for sync channels.
         options: options of the channel.
 
     Attributes:
-        stub: the stub; pass `metadata()` to each call.
+        stub: the current stub; pass `metadata()` to each call.
 
     Raises:
-        InvalidArgumentError: the credentials must not be sent to this address.
+        InvalidArgumentError: the credentials must not be sent to this address, for example in plaintext.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Peer(Generic[Stub]):
         self.stub: Stub = make_stub(self._channel)
 
     def metadata(self) -> Metadata | None:
-        """Return the metadata that contains the credentials, or None if there are none.
+        """Return the metadata with the credentials, or None without credentials.
 
         Raises:
             UnauthenticatedError: the token file is unusable.
@@ -61,27 +61,27 @@ class Peer(Generic[Stub]):
         return self._credentials.metadata()
 
     def follow_files(self) -> None:
-        """Open a new channel if the certificates have been replaced; to be called after a failed call."""
+        """Open a new channel if the certificates have been replaced. Call this after a failed call."""
         signature = self._credentials.signature()
         if signature == self._opened_with:
             return
         try:
             channel = open_channel(grpc.aio, self._address, self._credentials, self._options)
-        except InvalidArgumentError as error:  # the files are being replaced; the next failure retries
+        except InvalidArgumentError as error:  # the files are just being replaced; retried after the next failed call
             _log.warning(
                 LogMessage(
                     "could not use new certificates; the old ones stay in use", address=self._address, error=error
                 )
             )
             return
-        # Not supervised, since nothing depends on how the old channel is closed.
+        # Not supervised, since nothing depends on closing the old channel.
         closing = asyncio.get_running_loop().create_task(self._channel.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
         self._opened_with, self._channel, self.stub = signature, channel, self._make_stub(channel)
 
     async def aclose(self) -> None:
-        """Close the channel; running calls are cancelled."""
+        """Close the channel, which cancels running calls."""
         await asyncio.gather(self._channel.close(), *self._closing)
 
 
@@ -90,8 +90,8 @@ class PeerOutage:
 
     Args:
         log: the logger to use.
-        peer: name of the other service in log lines.
-        fields: fields of each line, such as the address.
+        peer: name of the other service in log messages.
+        fields: fields added to each log message, such as the address.
     """
 
     def __init__(self, log: logging.Logger, peer: str, **fields: str) -> None:
@@ -102,12 +102,12 @@ class PeerOutage:
         self._problem = ""
 
     def lasts(self, problem: str, error: Exception, level: int = logging.WARNING) -> None:
-        """Record that a call failed; log it if it is the first failure or the problem has changed.
+        """Record that a call failed. Log the first failure of an outage, and each failure with a new problem.
 
         Args:
             problem: the problem as a verb phrase, such as "does not answer".
-            error: the cause; its text may differ between attempts.
-            level: level of the log line.
+            error: the error of the call, whose text may differ between attempts.
+            level: level of the log message.
         """
         if self._began is None:
             self._began = time.monotonic()
@@ -120,7 +120,7 @@ class PeerOutage:
             self._log.log(level, LogMessage(f"{self._peer} {problem}", **self._fields, error=reason))
 
     def is_over(self) -> None:
-        """Record that a call succeeded."""
+        """Record that a call succeeded, and log the end of an outage."""
         if self._began is not None:
             seconds = round(time.monotonic() - self._began, 1)
             self._log.info(LogMessage(f"{self._peer} answers again", **self._fields, after_seconds=seconds))

@@ -1,4 +1,4 @@
-"""Tuning of a serving process: memory, the limit of open files, threads, garbage collection, and the event loop."""
+"""Tuning of a serving process: memory, the limit on open files, threads, garbage collection, and the event loop."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from functools import cache
 from tq_service.errors import InvalidArgumentError
 
 # Parameters of glibc's mallopt(3). Streams use buffers of a few MiB in bursts. By default, glibc returns these buffers
-# to the system after every burst, and mapping them again costs more than filling them. The inbox limits the bytes in
-# flight, so keeping a few buffers is enough; `give_back_freed_memory` returns the rest.
+# to the system after each burst, and mapping them again costs more than filling them. The inbox limits the bytes in
+# flight, so it is enough to keep a few buffers; `give_back_freed_memory` returns the rest.
 _MALLOPT = {
     -3: 8 * 2**20,  # M_MMAP_THRESHOLD: larger buffers are not allocated on the heap
     -1: 16 * 2**20,  # M_TRIM_THRESHOLD: amount of freed memory to keep
@@ -25,12 +25,12 @@ _MALLOPT = {
     -8: 2,  # M_ARENA_MAX: each arena keeps its own free memory
 }
 
-# A thread that plans in pure Python blocks the event loop for this long at a time; Python's default is ten times that.
+# A planning thread in pure Python blocks the event loop for this long at a time; Python's default is ten times longer.
 _SWITCH_INTERVAL_SECONDS = 0.0005
 
-# Number of allocations before a young collection, of young collections before a middle one, and of middle collections
-# before a full one; Python's defaults are 700, 10 and 10. Python checks the thresholds only once allocations reach the
-# first one; `collect_garbage` does not wait for that.
+# Numbers of allocations per young collection, young collections per middle collection, and middle collections per full
+# collection; Python's defaults are 700, 10 and 10. Python checks the thresholds only when the allocations reach the
+# first one; `collect_garbage` collects without waiting for that.
 _COLLECTION_THRESHOLDS = (50_000, 1_000, 50)
 _YOUNG_COLLECTION_SECONDS = 0.1
 _YOUNG_COLLECTIONS_BEFORE_A_MIDDLE_ONE = 20
@@ -38,7 +38,7 @@ _FULL_COLLECTION_SECONDS = 30.0
 _MOST_OF_THE_TIME = 0.001
 
 
-# Child processes inherit the limit of open files, and some programs try to close as many descriptors as the limit.
+# Child processes inherit the limit on open files, and some programs try to close as many descriptors as it allows.
 _MOST_FILES = 1 << 20
 
 _lock = threading.Lock()
@@ -48,14 +48,14 @@ _restore = contextlib.ExitStack()
 
 @contextlib.contextmanager
 def tuned_process() -> Iterator[None]:
-    """Tune this process during a `with` block, or until the last of several overlapping blocks ends.
+    """Tune this process during a `with` block. If blocks overlap, the process stays tuned until the last one ends.
 
-    Objects that already exist are excluded from garbage collection, and Python starts collections later. The service
-    creates few reference cycles, whereas a full collection scans all recorded plans and blocks the event loop.
-    `collect_garbage` compensates for the later collections.
+    Existing objects are excluded from garbage collection, and Python starts collections later. The service creates few
+    reference cycles, whereas a full collection scans all recorded plans and blocks the event loop. `collect_garbage`
+    compensates for the later collections.
 
     Threads yield to the event loop sooner. Two settings remain in effect after the block: malloc keeps freed buffers,
-    and the soft limit of open files equals the hard limit.
+    and the soft limit on open files equals the hard limit, up to a million.
     """
     global _tuned_count  # noqa: PLW0603  (the settings are per process)
     with _lock:
@@ -78,7 +78,7 @@ def _tune() -> None:
     gc.set_threshold(*_COLLECTION_THRESHOLDS)
     _restore.callback(sys.setswitchinterval, sys.getswitchinterval())
     sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
-    if not gc.get_freeze_count():  # otherwise the embedding program has frozen objects itself
+    if not gc.get_freeze_count():  # otherwise the embedding program has already frozen objects
         _collect_what_imports_left()
         gc.freeze()
         _restore.callback(gc.unfreeze)
@@ -86,7 +86,7 @@ def _tune() -> None:
 
 @cache
 def keep_freed_memory() -> bool:
-    """Make malloc keep freed buffers for reuse; return whether the C library accepted the settings.
+    """Make malloc keep freed buffers for reuse. Return whether the C library accepted all settings.
 
     Environment variables such as `MALLOC_TRIM_THRESHOLD_` have the same effect but must be set before the process
     starts. Without glibc, this function does nothing.
@@ -100,10 +100,10 @@ def keep_freed_memory() -> bool:
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit of open files to the hard limit, or to a million if the hard limit is higher.
+    """Raise the soft limit on open files to the hard limit, or to a million if the hard limit is higher.
 
-    Connections and regions of shared memory use a file descriptor each, while the usual soft limit of 1,024 is meant
-    for programs that use select(2).
+    Each connection and each region of shared memory uses a file descriptor. The usual soft limit of 1,024 is meant for
+    programs that use select(2).
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
@@ -112,7 +112,7 @@ def raise_file_limit() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Return malloc's free memory to the system, which may take a while; does nothing without glibc."""
+    """Return malloc's free memory to the system, which may take a while. Without glibc, do nothing."""
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -123,15 +123,15 @@ def _collect_what_imports_left() -> None:
 
 
 async def collect_garbage() -> None:
-    """Collect the young generation every tenth of a second, and older generations less often, until cancelled.
+    """Collect the young generation every tenth of a second and older generations less often, until cancelled.
 
-    Python counts allocations minus deallocations, so thousands of calls that begin and end do not trigger a collection.
+    Python counts allocations minus deallocations, so even thousands of calls do not trigger a collection if they end.
     Without this task, the young generation grew to 400,000 objects, and collecting it blocked the event loop for 0.3 s.
-    With it, a collection takes at most 25 ms with 8,192 clients, and almost no time on an idle server.
+    With this task, a collection takes at most 25 ms with 8,192 clients, and almost no time on an idle server.
 
     gRPC leaves each call in a reference cycle. Calls that survive a young collection, such as long polls, are in an
-    older generation by the time they end. So older generations are collected too; the longer a full collection takes,
-    the less often it runs.
+    older generation when they end, so older generations must be collected too. The longer a full collection takes, the
+    less often it runs.
     """
     full_at, count = time.monotonic() + _FULL_COLLECTION_SECONDS, 0
     while True:
@@ -146,10 +146,10 @@ async def collect_garbage() -> None:
 
 
 def loop_factory(mode: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return the event loop factory: uvloop's for "on", or for "auto" if installed; None stands for asyncio's.
+    """Return the event loop factory: uvloop's if `mode` is "on", or "auto" and it is installed; None for asyncio's.
 
     Raises:
-        InvalidArgumentError: mode is "on" but uvloop is not installed.
+        InvalidArgumentError: `mode` is "on", but uvloop is not installed.
     """
     if mode == "off":
         return None
@@ -159,7 +159,7 @@ def loop_factory(mode: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
         if mode == "auto":
             return None
         raise InvalidArgumentError(
-            "uvloop is on but not installed; install tq-service[uvloop] or set uvloop to auto", field="uvloop"
+            "uvloop is on but not installed; install tq-service[uvloop], or set uvloop to auto", field="uvloop"
         ) from None
     factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
     return factory

@@ -1,12 +1,12 @@
-"""Receipts for puts: a storage service issues one to the client, and the controller accepts it as proof of the put.
+"""Receipts for puts: a storage service issues a receipt to the client, and the controller accepts it as proof.
 
-    storage service: put is complete -> sealed receipt -> client -> Commit -> controller: opened without another call
+    storage service: put is complete -> seals a receipt -> client -> Commit -> controller: opens it without a call
 
-The controller creates a random key for each registration of a storage service and sends it in the answer. A key thus
-belongs to one process on each side. A receipt that was sealed for another controller, by another storage service, or
-before either restarted is invalid. A receipt contains its time of issue, by the clock of its storage service, which
-regularly reports the earliest valid time of issue. The receipts of a freed put remain revoked for as long as one of
-them may be valid; the id of a freed put is not reused.
+The controller creates a random key for each registration of a storage service, and sends the key in its answer. A key
+therefore belongs to one process on each side. A receipt is invalid if it was sealed for another controller or by
+another storage service, or if either has restarted since. A receipt contains its time of issue, by the clock of its
+storage service, which regularly reports the earliest valid time. The receipts of a freed put stay revoked while any of
+them may be valid. The id of a freed put is not used again.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _SEAL_BYTES: Final = 32
 
 
 class ReceiptKeys:
-    """The keys with which a storage service seals receipts, one per controller that it is registered with."""
+    """The keys with which a storage service seals receipts: one for each controller that it is registered with."""
 
     def __init__(self) -> None:
         self._keys: dict[bytes, bytes] = {}
-        self._current: dict[bytes, bytes] = {}  # `key_id` of the last registration, by controller
-        self._superseded: set[bytes] = set()  # `key_id`s of replaced registrations
+        self._current: dict[bytes, bytes] = {}  # `key_id` of the latest registration, by controller
+        self._superseded: set[bytes] = set()  # `key_id`s of earlier registrations
         self._epochs: dict[bytes, int] = {}  # highest epoch seen, by controller
 
     @property
@@ -44,31 +44,31 @@ class ReceiptKeys:
         return bool(self._keys)
 
     def check_epoch(self, controller_id: bytes, epoch: int) -> None:
-        """Refuse a superseded controller of a cluster, or record the controller's epoch.
+        """Record the epoch of a cluster's controller, or refuse the controller because it was superseded.
 
         Raises:
-            PreconditionError: a higher epoch has been seen.
+            PreconditionError: a controller of a higher epoch has called before.
         """
         highest = self._epochs.get(controller_id, 0)
         if epoch < highest:
             raise PreconditionError(
-                f"a controller of epoch {epoch} called, but a controller of epoch {highest} leads its cluster now; "
-                "restart the caller as a standby"
+                f"a controller of epoch {epoch} called, but a controller of epoch {highest} now leads its cluster; "
+                "restart the calling controller as a standby"
             )
         if epoch:
             self._epochs[controller_id] = epoch
 
     def renew(self, controller_id: bytes, key: bytes) -> None:
-        """Record the key that a controller has sent for the latest registration."""
+        """Record the key that a controller has sent in its answer to the latest registration."""
         self._keys[controller_id] = key
         self._superseded.discard(key_id(key))
         self.expect(controller_id, key_id(key))
 
     def expect(self, controller_id: bytes, key: bytes) -> None:
-        """Record the `key_id` of a registration, possibly before its key; from now on, `check_key` accepts no other.
+        """Record the `key_id` of the latest registration, which may precede its key. `check_key` then accepts no other.
 
         Raises:
-            UnavailableError: a later registration is known.
+            UnavailableError: a later registration is known already.
         """
         if not key or key in self._superseded:
             raise _unknown_key(controller_id)
@@ -77,7 +77,7 @@ class ReceiptKeys:
         self._current[controller_id] = key
 
     def check_key(self, controller_id: bytes, key: bytes) -> None:
-        """Refuse a controller whose latest registration does not have this `key_id`, for example after a restart.
+        """Refuse a controller that does not use the latest registration, for example because it has restarted.
 
         Raises:
             UnavailableError: this service does not know the key yet, or the key was replaced.
@@ -86,7 +86,7 @@ class ReceiptKeys:
             raise _unknown_key(controller_id)
 
     def check_registered(self, controller_id: bytes) -> None:
-        """Refuse a put for which no receipt could be issued.
+        """Refuse a put for which this storage service cannot issue a receipt.
 
         Raises:
             UnavailableError: this service is not registered with the put's controller.
@@ -97,7 +97,7 @@ class ReceiptKeys:
             raise not_registered(controller_id)
 
     def seal(self, controller_id: bytes, receipt: PutReceipt) -> bytes:
-        """Return the sealed receipt for a put."""
+        """Seal the receipt for a put, and return it as bytes."""
         self.check_registered(controller_id)
         key = self._keys[controller_id]
         receipt.key_id = key_id(key)
@@ -106,19 +106,19 @@ class ReceiptKeys:
 
 
 class ReceiptBook:
-    """Opens the receipts issued by one process of a storage service, and tracks which of them are no longer valid.
+    """Opens receipts issued by one process of a storage service, and tracks which receipts are no longer valid.
 
     Attributes:
-        key: the key that seals these receipts.
+        key: the key that seals the receipts.
     """
 
     def __init__(self) -> None:
         self.key = secrets.token_bytes(KEY_BYTES)
         self._valid_from = 0.0
-        self._revoked: dict[bytes, float] = {}  # time at which puts were freed; infinity while they are being freed
+        self._revoked: dict[bytes, float] = {}  # time at which each put was freed; infinity while it is being freed
 
     def void_before(self, valid_from: float) -> None:
-        """Invalidate receipts issued before a time."""
+        """Invalidate all receipts that were issued before a time."""
         self._valid_from = max(self._valid_from, valid_from)
         for put_id in list(takewhile(lambda put_id: self._revoked[put_id] < self._valid_from, self._revoked)):
             del self._revoked[put_id]
@@ -128,29 +128,29 @@ class ReceiptBook:
         self._revoked[put_id] = math.inf
 
     def on_freed(self, put_ids: Iterable[bytes], freed_at: float) -> None:
-        """Record the time at which puts were freed; all their receipts are older."""
+        """Record the time at which puts were freed. All their receipts are older."""
         for put_id in put_ids:
             self._revoked.pop(put_id, None)
             self._revoked[put_id] = freed_at
 
     def open(self, receipt: bytes, put_id: bytes, partition_id: str) -> PutReceipt:
-        """Return the content of a receipt.
+        """Check a receipt and return its content.
 
         Args:
-            receipt: bytes from the client, which may not be a receipt.
-            put_id: the put to which the receipt must belong.
-            partition_id: the partition to which the put must belong.
+            receipt: bytes sent by the client, which may not be a receipt.
+            put_id: id of the put that the receipt must be for.
+            partition_id: the partition that the put must belong to.
 
         Raises:
-            InvalidArgumentError: the seal is wrong, or the receipt is for another put or partition.
-            PutNotFoundError: the receipt was issued before this controller or the storage service started, has expired,
-                was revoked, or is empty because the put was already committed.
+            InvalidArgumentError: the seal is wrong, or the receipt is for another put or another partition.
+            PutNotFoundError: the receipt was issued before this controller or the storage service restarted, has
+                expired, was revoked, or is empty because the put was already committed.
         """
         seal, content = receipt[:_SEAL_BYTES], receipt[_SEAL_BYTES:]
         if not receipt:
             raise PutNotFoundError(
-                f"put {put_id.hex()} was sent without a receipt: it was committed before, or placement.receipt differs "
-                "from the answer to Put; put the data again under another put_id",
+                f"put {put_id.hex()} was sent without a receipt: it was committed before, or placement.receipt was not "
+                "copied from the answer to Put; put the data again under another put_id",
                 metadata={"put_id": put_id.hex()},
             )
         try:
@@ -171,8 +171,8 @@ class ReceiptBook:
             )
         if said.partition_id != partition_id:
             raise InvalidArgumentError(
-                f"put {put_id.hex()} does not belong to partition {partition_id!r}; commit it to the partition named "
-                "in its header",
+                f"put {put_id.hex()} does not belong to partition {partition_id!r}; commit it to the partition in the "
+                "header of the put",
                 field="partition_id",
             )
         if said.given_at < self._valid_from or put_id in self._revoked:
@@ -185,22 +185,22 @@ class ReceiptBook:
 
 
 def not_registered(controller_id: bytes) -> UnavailableError:
-    """Return the error for a put whose controller is not one that this storage service is registered with."""
+    """Return the error for a put to a storage service that is not registered with the put's controller."""
     return UnavailableError(
-        f"this storage service is not registered with controller {controller_id.hex()}, to which the put belongs; "
-        "request a placement from the controller (PlacePut), and retry"
+        f"this storage service is not registered with controller {controller_id.hex()}, which the put is for; request "
+        "a placement from the controller (PlacePut), and retry"
     )
 
 
 def _unknown_key(controller_id: bytes) -> UnavailableError:
     return UnavailableError(
-        f"this storage service is not registered with controller {controller_id.hex() or '(none given)'} under this "
-        "key; retry after the next heartbeat"
+        f"this storage service is not registered with controller {controller_id.hex() or '(none given)'} under the "
+        "key of this call; retry after the next heartbeat"
     )
 
 
 def key_id(key: bytes) -> bytes:
-    """Return an id of a key that does not reveal the key."""
+    """Return an id that identifies a key without revealing it."""
     return hashlib.sha256(key).digest()[:8]
 
 

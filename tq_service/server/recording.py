@@ -1,4 +1,4 @@
-"""Records the batches of a controller together with their bytes, which are in its process's storage service."""
+"""Records a controller's batches and their bytes, which are in the storage service of the same process."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ _log = logging.getLogger(__name__)
 
 
 class StepRecording:
-    """Passes batches to the recorder in the same step of the event loop in which they are planned.
+    """Passes each batch to the recorder, in the step of the event loop that plans the batch.
 
     Args:
         recorder: the open recorder, which writes the batches.
         catalog: the catalog of partitions.
-        engine: stores the bytes; a step with samples in another storage service is skipped, and counted as such.
-        after_durable: calls its argument once the plan is durable, since a plan lost in a crash must not be recorded.
+        engine: contains the bytes of the samples; a batch with samples in other storage services is counted as skipped.
+        after_durable: calls its argument once the plan is durable, since a plan that is lost in a crash must not be
+            recorded.
     """
 
     def __init__(
@@ -44,10 +45,10 @@ class StepRecording:
         self._after_durable = after_durable
 
     def start(self, recorded: Mapping[TaskEpoch, int]) -> None:
-        """Record all batches planned from now on, and existing batches that have not been recorded.
+        """Record all batches that will be planned, and existing batches that have not been recorded yet.
 
         Args:
-            recorded: the last recorded batch_index of each task epoch.
+            recorded: last recorded batch_index of each task epoch.
         """
         for partition in self._catalog.partitions():
             for task in partition.tasks.values():
@@ -62,7 +63,7 @@ class StepRecording:
         return self._recorder.status()
 
     def _take(self, partition: Partition, task_name: str, batch: Claim) -> None:
-        """Record a batch; errors are reported only to the recorder."""
+        """Pass a batch to the recorder. Errors end only the recording, not the call that planned the batch."""
         if not self._recorder.is_recording:
             return
         began_at = time.thread_time()

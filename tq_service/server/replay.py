@@ -1,9 +1,9 @@
-"""Serves the steps of a recording, read-only: each rank receives the same batches as during recording.
+"""Serves the steps of a recording, read-only. Each rank receives the same batches as during the recording.
 
     GetMeta of (partition, task, batch_index, dp_rank) -> the recorded plan -> the rank's part
-    Get of cells -> the put, read from the recording and checked when it is first needed
+    Get of cells -> the put, read from the recording and verified when it is first needed
 
-Ordinary clients and loaders can be used. Calls that change state, or that request unrecorded data, are refused.
+Clients and loaders need no changes. Calls that change state, or that request unrecorded data, are refused.
 """
 
 from __future__ import annotations
@@ -63,21 +63,21 @@ from tq_service.wire.metadata import decode_integers, read_indexes
 REPLAYED: Final = frozenset(
     {"GetMeta", "CallMany", "Locate", "ListPartitions", "GetVersion", "GetStatus", "Get", "GetInline", "Stat"}
 )
-"""The methods that a replay serves, apart from those of the health service."""
+"""The methods that a replay serves, in addition to those of the health service."""
 
 
 class ReadOnly(Middleware):
-    """Refuses all methods except those that a replay serves, before they take effect."""
+    """Refuses all methods that a replay does not serve, before their calls take effect."""
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Return the handler for calls of a method."""
+        """Return the handler of a method, or one that refuses all calls of the method."""
         if method.is_open or method.short_name in REPLAYED:
             return behavior
 
         async def refuse(_request: Any, _context: Context) -> NoReturn:
             raise PreconditionError(
-                f"{method.short_name} is not served: this service replays recorded batches, read-only. Claim batches "
-                "by batch_index and dp_rank, and get their data; for all other calls, run tq-service serve",
+                f"{method.short_name} is not available, because this service only replays recorded batches. Claim "
+                "batches by batch_index and dp_rank, and get their data; for all other calls, use tq-service serve",
                 reason="READ_ONLY",
                 metadata={"method": method.short_name},
             )
@@ -86,14 +86,14 @@ class ReadOnly(Middleware):
 
 
 class ReplayServicer(controller_service_pb2_grpc.ControllerServiceServicer):
-    """Answers claims of ranks from recorded steps.
+    """Answers the claims of ranks with recorded steps.
 
     Args:
         steps: the steps to serve, as returned by `Recording.select`.
-        endpoint: endpoint of the storage service that contains the steps' puts.
+        endpoint: endpoint of the storage service that serves the bytes of the steps.
 
     Attributes:
-        batches: serves streams of calls; set by the code that adds the servicer to a server.
+        batches: serves streams of calls (CallMany); set by the code that adds this servicer to a server.
     """
 
     batches: Batches
@@ -124,8 +124,8 @@ class ReplayServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         rank = rank_of(request)
         if rank is None:
             raise InvalidArgumentError(
-                "this replay contains batches of ranks, but the request is that of a queue worker; set batch_index, "
-                "dp_rank and dp_size",
+                "this replay contains only batches of ranks, but the request is that of a queue worker; set "
+                "batch_index, dp_rank and dp_size",
                 field="batch_index",
             )
         check_range("batch_count", request.batch_count, 0)
@@ -150,11 +150,11 @@ class ReplayServicer(controller_service_pb2_grpc.ControllerServiceServicer):
     def _part(
         self, steps: Mapping[int, RecordedStep], batch_index: int, rank: Rank, data_fields: Sequence[str]
     ) -> metadata_pb2.BatchMeta:
-        """Return a rank's part of a batch, or the end of the task after the last batch.
+        """Return a rank's part of a batch, or the end of the task if the index is after its last batch.
 
         Raises:
-            BatchForgottenError: the batch was not recorded.
-            RankDisagreementError: the batch was planned for another number of ranks.
+            BatchForgottenError: the recording does not contain the batch.
+            RankDisagreementError: the batch was planned for a different number of ranks.
         """
         step = steps.get(batch_index)
         if step is None:
@@ -162,7 +162,7 @@ class ReplayServicer(controller_service_pb2_grpc.ControllerServiceServicer):
                 return _end(steps)
             raise BatchForgottenError(
                 f"this replay has no batch {batch_index}; it contains {summary_of(list(steps.values()))}. Request one "
-                f"of these batches; start loaders at batch {min(steps)}",
+                f"of these, and start loaders at batch {min(steps)}",
                 metadata={"task_name": next(iter(steps.values())).task_name, "next_batch_index": str(min(steps))},
             )
         if rank.dp_size != step.dp_size:
@@ -177,7 +177,7 @@ class ReplayServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         return part
 
     def _meta(self, step: RecordedStep) -> metadata_pb2.BatchMeta:
-        """Return the metadata of a step's samples, with the locations of their bytes in this service."""
+        """Return the metadata of a step's samples, in which this service is the location of their bytes."""
         meta = self._metas.get(step.number)
         if meta is None:
             meta = self._metas[step.number] = metadata_pb2.BatchMeta.FromString(step.meta)
@@ -204,8 +204,8 @@ class ReplayServicer(controller_service_pb2_grpc.ControllerServiceServicer):
                 part.ClearField(name)
             return pb.LocateResponse(meta=part)
         raise SampleNotFoundError(
-            f"no recorded batch contains all of the {len(wanted)} named samples, such as {wanted[:1]}; name samples of "
-            "a single batch",
+            f"no recorded batch contains all of the {len(wanted)} requested samples, such as {wanted[:1]}; request "
+            "samples of a single batch",
             metadata={"partition_id": request.partition_id, "global_index": str(next(iter(indexes), ""))},
         )
 
@@ -222,7 +222,7 @@ class ReplayServicer(controller_service_pb2_grpc.ControllerServiceServicer):
     async def GetVersion(self, request: pb.GetVersionRequest, context: Context) -> pb.GetVersionResponse:
         if request.policy not in self._policies:
             raise PolicyNotFoundError(
-                f"policy {request.policy!r} had no version when the last of the replayed batches was planned; "
+                f"policy {request.policy!r} had no version when the last replayed batch was planned; "
                 f"{nearest(request.policy, self._policies)}",
                 metadata={"policy": request.policy},
             )
@@ -243,8 +243,8 @@ def _check_incarnation(step: RecordedStep, incarnation: bytes) -> None:
     if incarnation and incarnation != step.incarnation:
         check_passed_on("incarnation", incarnation)
         raise StaleIncarnationError(
-            f"this replay contains incarnation {step.incarnation.hex()} of partition {step.partition_id!r}, got "
-            f"{incarnation.hex()}; choose that incarnation with tq-service replay --incarnation",
+            f"this replay contains incarnation {step.incarnation.hex()} of partition {step.partition_id!r}, but the "
+            f"call is for {incarnation.hex()}; select that one with tq-service replay --incarnation",
             metadata={
                 "partition_id": step.partition_id,
                 "got": incarnation.hex(),
@@ -267,15 +267,15 @@ def _end(steps: Mapping[int, RecordedStep]) -> metadata_pb2.BatchMeta:
 
 @contextlib.asynccontextmanager
 async def replaying(recording: Recording, steps: Sequence[RecordedStep], settings: ServeSettings) -> AsyncIterator[int]:
-    """Serve steps of an open recording during a `with`, and yield the port number.
+    """Serve steps of an open recording during the `async with` block, and yield the number of the port.
 
     Args:
         recording: the recording that contains the bytes of the steps' puts.
         steps: see `ReplayServicer`.
-        settings: the address to listen on, and its security.
+        settings: the address to listen on, with its TLS and access control.
 
     Raises:
-        OSError: the address is in use or cannot be listened on.
+        OSError: the address is in use, or the process cannot listen on it.
     """
     async with contextlib.AsyncExitStack() as closing:
         listener = Listener(settings)
@@ -295,7 +295,7 @@ async def replaying(recording: Recording, steps: Sequence[RecordedStep], setting
         services.add_generic_rpc_handlers((storage.bulk_handler(),))
         add_StorageServiceServicer_to_server(storage, services)
         listener.access.partition_of = engine.partition_of
-        make_servicer: Any = ReplayServicer  # abstract to type checkers, since the refused methods are missing
+        make_servicer: Any = ReplayServicer  # abstract to type checkers, since it lacks the methods that are refused
         servicer = make_servicer(steps, endpoint)
         servicer.batches = Batches(services, settings.stall_seconds)
         controller_service_pb2_grpc.add_ControllerServiceServicer_to_server(servicer, services)

@@ -1,4 +1,4 @@
-"""Slots: samples that are leased to rollout workers before generation, within the partition's capacity."""
+"""Slots: samples leased to rollout workers before they are generated, within the capacity of a partition."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tq_service.wire.metadata import ON_LOST
 
 
 class Slots:
-    """Creates and leases slots.
+    """Creates slots and leases them to rollout workers.
 
     Args:
         catalog: the catalog of partitions.
-        endpoint_of: returns the endpoint at which clients reach an instance of a storage service.
+        endpoint_of: returns the endpoint at which clients reach a storage service instance.
         waiting: counts the calls that wait for capacity.
-        max_wait_cap_seconds: maximum time that one call waits.
+        max_wait_cap_seconds: maximum time for which one call waits.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Slots:
         self._max_wait_cap_seconds = max_wait_cap_seconds
 
     async def acquire(self, request: pb.AcquireRequest, context: Context) -> pb.AcquireResponse:
-        """Create slots once capacity is available, queued together with puts of new samples; see `Acquire`."""
+        """Create slots as soon as there is capacity, in one queue with puts of new samples; see the Acquire method."""
         message = request.write
         recorded: pb.AcquireResponse | None = self._catalog.recorded(request.request_id, pb.AcquireResponse)
         if recorded is not None:
@@ -79,7 +79,7 @@ class Slots:
             return self._without_slots(partition, request.task_name, is_end=False)
 
     def _make(self, request: pb.AcquireRequest, write: SampleWrite, lease: LeaseTerms) -> pb.AcquireResponse:
-        """Create the slots and lease them, in one step, once per request_id."""
+        """Create and lease the slots in one step, once per request_id."""
         partition_id, task_name = request.write.partition_id, request.task_name
 
         def make() -> pb.AcquireResponse:
@@ -98,7 +98,7 @@ class Slots:
         return self._catalog.run_once(request.request_id, make, pb.AcquireResponse)
 
     def _without_slots(self, partition: Partition, task_name: str, *, is_end: bool) -> pb.AcquireResponse:
-        """Return the answer without slots: "not yet", or "end" if there will never be any."""
+        """Return an answer without slots: "not yet", or "end" if the partition is sealed."""
         task = self._catalog.task(partition, task_name)
         answer = EndCounts(consumed_count=task.consumed_count, kept_count=task.kept_count) if is_end else NotYet()
         return converters.slots_answer(
@@ -107,17 +107,19 @@ class Slots:
 
 
 def _check_holding(catalog: Catalog, request: pb.AcquireRequest) -> ClaimAcked | None:
-    """Refuse a worker whose lease on its previous samples has expired; return the change that acknowledges the samples.
+    """Refuse a worker whose lease on its previous samples has expired.
+
+    Return the change that acknowledges these samples.
 
     Returns:
-        The change, which is already checked and cannot fail in this step; None if the request does not acknowledge
+        The change, which has been checked and cannot fail in this step; None if the request does not acknowledge
         samples.
 
     Raises:
-        LeaseExpiredError: the claim's lease on the samples has expired.
-        SampleNotFoundError: the samples were cleared, so their claim is unknown.
-        InvalidArgumentError: no samples are named, they do not belong to the claim, or they are only some members of a
-            group that must stay together.
+        LeaseExpiredError: the lease on the samples has expired.
+        SampleNotFoundError: the samples were cleared, so the claim is unknown.
+        InvalidArgumentError: the request names no samples, the samples do not belong to the claim, or they are only
+            some members of a group that must stay together.
     """
     holding = request.holding
     indexes, claim = np.array(holding.global_indexes, np.int64), converters.leased_claim(holding)
@@ -126,8 +128,8 @@ def _check_holding(catalog: Catalog, request: pb.AcquireRequest) -> ClaimAcked |
     if claim is None or not indexes.size:
         missing = "claim" if claim is None else "global_indexes"
         raise InvalidArgumentError(
-            f"holding lacks {missing}, expected samples of a claim that the worker has leased; name some, or unset "
-            f"holding and ack",
+            f"holding lacks {missing}; expected samples that the worker has leased, and their claim. Set both, or "
+            f"unset holding and ack.",
             field=f"holding.{missing}",
         )
     partition = catalog.get(holding.partition_id, holding.incarnation)

@@ -12,17 +12,17 @@ from tq_service.errors import ServiceFailedError, TqError
 from tq_service.log_message import LogMessage
 
 _log = logging.getLogger(__name__)
-# Exit code of a failed service, which is EX_SOFTWARE of sysexits.h.
+# Exit code of a service that has failed: EX_SOFTWARE in sysexits.h.
 FAILED_EXIT_CODE: Final = 70
 
 
 class Supervisor:
     """Runs background tasks, and ends the service after the first fatal failure. Confined to one event loop.
 
-    start ... fatal -> callbacks registered with `on_fatal`, in order -> the owner of the service stops it
+    running -> `fatal` -> callbacks registered with `on_fatal`, in order -> the owner of the service stops it
 
     Attributes:
-        failure: the error with which the service has failed, or None.
+        failure: the error that made the service fail, or None.
     """
 
     def __init__(self) -> None:
@@ -32,16 +32,16 @@ class Supervisor:
         self._is_stopping = False
 
     def on_fatal(self, callback: Callable[[ServiceFailedError], object]) -> None:
-        """Register a callback to run in the same step of the event loop as a failure; it must not block."""
+        """Register a callback that runs in the same step of the event loop as a fatal failure. It must not block."""
         self._on_fatal.append(callback)
 
     def start(self, name: str, work: Coroutine[Any, Any, None], *, may_end: bool = False) -> asyncio.Task[None]:
-        """Run a background task until `stop`; an exception raised by the task is fatal.
+        """Run a background task until `stop`. If the task raises an exception, this is a fatal failure.
 
         Args:
-            name: description of the task for the log.
+            name: description of the task in log messages.
             work: the coroutine to run.
-            may_end: whether the task may end before `stop`; if not, its end is also fatal.
+            may_end: whether the task may end before `stop`; otherwise its end is also a fatal failure.
         """
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
@@ -50,7 +50,7 @@ class Supervisor:
 
     def _ended(self, task: asyncio.Task[None], *, may_end: bool) -> None:
         self._tasks.discard(task)
-        if task.cancelled():  # by its owner, which no longer needs the task
+        if task.cancelled():  # by its owner, or by `stop`
             return
         error = task.exception()
         if error is not None:
@@ -59,11 +59,11 @@ class Supervisor:
             self.fatal(f"{task.get_name()} has ended")
 
     def fatal(self, reason: str, cause: BaseException | None = None) -> None:
-        """Fail the service. Only the first call is logged and has an effect.
+        """Make the service fail. Only the first call has an effect and is logged.
 
         Args:
-            reason: the reason, for the log and the owner.
-            cause: the error that caused it.
+            reason: the reason for the failure, for the log and for the owner of the service.
+            cause: the error that caused the failure, or None.
         """
         if self.failure is not None:
             return
@@ -71,7 +71,7 @@ class Supervisor:
             f"the service has failed and is stopping: {reason}; restart it", metadata={"cause": reason}
         )
         self.failure.__cause__ = cause
-        # The text of our own errors is sufficient; for any other exception, the traceback is needed.
+        # The message of a `TqError` is sufficient; for any other exception, the traceback is needed.
         trace = None if isinstance(cause, TqError) else cause
         _log.critical(LogMessage("the service has failed and is stopping", reason=reason), exc_info=trace)
         for callback in self._on_fatal:
@@ -82,7 +82,7 @@ class Supervisor:
                 _log.exception(LogMessage("a callback failed while the service was stopping", callback=name))
 
     def raise_failure(self) -> None:
-        """Raise the failure of the service, if it has failed.
+        """Raise the failure if the service has failed.
 
         Raises:
             ServiceFailedError: the service has failed.
@@ -101,9 +101,9 @@ class Supervisor:
 
 @contextlib.asynccontextmanager
 async def failing_with(supervisor: Supervisor) -> AsyncIterator[None]:
-    """Cancel the body of an `async with` when the service fails, and raise the failure from the block instead.
+    """Cancel the body of an `async with` block when the service fails, and raise the failure from the block.
 
-    A cancellation from outside the block is not converted.
+    A cancellation from outside the block stays a cancellation.
 
     Raises:
         ServiceFailedError: the service has failed.
@@ -125,7 +125,10 @@ async def failing_with(supervisor: Supervisor) -> AsyncIterator[None]:
 
 
 async def regularly(seconds: float, work: Callable[[], Awaitable[None]]) -> None:
-    """Do some work at regular intervals until cancelled; failures are logged and do not end the loop."""
+    """Do some work at regular intervals until cancelled.
+
+    An error in one round is logged, and the next round still runs.
+    """
     while True:
         await asyncio.sleep(seconds)
         try:

@@ -1,4 +1,4 @@
-"""An OpenTelemetry span for each call, as a child of the calling client's span. Needs the extra `traces`."""
+"""An OpenTelemetry span for each call, as a child of the client's span. Needs the extra `traces`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _FAULTS: Final = {"Unknown", "DeadlineExceeded", "Unimplemented", "Internal", "U
 
 
 class CallSpans(Middleware):
-    """Creates spans, which the tracer provider configured by the embedding program exports."""
+    """Creates a span for each call. The tracer provider that the embedding program has set exports the spans."""
 
     def __init__(self) -> None:
         self._tracer = trace.get_tracer("tq_service", BUILD)
         self._fields = frozenset(propagate.get_global_textmap().fields)
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Return a handler that creates a span for each call, except for probes."""
+        """Wrap a handler to create a span for each call; return the handlers of health probes unchanged."""
         if method.is_open:
             return behavior
         service, _, name = method.name.lstrip("/").rpartition("/")
