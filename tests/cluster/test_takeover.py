@@ -138,7 +138,7 @@ def test_a_standby_lives_refuses_calls_and_says_where_the_leader_is(start_contro
     assert health_of(second, "") == SERVING
     assert health_of(second) == NOT_SERVING
     wait_for(lambda: second.app.cluster.leader_address)  # type: ignore[union-attr]
-    with pytest.raises(tq.errors.NotLeaderError, match="does not lead its cluster") as caught, errors_of_grpc():
+    with pytest.raises(tq.errors.NotLeaderError, match="is not the leader of its cluster") as caught, errors_of_grpc():
         second.controller.ListPartitions(ListPartitionsRequest())
     assert caught.value.metadata["leader_address"] == first.address
     assert int(caught.value.metadata["epoch"]) == first.app.cluster.epoch  # type: ignore[union-attr]
@@ -409,7 +409,7 @@ def test_a_storage_service_obeys_no_controller_that_was_superseded(
         (storage.control.ReconcilePuts, iter([ReconcilePutsRequest(controller_id=controller_id, epoch=old)])),
     ]
     for call, request in calls:
-        with pytest.raises(tq.errors.PreconditionError, match="leads its cluster now"), errors_of_grpc():
+        with pytest.raises(tq.errors.PreconditionError, match="now leads its cluster"), errors_of_grpc():
             call(request, metadata=storage.as_service)
     assert storage.client().storage_stat(storage.address).put_count == 1
 

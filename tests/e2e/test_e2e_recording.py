@@ -222,7 +222,9 @@ def test_a_replay_refuses_what_it_has_not(tmp_path: Path) -> None:
             lambda: client.checkpoint("a"),
         ]
         for change in changes:
-            with pytest.raises(tq.errors.PreconditionError, match="is not served: this service replays") as caught:
+            with pytest.raises(
+                tq.errors.PreconditionError, match="is not available, because this service only replays"
+            ) as caught:
                 change()
             assert caught.value.reason == "READ_ONLY"
         with pytest.raises(tq.errors.InvalidArgumentError, match="the request is that of a queue worker"):

@@ -68,7 +68,10 @@ async def test_an_embedded_server_is_tuned_too() -> None:
 
 async def test_a_server_that_cannot_start_leaves_the_process_as_it_was() -> None:
     before = tuning()
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="another process listens on it"):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(OSError, match="another process listens on this address"),
+    ):
         async with running(ServeSettings(host="127.0.0.1", port=taken.getsockname()[1])):
             raise AssertionError("it started")
     assert tuning() == before

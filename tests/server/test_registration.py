@@ -160,7 +160,7 @@ async def test_a_successor_of_before_the_lost_one_was_here_lets_go():
         with pytest.raises(PreconditionError, match="registered under instance id"):
             registry.on_heartbeat(early)
         registry.on_heartbeat(back)  # so that the first one is lost
-        with pytest.raises(PreconditionError, match="release them"):
+        with pytest.raises(PreconditionError, match="release these puts"):
             registry.on_heartbeat(early)
         ask(registry, ("a", b"1" * 16), asked)
         with pytest.raises(PreconditionError, match="are being taken over by 'successor-localhost:1'"):
@@ -332,7 +332,7 @@ async def test_the_next_successor_is_asked_where_one_refuses_and_the_first_to_re
         await turns()
         assert {successor for successor, *_ in successors.asked} == {"b", "c"}
         registry.on_heartbeat(successor)  # it could after all
-        with pytest.raises(PreconditionError, match="alive; release them"):
+        with pytest.raises(PreconditionError, match="is alive under instance id"):
             registry.on_heartbeat(adopted_by(a, successor.run_id, ord("c")))
         assert registry.adoption_counts() == (1, 1)
 

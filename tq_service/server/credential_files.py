@@ -111,7 +111,7 @@ def check_private(path: Path) -> None:
     mode = path.stat().st_mode
     if mode & (stat.S_IRWXO | stat.S_IWGRP):
         raise InvalidArgumentError(
-            f"{path} has mode {stat.S_IMODE(mode):04o}, so other users may read or change it; set mode 0600 or 0640"
+            f"{path} has mode {stat.S_IMODE(mode):04o}, so other users may read or change it; chmod 0600 or 0640"
         )
 
 

@@ -196,8 +196,8 @@ class EngineDriver:
                     "controller yet, so it is not known whether another service took over these cells. Retry later."
                 )
             raise DataLossError(
-                f"storage service {self._engine.storage_id!r} has lost these cells, because it restarted after they "
-                f"were put; put them again, or clear them",
+                f"storage service {self._engine.storage_id!r} has restarted since these cells were put, so they are "
+                f"lost; put them again, or clear them",
                 metadata={"storage_id": self._engine.storage_id},
             )
         return adopted.engine

@@ -398,8 +398,8 @@ class StorageRegistry:
         if not fitting:
             largest = max(each.max_bytes or 0 for each in known)
             raise QuotaExceededError(
-                f"size_bytes is {size_bytes}; expected at most {largest}, the largest quota of a storage service. "
-                f"Split the put, or raise max_bytes",
+                f"a put of {size_bytes} bytes is larger than the largest quota of a storage service, {largest} bytes; "
+                f"split the put, or raise max_bytes",
                 metadata={"limit_name": "max_bytes", "got": str(size_bytes), "limit": str(largest)},
             )
         least_bytes = max(size_bytes, 1)
