@@ -58,8 +58,9 @@ class _Lost:
 class Adoptions:
     """Finds successors that take over the puts of lost storage services. Confined to the event loop.
 
-    A silent storage service may still return before a successor has registered. The successor then releases the puts
-    without removing any. Silence does not count while this controller itself could not receive heartbeats.
+    A silent storage service may still return before a successor has registered. In this case, the successor releases
+    the puts without removing any from the mirror. Silence does not count while this controller itself could not receive
+    heartbeats.
 
     Args:
         storages: registered storage services by name.
@@ -71,10 +72,9 @@ class Adoptions:
     Attributes:
         lost: lost instances whose puts have not been taken over yet.
         expected: instances that contain cells and have not registered since this controller started.
-        taken: successors of the instances whose puts were taken over, each registered under the instance's name.
-        lost_count: number of times since this controller started that an instance was lost.
-        taken_over_count: number of times since this controller started that the puts of a lost instance were taken
-            over.
+        taken: the successor of each instance whose puts were taken over, registered under the instance's name.
+        lost_count: number of losses of instances since this controller started.
+        taken_over_count: number of takeovers of lost instances since this controller started.
     """
 
     def __init__(
@@ -106,13 +106,13 @@ class Adoptions:
         self._expected_until = self._clock() + 3 * self._heartbeat_seconds
 
     def lose_held_at(self, address: str) -> None:
-        """Record that a storage service has restarted, which also loses the instances that it had taken over."""
+        """Record that a storage service has restarted, so the instances that it had taken over are lost, too."""
         for instance, successor in self.taken.items():
             if successor.endpoint.address == address:
                 self.lose(instance, "" if successor.heard.mirror is None else successor.heard.mirror.url)
 
     def lose(self, instance: Instance, url: str) -> None:
-        """Record that an instance is lost and where its mirror is."""
+        """Record that an instance is lost; `url` is the URL of its mirror."""
         if instance not in self.lost and instance not in self._left_nothing:
             _log.warning(LogMessage("lost a storage service", storage=instance[0], boot=instance[1].hex()))
             self.lost[instance] = _Lost(url, self._clock())
@@ -138,10 +138,10 @@ class Adoptions:
         Args:
             instance: the instance that was taken over.
             address: address of the successor.
-            search_id: id of the search for a successor that the successor answers.
+            search_id: id of the search that the successor answers.
 
         Raises:
-            PreconditionError: the successor read the mirror too early, or this is not certain.
+            PreconditionError: the successor read the mirror too early, or may have.
         """
         lost = self.lost.get(instance)
         if lost is not None and lost.successor:
@@ -262,7 +262,7 @@ class Adoptions:
         except TqError as error:
             _log.warning(
                 LogMessage(
-                    "could not have the puts of a lost storage service taken over",
+                    "a successor could not take over the puts of a lost storage service",
                     storage=instance[0],
                     successor=successor.storage_id,
                     error=error.message,

@@ -78,7 +78,7 @@ _ETCD_RETRY_SECONDS: Final = 1.0
 _ABORT_SECONDS = 2.0
 _LOOK_SECONDS = 1.0
 _PENDING_SHARE: Final = 4
-"""At most 1/4 of the quota may wait to be recorded, since these bytes use quota and a slow disk must not delay puts."""
+"""At most 1/4 of the quota may wait to be recorded: waiting bytes use quota, and a slow disk must not delay puts."""
 
 
 class App:
@@ -281,7 +281,7 @@ class App:
             with _needing_extra("traces", "traces"):
                 from tq_service.server.rpc.traces import CallSpans  # noqa: PLC0415  (needs an extra)
             middleware.append(CallSpans())
-        # Durable answers are innermost: they may wait for the disk, which refused callers must not do or learn about.
+        # Durable answers are innermost, so refused callers neither wait for the disk nor learn about it.
         middleware += [self.calls, self.listener.access, self._answers]
         server: Any = Services(self._server, middleware)  # generated code uses this as the server
         takes_services = self.listener.takes_services
@@ -363,7 +363,7 @@ class App:
     def _begin(self, store: StateStore | None) -> None:
         """Recover the state from the data directory and persist all later changes.
 
-        Without a data directory, start leases.
+        Without a data directory, only start leases.
         """
         if store is not None:
             self._recover(store)
@@ -460,8 +460,8 @@ class App:
     def _stop_server(self, grace_seconds: float | None) -> asyncio.Task[None]:
         """Begin to stop the server, unless it is already stopping, and return the task.
 
-        Only the first call determines how long running calls may take. The server is stopped only once, because gRPC
-        may crash if two stops overlap.
+        The first call determines how long running calls may take to finish. The server is stopped only once, because
+        gRPC may crash if two stops overlap.
         """
         if self._stopping is None:
             self._stopping = asyncio.get_running_loop().create_task(self._server.stop(grace_seconds))
@@ -531,8 +531,8 @@ async def serve(settings: ServeSettings, *, announce: Callable[[str], None]) -> 
         announce: receives status lines, such as the listening address, for whoever started the service.
 
     Returns:
-        0 after SIGTERM or SIGINT, 1 if the service could not start, `FAILED_EXIT_CODE` after a fatal failure. After a
-        fatal failure, the process must exit at once, without waiting for its remaining threads.
+        0 after SIGTERM or SIGINT, 1 if the service could not start, or `FAILED_EXIT_CODE` after a fatal failure. A
+        process that has failed must exit at once, without waiting for its remaining threads.
     """
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -689,8 +689,8 @@ class StorageProcess:
 
         Args:
             settings: settings of the service.
-            controller: controller in this process, which commits puts sent together with their commit; None if
-                elsewhere.
+            controller: controller in this process, which commits puts sent together with their commit; None if it is in
+                another process.
             waiting: counts waiting calls.
         """
         return StorageServicer(
@@ -744,7 +744,7 @@ class StorageProcess:
             supervisor.start("mirroring puts", self.mirroring.run(self.mirror, register))
 
     def drain(self) -> None:
-        """End the calls that are waiting."""
+        """End calls that wait, for example for capacity."""
         self.engine.drain()
         if self.shared_memory is not None:
             self.shared_memory.drain()
@@ -757,7 +757,7 @@ class StorageProcess:
     async def flush(self, seconds: float) -> None:
         """Write the puts that are missing from the mirror, for at most `seconds`.
 
-        Unwritten puts are lost with this process.
+        Puts that are still missing after that are lost when this process ends.
         """
         if self.mirror is not None and (unmirrored_bytes := await self.mirror.flush_all(seconds)):
             _log.warning(LogMessage("stopped before all puts were mirrored", unmirrored_bytes=unmirrored_bytes))
@@ -810,7 +810,7 @@ def _open_mirroring(settings: ServeSettings, port: int, supervisor: Supervisor) 
 def _node_of(settings: ServeSettings, port: int) -> str:
     """Return the host at which clients reach this storage service.
 
-    Mirror copies on this host do not protect its puts.
+    Copies on the same host as the put itself do not count as mirror copies.
     """
     pairs = hosts_and_ports(settings.advertised_address(port))
     return pairs[0][0] if pairs else settings.host

@@ -75,7 +75,7 @@ class Audit:
             self._write(line)
             return
         self.flush()
-        # The kind excludes the partition, which callers choose: with it, they could make each refusal a new kind.
+        # The kind excludes the partition: callers choose it, and could otherwise make each refusal a new kind.
         host = line.peer.rpartition(":")[0] or line.peer
         kind = (line.token, line.method, host, line.reason)
         if kind in self._kinds:
@@ -89,7 +89,7 @@ class Audit:
     def flush(self, *, everything: bool = False) -> None:
         """Write the lines of counted refusals whose time has passed, or all counted refusals."""
         now = self._clock()
-        # Kinds are in the order in which their time passes, since all have the same duration.
+        # Kinds are sorted by end time, since all are counted for the same duration.
         while self._kinds:
             kind, (until, line) = next(iter(self._kinds.items()))
             if until > now and not everything:

@@ -140,7 +140,7 @@ class ClusterMember:
 
     @property
     def may_answer(self) -> bool:
-        """Whether this controller leads, and it is certain that no other controller leads."""
+        """Whether this controller leads and is certain that no other controller leads."""
         return self._is_serving and self._leadership is not None and self._leadership.is_held
 
     @property
@@ -242,7 +242,7 @@ class ClusterMember:
         return number
 
     async def _fetch(self, number: int) -> int:
-        """Fetch the newest snapshot of the leader, waiting for one with at least this number; return its number."""
+        """Fetch the leader's newest snapshot, waiting until its number is at least `number`; return its number."""
         while True:
             leader = await asyncio.to_thread(self._election.leader)
             if leader is None or leader.address == self.address:
@@ -353,7 +353,7 @@ class ClusterMember:
             await asyncio.sleep(_PUBLISH_SECONDS)
 
     async def close(self) -> None:
-        """Leave the cluster, which lets another controller lead at once. The state store must be closed before."""
+        """Leave the cluster, which lets another controller lead at once. Close the state store before this call."""
         self._is_serving = False
         self._election.close()
         self._standing_by.shutdown(wait=False)

@@ -381,7 +381,7 @@ class ControllerServicer(
                 not_yet = await wait_for_samples(
                     self.catalog, request.partition_id, selection, request.min_count or 1, min(max_wait, cap)
                 )
-            missing_ok |= not_yet and max_wait > cap  # the caller may wait longer, until the partition appears
+            missing_ok |= not_yet and max_wait > cap  # the partition may still appear while the caller waits
         if request.HasField("task_name"):
             check_name("task_name", request.task_name)
         page = find_page(

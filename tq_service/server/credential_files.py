@@ -47,7 +47,7 @@ ALL_PARTITIONS: Final = ""
 _MARK: Final = "tq_"  # lets secret scanners find a leaked token
 _RANDOM_BYTES: Final = 32
 INTERNAL_KEY: Final = "tq-internal"
-"""Metadata key of the proof, sent with calls between services, that the caller has the internal secret."""
+"""Metadata key for the proof that a calling service has the internal secret."""
 SHORTEST_SECRET: Final = 32
 _LONGEST_SECRET: Final = 4096
 _CALLS: Final = "tq_service internal calls 1"
@@ -152,7 +152,7 @@ class ServerCertificate(ReloadingFiles):
         try:
             check_private(self._key)
             contents = self._contents()
-            # Python's ssl module checks the pair, since gRPC only logs a problem, at the first handshake.
+            # Python's ssl module checks the pair, since gRPC would only log a problem at the first handshake.
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(self._cert, self._key, password=_no_passphrase)
             if self._client_ca is not None:
@@ -181,7 +181,7 @@ class ServerCertificate(ReloadingFiles):
 
 
 def check_authorities(setting: str, path: Path) -> None:
-    """Refuse a file of certificate authorities that is unusable for verifying certificates.
+    """Refuse an unusable file of certificate authorities.
 
     Raises:
         InvalidArgumentError: the file cannot be read or contains no certificates.
@@ -437,8 +437,8 @@ class InternalSecret(ReloadingFiles):
         path: path of the secret file.
         is_made: whether to create the file if it is missing, and recreate it if it disappears. If several services
             start at the same time, one creates the file and all of them read it.
-        is_own: whether the file and its directory must be accessible only to this user, because the directory is in a
-            place where all users may create files. If false, only the file must not be readable by other users.
+        is_own: whether the file and its directory must be accessible only to this user, because all users may create
+            files next to the directory, as in /tmp. If false, only the file must not be readable by other users.
         clock: monotonic clock, in seconds.
 
     Raises:
@@ -478,7 +478,8 @@ class InternalSecret(ReloadingFiles):
 
     def reload(self) -> None:
         """Reload the file if it has changed and is stable."""
-        # Another program that cleans up temporary files may have removed the file, which other services need.
+        # A program that cleans up temporary files may have removed the file, which other services may still have to
+        # read.
         if self._is_made and file_signature(self._path) is None:
             try:
                 self._publish(self._secret + b"\n")

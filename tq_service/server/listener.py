@@ -49,7 +49,7 @@ _LOOK_SECONDS: Final = 1.0
 _SCARCE_SECONDS: Final = 0.1
 _SETTLED_SECONDS: Final = 1.0
 _SHARE: Final = 8
-"""One address may have up to 1/8 of all connections (at least 8) that are not admitted yet."""
+"""The unadmitted connections from one address may be up to 1/8 of all connections, and at least 8."""
 _FILES: Final = Path("/proc/self/fd")
 
 
@@ -91,7 +91,7 @@ class Listener:
 
     @property
     def tls_context(self) -> Callable[[], ssl.SSLContext] | None:
-        """Returns the current TLS context for connections other than gRPC's; None if TLS is off."""
+        """A function that returns the current TLS context for connections other than gRPC's; None if TLS is off."""
         certificate = self._certificate
         return None if certificate is None else lambda: certificate.context
 

@@ -31,8 +31,8 @@ _LOOK_SECONDS: Final = 5.0
 class Registration:
     """Tracks whether this storage service is certain to be registered with its controller.
 
-    After three heartbeats without success, the service may be considered lost, and another one may take over its puts.
-    The service then removes no more objects from the mirror.
+    If three heartbeats fail, the service may be considered lost, and another service may take over its puts. The lost
+    service must then remove no more objects from the mirror.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Adopted:
 
     Attributes:
         engine: stores the puts.
-        keys: receipt keys of the registrations under the old name; no receipts are issued.
+        keys: receipt keys of the registrations under the old name. No receipts are issued for adopted puts.
         registration: tracks the registration under the old name.
         tasks: the background tasks for these puts.
     """

@@ -255,7 +255,7 @@ class Puts:
 
     @contextlib.contextmanager
     def placing(self, put: Put) -> Iterator[None]:
-        """Keep a put by the controller itself recorded until `mark_committed` or `free_now`.
+        """Keep a put that the controller makes recorded as uncommitted until `mark_committed` or `free_now`.
 
         If the block raises, free the put.
         """
@@ -380,7 +380,7 @@ class KnownPuts:
         return {put.put_id for put in chain(self.uncommitted, leaving) if self._is_own(put)}
 
     def parts(self) -> Iterator[PutCells]:
-        """Yield the cells that samples use in all other puts, one put after another. Thread-safe."""
+        """Yield the cells that samples use, except in puts to leave unchanged, one put after another. Thread-safe."""
         staying = self.staying()
         for cells in chain.from_iterable(map(live_cells, self.cells)):
             if self._is_own(cells.put) and cells.put.put_id not in staying:
@@ -515,7 +515,7 @@ class Commits:
         """Return the content of a put's receipt after checking that the put has the given columns.
 
         Raises:
-            InvalidArgumentError: the columns of the put differ.
+            InvalidArgumentError: the put has different columns.
         """
         opened = self._puts.require(put).open_receipt(put.put_id, request.write.partition_id, request.placement.receipt)
         if opened.columns_digest != columns_digest(columns):
@@ -661,7 +661,7 @@ class Commits:
     ) -> Answer:
         """Write samples in one step within `committing`, once per request_id.
 
-        Reserve capacity for many rows beforehand.
+        Capacity for many rows is reserved beforehand, in several steps.
         """
         message = request.write
         where = message.partition_id, message.incarnation

@@ -1,12 +1,12 @@
-"""Receipts for puts: a storage service issues a receipt to the client, and the controller accepts it as proof.
+"""Receipts for puts: a storage service issues a receipt to the client, which proves the put to the controller.
 
     storage service: put is complete -> seals a receipt -> client -> Commit -> controller: opens it without a call
 
 The controller creates a random key for each registration of a storage service, and sends the key in its answer. A key
-therefore belongs to one process on each side. A receipt is invalid if it was sealed for another controller or by
-another storage service, or if either has restarted since. A receipt contains its time of issue, by the clock of its
-storage service, which regularly reports the earliest valid time. The receipts of a freed put stay revoked while any of
-them may be valid. The id of a freed put is not used again.
+therefore belongs to one controller process and one storage service process. A receipt is invalid if it was sealed for
+another controller or by another storage service, or if either has restarted since. A receipt contains its time of
+issue, by the clock of its storage service, which regularly reports the earliest valid time. The receipts of a freed put
+stay revoked while any of them may be valid. The id of a freed put is not used again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ReceiptKeys:
         """Record the epoch of a cluster's controller, or refuse the controller because it was superseded.
 
         Raises:
-            PreconditionError: a controller of a higher epoch has called before.
+            PreconditionError: a controller with a higher epoch has called.
         """
         highest = self._epochs.get(controller_id, 0)
         if epoch < highest:
@@ -65,7 +65,7 @@ class ReceiptKeys:
         self.expect(controller_id, key_id(key))
 
     def expect(self, controller_id: bytes, key: bytes) -> None:
-        """Record the `key_id` of the latest registration, which may precede its key. `check_key` then accepts no other.
+        """Record the `key_id` of the latest registration, perhaps before its key. `check_key` then accepts no other.
 
         Raises:
             UnavailableError: a later registration is known already.
@@ -77,7 +77,7 @@ class ReceiptKeys:
         self._current[controller_id] = key
 
     def check_key(self, controller_id: bytes, key: bytes) -> None:
-        """Refuse a controller that does not use the latest registration, for example because it has restarted.
+        """Refuse a call whose key is not that of the latest registration, for example after a restart.
 
         Raises:
             UnavailableError: this service does not know the key yet, or the key was replaced.

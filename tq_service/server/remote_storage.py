@@ -51,7 +51,7 @@ _MOST_FREED_PER_CALL = 1024  # a few milliseconds of work for the storage servic
 _CONFIRM_SECONDS = 0.05  # time for which a confirmation is delayed, to be sent together with others
 _MOST_NAMED = 5
 _MOST_EARLIER_RUNS = 16
-_ARRIVAL_SECONDS = 1.0  # a heartbeat includes all puts placed earlier than this, except puts that will never arrive
+_ARRIVAL_SECONDS = 1.0  # after this time, a placed put is either included in heartbeats or will never arrive
 UNBOUNDED_BYTES: Final = 1 << 62
 
 

@@ -177,7 +177,7 @@ class ReplayServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         return part
 
     def _meta(self, step: RecordedStep) -> metadata_pb2.BatchMeta:
-        """Return the metadata of a step's samples, in which this service is the location of their bytes."""
+        """Return the metadata of a step's samples, with this service as the location of their bytes."""
         meta = self._metas.get(step.number)
         if meta is None:
             meta = self._metas[step.number] = metadata_pb2.BatchMeta.FromString(step.meta)

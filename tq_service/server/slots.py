@@ -49,7 +49,7 @@ class Slots:
         self._max_wait_cap_seconds = max_wait_cap_seconds
 
     async def acquire(self, request: pb.AcquireRequest, context: Context) -> pb.AcquireResponse:
-        """Create slots as soon as there is capacity, in one queue with puts of new samples; see the Acquire method."""
+        """Create slots once there is capacity, waiting in the same queue as puts of new samples; see `Acquire`."""
         message = request.write
         recorded: pb.AcquireResponse | None = self._catalog.recorded(request.request_id, pb.AcquireResponse)
         if recorded is not None:
@@ -109,11 +109,9 @@ class Slots:
 def _check_holding(catalog: Catalog, request: pb.AcquireRequest) -> ClaimAcked | None:
     """Refuse a worker whose lease on its previous samples has expired.
 
-    Return the change that acknowledges these samples.
-
     Returns:
-        The change, which has been checked and cannot fail in this step; None if the request does not acknowledge
-        samples.
+        The change that acknowledges the samples, which has been checked and cannot fail in this step; None if the
+        request does not acknowledge samples.
 
     Raises:
         LeaseExpiredError: the lease on the samples has expired.

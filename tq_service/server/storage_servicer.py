@@ -82,7 +82,7 @@ _LEAST_FRAME_BYTES: Final = 16 << 10
 
 
 def endpoint_of(engine: StorageEngine, address: str) -> metadata_pb2.StorageEndpoint:
-    """Return the endpoint of an engine. An empty address means the controller's, for an engine in its process."""
+    """Return the endpoint of an engine. An empty `address` means that clients use the controller's address."""
     return metadata_pb2.StorageEndpoint(storage_id=engine.storage_id, boot_id=engine.boot_id, address=address)
 
 
@@ -690,8 +690,8 @@ def _check_allocates(request: pb.PutInlineRequest) -> None:
     for name, is_wrong in (("values", request.values), ("commit", header.HasField("commit")), ("columns", has_objects)):
         if is_wrong:
             raise InvalidArgumentError(
-                "a put with allocates must not have values, a commit, or object columns; send only numeric columns, "
-                "and call Commit once the data is written",
+                "a put with allocates set must not have values, a commit, or object columns; send only numeric "
+                "columns, and call Commit once the data is written",
                 field=name,
             )
 
@@ -762,7 +762,7 @@ def _get_header(reading: Reading, shared: pb.SharedColumns, ticket: pb.BulkTicke
 
 
 async def _encoded(reading: Reading, shared: pb.SharedColumns, ticket: pb.BulkTicket | None) -> bytes:
-    """Encode the header of a get; a thread does this if there are many rows."""
+    """Encode the header of a get, in a thread if there are many rows."""
     if reading.row_count < MANY_ROWS:
         return encode_part(_get_header(reading, shared, ticket))
     return await asyncio.to_thread(lambda: encode_part(_get_header(reading, shared, ticket)))

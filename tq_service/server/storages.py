@@ -133,7 +133,8 @@ class StorageRegistry:
         controller_id: id of this controller as the owner of puts, kept across restarts; None for a random id.
         epoch: returns the epoch of this controller in its cluster; 0 without a cluster.
         after_durable: calls its argument once all changes made so far are durable.
-        takes_heartbeats: returns whether heartbeats currently reach the registry; middleware may refuse them before.
+        takes_heartbeats: returns whether heartbeats currently reach the registry instead of being refused by
+            middleware.
         supervisor: runs the background tasks; None for a private supervisor.
 
     Attributes:
@@ -236,7 +237,7 @@ class StorageRegistry:
             report_reconciled(engine.storage_id, state.missing_put_ids, state.missing_count, state.dropped_count)
 
     def on_heartbeat(self, request: RegisterStorageRequest) -> RegisterStorageResponse:
-        """Record a heartbeat, which also registers its storage service. Answer with its overdue puts that are unknown.
+        """Record a heartbeat, which also registers its storage service. The answer lists its unknown overdue puts.
 
         A new process of the service replaces the old one. A put that the answer lists as unknown can never be
         committed, since its receipt is void. If the request lists overdue puts of another controller, they are ignored.
@@ -362,7 +363,7 @@ class StorageRegistry:
         closing.add_done_callback(self._closing.discard)
 
     def expire(self) -> Iterator[int]:
-        """Drop overdue puts of the embedded storage that are not being committed. Yield the number dropped per slice.
+        """Drop overdue puts of the embedded storage that are not being committed. Yield how many each slice dropped.
 
         Storage services in other processes instead ask the controller about their overdue puts.
         """

@@ -36,7 +36,7 @@ class Supervisor:
         self._on_fatal.append(callback)
 
     def start(self, name: str, work: Coroutine[Any, Any, None], *, may_end: bool = False) -> asyncio.Task[None]:
-        """Run a background task until `stop`. If the task raises an exception, this is a fatal failure.
+        """Run a background task until `stop`. An exception raised by the task is a fatal failure.
 
         Args:
             name: description of the task in log messages.
@@ -103,7 +103,7 @@ class Supervisor:
 async def failing_with(supervisor: Supervisor) -> AsyncIterator[None]:
     """Cancel the body of an `async with` block when the service fails, and raise the failure from the block.
 
-    A cancellation from outside the block stays a cancellation.
+    A cancellation from outside the block is not replaced by this failure.
 
     Raises:
         ServiceFailedError: the service has failed.

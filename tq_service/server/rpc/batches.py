@@ -90,7 +90,7 @@ class _Call:
     # The methods of a gRPC context that handlers and middleware use
 
     async def read(self) -> Any:
-        """Return the request of the call, and EOF from then on."""
+        """Return the request at the first call, and EOF at later calls."""
         request, self._request = self._request, None
         return grpc.aio.EOF if request is None else request
 

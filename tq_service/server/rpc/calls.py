@@ -506,7 +506,7 @@ _WRONG_PROOF: Final = (
 )
 _AGENT: Final = re.compile(r"tq-service/(\S+) \(protocol (\d+)\)")
 _SERVICE: Final = make_token(name="internal-secret", sha256="0" * 64, roles=["service"], prefixes=[ALL_PARTITIONS])
-"""The token of callers that have proved the internal secret; it grants the permissions of role service."""
+"""Represents a valid internal secret, which grants the permissions of a token with role service."""
 
 
 class AccessControl(Middleware):

@@ -30,7 +30,7 @@ LEAST_PROGRESS_BYTES: Final = 64 * 1024
 """Number of bytes that a stream must transfer within `stall_seconds`; fewer bytes count as no progress."""
 
 GRACE_SECONDS: Final = 10.0
-"""Total waiting time of a stream that does not count for the minimum rate."""
+"""Waiting time per stream that is ignored when the stream's rate is compared with the minimum rate."""
 
 RETRY_AFTER_SECONDS: Final = 1.0
 MAX_OPEN_REQUEST_BYTES: Final = 4096
@@ -49,7 +49,7 @@ needs_no_turn: Final[ContextVar[bool]] = ContextVar("needs_no_turn", default=Fal
 
 
 def wait_until(context: Context) -> float | None:
-    """Return the time (`time.monotonic`) until which a call may wait and still be refused in time, or None."""
+    """Return the `time.monotonic` value until which a call may wait and still be refused in time; None for no limit."""
     remaining = context.time_remaining()
     if remaining is None:
         return None
@@ -83,7 +83,7 @@ class WaitingCalls:
     Args:
         most: maximum number of waiting calls.
         most_of_one: maximum number of waiting calls per client.
-        limit_name: name in errors of the limit on all calls; the limit per client has the suffix "_per_client".
+        limit_name: name of the limit on all calls in error messages; the limit per client adds "_per_client".
 
     Attributes:
         count: number of waiting calls.
@@ -186,7 +186,7 @@ class Lane:
 
     A read is slow if it takes longer than `patience_seconds` while other reads wait. A few slow reads are moved aside:
     they continue, but no longer count as concurrent. A connection with a read aside may not start a read in the last
-    free place. If too many reads are aside, the lane ends the oldest one of the connection with the most.
+    free place. If too many reads are aside, the lane ends the oldest read of the connection with the most reads aside.
 
     Args:
         most: maximum number of concurrent reads.
@@ -510,7 +510,9 @@ class Requests:
 
 
 def _unreadable(reason: str) -> InvalidArgumentError:
-    return InvalidArgumentError(f"the request cannot be read: {reason}; send the message type in the method's proto")
+    return InvalidArgumentError(
+        f"the request cannot be read: {reason}; send a message of the type that the protos define for the method"
+    )
 
 
 def _too_large(size: int, limit: int, remedy: str) -> InvalidArgumentError:
@@ -543,7 +545,8 @@ class Progress:
         """Await a step of the stream and return its result.
 
         Raises:
-            DeadlineError: the time has run out, or the stream was too slow while puts waited for its capacity.
+            DeadlineError: the time has run out, or the stream was too slow while puts waited for the capacity that it
+                uses.
         """
         began_at = self._counted_from = time.monotonic()
         try:

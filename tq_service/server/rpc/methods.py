@@ -36,7 +36,7 @@ Behavior: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
 shown_partitions: Final[ContextVar[Callable[[str], bool]]] = ContextVar(
     "shown_partitions", default=lambda _partition_id: True
 )
-"""Returns whether the current caller may see a partition; methods that list partitions omit all others."""
+"""Tells whether the current caller may see a partition; methods that list partitions omit all others."""
 
 token_name: Final[ContextVar[str]] = ContextVar("token_name", default="")
 """Name of the current call's token; "" without a token."""
