@@ -86,7 +86,7 @@ def test_rows_of_several_dimensions_and_dense_data_grow(client: AnyClient) -> No
     rows = client.get_data(meta)["h"].unbind()
     assert [tuple(row.shape) for row in rows] == [(4, 4), (3, 4)]
     assert rows[0].sum() == 4
-    with pytest.raises(tq.errors.FieldMismatchError, match=r"differ in just the first dimension"):
+    with pytest.raises(tq.errors.FieldMismatchError, match=r"differ only in the first dimension"):
         client.append(slots, {"h": torch.zeros(2, 1, 5)}, at=[4, 3])
     with pytest.raises(tq.errors.InvalidArgumentError, match="a tensor or a list of numbers"):
         client.append(slots, {"text": ["a", "b"]}, at=[0, 0])

@@ -304,7 +304,7 @@ class Claim:
 
 
 class EndedClaims(OrderedDict[bytes, tuple[float, bool]]):
-    """Request ids of released and expired claims, oldest first; used to reject late retries of their calls.
+    """Request ids of released and expired claims, oldest first; used to reject late GetMeta calls with these ids.
 
     The value for a request id is the time when the claim ended, and whether any of its leases expired.
     """
@@ -894,7 +894,7 @@ class TaskLedger(TaskFacts):
         self._lose(claim, count)
 
     def expire(self, claim: Claim, positions: Indexes, at_seconds: float) -> Indexes:
-        """Expire the lease on rows; return the rows that can be claimed again, that is, all except dead-lettered ones."""
+        """Expire the lease on rows; return the rows that can be claimed again, which excludes dead-lettered rows."""
         most = None if claim.lease is None else claim.lease.max_deliveries
         is_spent = self.deliveries[positions] >= (np.iinfo(np.int32).max if most is None else most)
         reopened, spent = positions[~is_spent], positions[is_spent]
@@ -1085,7 +1085,7 @@ class TaskLedger(TaskFacts):
         return pending
 
     def is_lost(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the rows that are lost to the task: failed before a claim, dead-lettered, dropped or skipped."""
+        """Return a mask of rows the task never receives: failed before a claim, dead-lettered, dropped or skipped."""
         claims = self.claim[positions]
         is_failed = (self.state[positions] == FAILED) & (claims == UNCLAIMED)
         is_given_up = (claims == DEAD_LETTERED) | (claims == DROPPED)
