@@ -227,7 +227,8 @@ class State:
         """Return a partition in the given incarnation; an empty `incarnation` matches any.
 
         Raises:
-            PartitionNotFoundError: the partition does not exist in this incarnation.
+            PartitionNotFoundError: the partition does not exist.
+            StaleIncarnationError: the partition has a different incarnation.
         """
         partition = self.partitions.get(partition_id)
         if partition is None:
