@@ -452,7 +452,7 @@ async def test_a_put_larger_than_an_object_is_cut(tmp_path: Path, monkeypatch: p
 
 
 async def test_other_directories_are_no_recordings(tmp_path: Path) -> None:
-    with pytest.raises(DataDirError, match="is not a recording: the directory 'steps' is missing"):
+    with pytest.raises(DataDirError, match="is not a recording: its directory 'steps' is missing"):
         await Recording(Directory(tmp_path)).open()
     with pytest.raises(InvalidArgumentError, match="cannot list names"):
         place_of("valkey://localhost:1/0")

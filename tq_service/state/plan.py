@@ -584,7 +584,7 @@ def shown(value: object) -> str:
             place = f"{value.given_back} by {value.policy}" if value.given_back == "published" else value.given_back
             bound = "" if value.max_staleness is None else f", at most {value.max_staleness} versions late"
             running = f", at most {value.most_running} running" if value.most_running else ""
-            drops = f", then the lowest {value.priority_key or 'age'} is dropped" if value.overflow == "drop_lowest" else ""
+            drops = f", dropping the lowest {value.priority_key or 'age'}" if value.overflow == "drop_lowest" else ""
             ratio = ""
             if value.samples_per_insert:
                 ratio = (
