@@ -381,7 +381,7 @@ async def test_damage_is_told_and_not_served(engine: StorageEngine, tmp_path: Pa
     with puts[max(puts)].open("r+b") as file:
         file.truncate(1000)
     async with reading_from(directory(tmp_path)) as recording:
-        for step, reason in zip(recording.steps, ("has the checksum", "It was truncated"), strict=True):
+        for step, reason in zip(recording.steps, ("has the checksum", "The file was truncated"), strict=True):
             with pytest.raises(DataLossError, match=reason):
                 await recording.read_put(step.puts[0])
     data = bytearray(first.read_bytes())

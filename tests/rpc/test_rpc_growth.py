@@ -98,7 +98,7 @@ def test_an_append_at_another_length_changes_nothing_and_says_which(client: AnyC
     client.append(slots, {"tokens": [[1], [1, 2], []]}, at=[0, 0, 0])
     for at in ([1, 3, 0], [1, 1, 1]):
         with pytest.raises(
-            tq.errors.PreconditionError, match="continue at that length, or truncate the field"
+            tq.errors.PreconditionError, match="append at the current length, or truncate the field"
         ) as raised:
             client.append(slots, {"tokens": [[9], [9], [9]]}, at=at)
         assert raised.value.reason == "LENGTH_MISMATCH"

@@ -570,10 +570,6 @@ class SharedLease(NamedTuple):
     Each prompt has the same number of slots, in the order of the prompts. A prompt is finished when all its slots are
     live. A prompt that can be claimed again has no slots, so generating its group again creates no duplicates. If one
     side no longer exists, for example because its partition was cleared, the other side has an ordinary lease.
-
-    Attributes:
-        prompts: the claim of the prompts.
-        slots: the claim of the slots.
     """
 
     prompts: Leased

@@ -214,15 +214,7 @@ def _rest_of_blocks(partition: Partition, task: TaskLedger, positions: Indexes, 
 
 
 def reopen(partition: Partition, task: TaskLedger, positions: Indexes, changed: Indexes | None, step: Step) -> None:
-    """Notify waiting claims of rows that can be claimed again, and call `skip_lost_groups`.
-
-    Args:
-        partition: partition of the rows.
-        task: task for which the rows can be claimed again.
-        positions: rows that can be claimed again.
-        changed: the argument `positions` of `skip_lost_groups`.
-        step: the current step.
-    """
+    """Notify waiting claims of rows that can be claimed again, and call `skip_lost_groups` with `changed`."""
     if positions.size:
         partition.notify_rows(partition.table.index[positions])
         step.note_change(partition)

@@ -590,11 +590,7 @@ def _new_counts(write: SampleWrite, checked: CheckedWrite) -> list[int]:
 
 
 def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
-    """Find the rows of a write and validate the write without changing the partition.
-
-    Raises:
-        TqError: the write is rejected.
-    """
+    """Find the rows of a write and validate the write without changing the partition; raise TqError if invalid."""
     _check_counts(write)
     acked = None
     if write.acks is not None and write.global_indexes is not None:
@@ -607,7 +603,7 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
     if partition.sealed and new_count:
         raise PartitionSealedError(
             f"partition {partition.partition_id!r} is sealed with {partition.inserted_count} samples, got "
-            f"{new_count} new ones. Put columns of existing samples by their indexes, or by keys with key_mode "
+            f"{new_count} new samples. Put columns of existing samples by their indexes, or by keys with key_mode "
             f"existing; clear the partition to start over, or use another partition",
             metadata={"partition_id": partition.partition_id},
         )
@@ -734,8 +730,8 @@ def _check_lengths(
     index, got = int(partition.table.index[positions[first]]), int(lengths[first])
     raise PreconditionError(
         f"field {name!r} of sample {index} of partition {partition.partition_id!r} has length {got}, expected "
-        f"{int(expected[first])} ({np.count_nonzero(~fits)} of {fits.size} samples differ); continue at that length, "
-        f"or truncate the field",
+        f"{int(expected[first])} ({np.count_nonzero(~fits)} of {fits.size} samples differ); append at the "
+        f"current length, or truncate the field",
         reason="LENGTH_MISMATCH",
         metadata={
             "partition_id": partition.partition_id,

@@ -414,7 +414,7 @@ class StateMachine:
             self._group = None
             # A request may be rejected with a TqError after a complete change, such as `TaskSeen`.
             if encoded and failure is not None and not isinstance(failure, TqError):
-                self.fatal("a request failed after one of its changes was made", failure)
+                self.fatal("a request failed after one of its changes was applied", failure)
             elif encoded:
                 self._finish(step, encoded)
 
@@ -464,7 +464,7 @@ class StateMachine:
                 step.complete()
         except BaseException as error:
             self._group[1].clear()  # also drops the earlier changes in the group
-            self.fatal("a change was only partly made", error)
+            self.fatal("a change was only partly applied", error)
             raise
         self._group[1].extend(encoded)
         return result

@@ -69,10 +69,10 @@ class StepFacts:
         samples_per_rank: number of samples per rank.
         packs_per_rank: number of packs or micro-batches per rank.
         optimizer_steps: number of optimizer steps.
-        tokens_per_rank: number of tokens per rank; None if lengths are unknown.
-        imbalance: number of tokens of the largest rank divided by the mean, minus 1; None if lengths are unknown.
+        tokens_per_rank: token count per rank; None if lengths are unknown.
+        imbalance: highest token count of a rank divided by the mean, minus 1; None if lengths are unknown.
         padding_tokens: number of tokens added to pad packs.
-        lengths: distribution of the sample lengths, in tokens.
+        lengths: distribution of sample lengths, in tokens.
         policies: published version by policy.
         staleness: distribution of the published version minus the `start_version` (or `version`) of a sample.
         fields: description of each field, by name.

@@ -227,7 +227,7 @@ class Directory(Place):
                 "with record_steps or record_bytes",
                 metadata={"path": self.name},
             )
-        return UnavailableError(f"the recording at {self._path} cannot be written ({error})", reason="DISK_FAILED")
+        return UnavailableError(f"could not write to the recording at {self._path} ({error})", reason="DISK_FAILED")
 
     async def link(self, files: Sequence[tuple[str, Path, int]]) -> bool:
         return await asyncio.to_thread(self._link, files)
@@ -273,12 +273,12 @@ class Directory(Place):
             raise ObjectMissingError(f"the recording at {self._path} has no file {name}") from error
         except OSError as error:
             raise UnavailableError(
-                f"the file {name} of the recording at {self._path} cannot be read ({error})"
+                f"could not read the file {name} of the recording at {self._path} ({error})"
             ) from error
         if view:
             raise ObjectMissingError(
                 f"the file {name} of the recording at {self._path} has {found} bytes; expected at least "
-                f"{start + len(buffer)}. It was truncated"
+                f"{start + len(buffer)}. The file was truncated"
             )
         return buffer
 

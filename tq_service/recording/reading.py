@@ -272,7 +272,7 @@ class RecordedPuts(Backing[PutPlace]):
 def samples_of(
     meta: metadata_pb2.BatchMeta, positions: Indexes, empty_fields: Sequence[bytes] = ()
 ) -> metadata_pb2.BatchMeta:
-    """Reduce an answer to the selected samples, as if only these samples had been requested.
+    """Reduce an answer to the selected samples.
 
     Args:
         meta: the answer, with all metadata of its samples.

@@ -801,7 +801,7 @@ def merge_specs(known: FieldSpec, column: ColumnWrite, layout: Layout) -> FieldS
         hint = "put rows with the same number of dimensions in every put: only scalars (n,), or only rows (n, 1)"
         raise _mismatch(known, new, hint)
     if layout is Layout.JAGGED and not shape:
-        raise _mismatch(known, new, "put rows of one or more dimensions, or declare the field dense for scalars")
+        raise _mismatch(known, new, "put rows of one or more dimensions, or declare the field as dense for scalars")
     widened = tuple(a if a == b else -1 for a, b in zip(shape, given, strict=True))
     if layout is Layout.DENSE and (new.layout is Layout.JAGGED or widened != given):
         raise _mismatch(known, new, "put rows of one shape, or declare the field as auto or jagged")

@@ -483,10 +483,7 @@ class GroupTable:
         return complete
 
     def members_of(self, slots: Indexes, table: RowTable, unit: BatchUnit = "group") -> Indexes:
-        """Return the positions of the members of groups or rollouts.
-
-        This method scans all rows between the first and the last member.
-        """
+        """Return the positions of the members of groups or rollouts by scanning from the first to the last member."""
         if not slots.size:
             return np.zeros(0, np.int64)
         start = table.position_from(int(self.first[slots].min()))
@@ -511,7 +508,7 @@ class GroupTable:
         return np.concatenate(found)
 
     def close(self, slots: Indexes) -> None:
-        """Close groups to further samples and rollouts, and rollouts to further samples."""
+        """Close groups and rollouts, so they accept no further members."""
         slots = distinct(slots, self.slots.count)
         self._count_not_open(slots)
         self.closed.write(slots, True)

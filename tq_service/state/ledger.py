@@ -94,7 +94,7 @@ _MOST_BATCHES_WITHOUT_ROWS = 16  # short batches occur at the end of an epoch, a
 _MOST_REUSING, _MOST_REUSING_ROWS = 1 << 10, 1 << 22  # limits for the records of plans that deliver without consuming
 _NO_ROWS: Final = np.zeros(0, np.int64)
 _NOT_FOLLOWED: Final = nullcontext()
-_OTHER_DP_SIZE: Final = ". To continue with another number of ranks, restart the ranks (docs/asynchronous_rl.md)"
+_OTHER_DP_SIZE: Final = ". To change the number of ranks, restart the ranks (docs/asynchronous_rl.md)"
 
 KEPT_ROLLOUTS: Final = -1
 """Value of `kept_groups` for a task or claim that keeps rollouts together instead of groups."""
@@ -121,9 +121,9 @@ _LOSSES: Final[Mapping[Loss, tuple[type[TqError], str]]] = {
     ),
     "forgotten": (
         BatchForgottenError,
-        "this batch or claim of task {task!r} was planned but is no longer on record: only the last {most} plans that "
-        "deliver samples without consuming them are kept. Continue with a later batch_index (the next to be planned "
-        "is {next}) or, as a queue worker, with another claim_name",
+        "the record of this batch or claim of task {task!r} was dropped, since only the last {most} plans that deliver "
+        "samples without consuming them are kept. Continue with a later batch_index (the next to be planned is {next}) "
+        "or, as a queue worker, with another claim_name",
     ),
 }
 

@@ -269,7 +269,7 @@ class View(Protocol):
         ...
 
     def rows(self) -> Indexes:
-        """Return all rows of the partition that are not cleared, ready or not."""
+        """Return all rows of the partition, ready or not, except cleared rows."""
         ...
 
 
@@ -348,7 +348,8 @@ class Condition:
             return
         if not self.operator or not self.column:
             raise InvalidArgumentError(
-                f"where: got column {self.column!r} and operator {self.operator!r}; expected both", field="where"
+                f"where: got column {self.column!r} and operator {self.operator!r}; expected both to be set",
+                field="where",
             )
         given = [value for value in self.values if value is not None]
         if len(given) != len(self.values) or (self.operator != "in" and len(given) != 1):
@@ -519,7 +520,7 @@ class BatchSpec:
     totals: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_range("max_uses", self.max_uses, 1, hint=", or 0 for once")
+        check_range("max_uses", self.max_uses, 1, hint=", or 0 for a single use")
         check_range("least_members", self.least_members, 0)
         for name, value in (("least_members", self.least_members), ("refill", self.refill)):
             if value and not self.evicts:
@@ -589,7 +590,7 @@ def shown(value: object) -> str:
             if value.samples_per_insert:
                 ratio = (
                     f", {value.samples_per_insert:g} deliveries per insert after {value.min_size_to_sample}, "
-                    f"{value.error_buffer} more or less"
+                    f"plus or minus {value.error_buffer}"
                 )
             return f"{value.task_name}: {value.most} {value.unit}s until {place}{bound}{running}{drops}{ratio}"
         case Release():
@@ -665,14 +666,14 @@ class LeaseTerms:
     shared_with: str = ""
 
     def __post_init__(self) -> None:
-        if not 0 < self.seconds <= MAX_LEASE_SECONDS:  # NaN fails this too
+        if not 0 < self.seconds <= MAX_LEASE_SECONDS:  # also rejects NaN
             raise InvalidArgumentError(
                 f"lease is {self.seconds}; expected a positive number of seconds, at most {MAX_LEASE_SECONDS:g} (a "
                 f"day). Extend the lease if the work takes longer",
                 field="lease",
             )
         if self.max_deliveries is not None:
-            hint = ": a positive number, or 0 for no bound"
+            hint = ": a positive number, or 0 for no limit"
             check_range("max_deliveries", self.max_deliveries, 0, hint=hint)
 
 

@@ -187,7 +187,7 @@ def _parts_of_positions(positions: Indexes) -> Iterator[tuple[int, Any, Indexes]
 
 
 def zeros(count: int, dtype: np.dtype[Any], fill: Any) -> NDArray[Any] | ObjectChunks:
-    """Allocate at least `count` zeros in untouched memory; elements of objects are None or the fill instead."""
+    """Allocate at least `count` zeros in untouched memory; for objects, the values are None or the fill instead."""
     if count < RESERVED_FROM:
         return np.zeros(count, dtype) if dtype.kind != "O" else np.empty(count, dtype)
     if dtype.kind == "O":
