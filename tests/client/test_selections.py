@@ -62,10 +62,10 @@ async def test_what_cannot_be_asked_is_refused(client):
     await put_eight(client)
     with pytest.raises(tq.errors.InvalidArgumentError, match="named by keys and by groups"):
         await client.lookup_samples("p", ["k0"], groups=["a"])
-    with pytest.raises(tq.errors.InvalidArgumentError, match="holds int64 values, got 'x'") as raised:
+    with pytest.raises(tq.errors.InvalidArgumentError, match="contains int64 values, got 'x'") as raised:
         await client.lookup_samples("p", where=[("version", "==", "x")])
     assert raised.value.field == "where"
-    with pytest.raises(tq.errors.InvalidArgumentError, match="holds int64 values"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="contains int64 values"):
         await client.clear_samples("p", where=[("version", "==", "x")])
     with pytest.raises(tq.errors.InvalidArgumentError, match="groups and samples are both set"):
         await client.clear_samples("p", keys=["k0"], groups=["a"])

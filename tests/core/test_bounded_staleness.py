@@ -196,7 +196,7 @@ async def test_what_could_evade_the_bound_is_refused():
             await take(catalog, 0, **{"batch_size": 2} | arguments)
     with pytest.raises(InvalidArgumentError, match="trainer ranks"):
         await catalog.claim("train", b"", asks(None), 0.0)
-    with pytest.raises(PreconditionError, match="too old in another epoch"):
+    with pytest.raises(PreconditionError, match="too old for another epoch"):
         catalog.commit(ConsumptionReset(partition_id="train", task_name="t", keep_consumed=False))
     assert catalog.commit(ConsumptionReset(partition_id="train", task_name="t", keep_consumed=True)) == 1
     with pytest.raises(InvalidArgumentError, match="2 tasks"):

@@ -292,7 +292,7 @@ async def test_ranks_must_agree_on_what_is_evicted():
 
 
 def test_a_least_number_of_members_needs_to_be_told_what_to_do():
-    with pytest.raises(InvalidArgumentError, match="least_members is 2 and unmatched is 'wait'"):
+    with pytest.raises(InvalidArgumentError, match="least_members is 2, but unmatched is 'wait'"):
         asks(least_members=2)
     with pytest.raises(InvalidArgumentError, match="least_members is -1"):
         asks(least_members=-1, unmatched="fail")
@@ -575,7 +575,7 @@ async def test_ranks_whose_batch_is_refilled_go_on():
 
 def test_a_refill_needs_to_be_told_what_is_evicted():
     refill = Refill(partition_id="prompts", task_name="rollout")
-    with pytest.raises(InvalidArgumentError, match="refill is rollout of prompts, at most 3 times and unmatched is"):
+    with pytest.raises(InvalidArgumentError, match="refill is rollout of prompts, at most 3 times, but unmatched is"):
         asks(refill=refill)
     for wrong in ({"partition_id": ""}, {"task_name": ""}, {"max_refills": 0}):
         with pytest.raises(InvalidArgumentError):

@@ -132,7 +132,7 @@ def test_only_fields_that_are_ragged_in_their_first_dimension_grow():
             worker.append([1, 1], [0, 0], name=name)
     update(worker.train, [0], [dense("image", 3, 4), dense("n")])
     for column in (dense("image", 3, 4), dense("n"), dense("new", 2)):
-        with pytest.raises(FieldMismatchError, match="differ in just the first dimension"):
+        with pytest.raises(FieldMismatchError, match="differ only in the first dimension"):
             worker.append([1, 1], [3, 0], columns=[column])
     for name in ("image", "n"):
         with pytest.raises(FieldMismatchError, match="put the entire field instead"):

@@ -142,7 +142,7 @@ def test_a_column_that_a_snapshot_does_not_have_takes_its_fill(path, caplog):
     assert again.priority[:4].tolist() == [5] * 4
     assert again.shelf[:4].tolist() == [None] * 4
     assert [record.getMessage() for record in caplog.records] == [
-        f"snapshot lacks a column; set its rows to the default partition=train {column}"
+        f"set a column that is missing from the snapshot to its default partition=train {column}"
         for column in ("table=rows column=priority default=5", "table=puts column=shelf default=None")
     ]
 

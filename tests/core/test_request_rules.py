@@ -64,7 +64,7 @@ def claim_spec(**arguments):
         (lambda: LeaseTerms(seconds=math.nan), "lease", "is nan; expected a positive number"),
         (lambda: LeaseTerms(seconds=86_401), "lease", r"at most 86400 \(a day\)"),
         (lambda: LeaseTerms(seconds=0, max_deliveries=2), "lease", "is 0; expected a positive number"),
-        (lambda: LeaseTerms(seconds=1, max_deliveries=-1), "max_deliveries", "0 for no bound"),
+        (lambda: LeaseTerms(seconds=1, max_deliveries=-1), "max_deliveries", "0 for no limit"),
         (lambda: asks((0, 2, 0), lease=LeaseTerms(seconds=1)), "lease", "lease is only for queue workers"),
         (lambda: asks(request_id=b"short"), "request_id", "has 5 bytes"),
         (lambda: asks(task=""), "task_name", "printable"),

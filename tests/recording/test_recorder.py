@@ -381,7 +381,7 @@ async def test_damage_is_told_and_not_served(engine: StorageEngine, tmp_path: Pa
     with puts[max(puts)].open("r+b") as file:
         file.truncate(1000)
     async with reading_from(directory(tmp_path)) as recording:
-        for step, reason in zip(recording.steps, ("has the checksum", "It was truncated"), strict=True):
+        for step, reason in zip(recording.steps, ("has the checksum", "The file was truncated"), strict=True):
             with pytest.raises(DataLossError, match=reason):
                 await recording.read_put(step.puts[0])
     data = bytearray(first.read_bytes())
@@ -452,7 +452,7 @@ async def test_a_put_larger_than_an_object_is_cut(tmp_path: Path, monkeypatch: p
 
 
 async def test_other_directories_are_no_recordings(tmp_path: Path) -> None:
-    with pytest.raises(DataDirError, match="is not a recording: the directory 'steps' is missing"):
+    with pytest.raises(DataDirError, match="is not a recording: its directory 'steps' is missing"):
         await Recording(Directory(tmp_path)).open()
     with pytest.raises(InvalidArgumentError, match="cannot list names"):
         place_of("valkey://localhost:1/0")

@@ -164,7 +164,7 @@ def test_rows_of_another_number_of_dimensions_are_refused(client: AnyClient) -> 
             client.put("train", data)
     with pytest.raises(tq.errors.FieldMismatchError, match="convert the rows to the dtype"):
         client.put("train", {"x": torch.zeros(2, dtype=torch.int64)})
-    with pytest.raises(tq.errors.FieldMismatchError, match="it holds tensors: put tensors"):
+    with pytest.raises(tq.errors.FieldMismatchError, match="the field contains tensors: put tensors"):
         client.put("train", {"x": ["a", "b"]})
     assert client.describe_partition("train").summary.inserted_count == 2
 

@@ -115,7 +115,7 @@ def test_ranks_agree_on_what_is_evicted(client: AnyClient) -> None:
     ("arguments", "field", "message"),
     [
         ({"unmatched": "drop"}, "unmatched", "unmatched is 'drop', expected one of wait, fail, clear"),
-        ({"least_members": 2}, "least_members", "least_members is 2 and unmatched is 'wait'"),
+        ({"least_members": 2}, "least_members", "least_members is 2, but unmatched is 'wait'"),
         ({"least_members": 0}, "least_members", "least_members is 0, expected at least 1"),
         ({"least_members": -1, "unmatched": "fail"}, "least_members", "least_members is -1; give 0 or more"),
     ],
@@ -250,7 +250,7 @@ def test_a_worker_that_has_not_acknowledged_its_prompt_yet_does_not_undo_the_ref
 @pytest.mark.parametrize(
     ("arguments", "field", "message"),
     [
-        ({"refill": ("prompts", "rollout")}, "refill", "refill is rollout of prompts.* and unmatched is 'wait'"),
+        ({"refill": ("prompts", "rollout")}, "refill", "refill is rollout of prompts.*, but unmatched is 'wait'"),
         ({"refill": "prompts", "unmatched": "fail"}, "refill", r"refill is 'prompts', expected \(partition_id"),
         ({"refill": ("prompts", ""), "unmatched": "fail"}, "refill", "refill is ''; give 1 to 512"),
         (

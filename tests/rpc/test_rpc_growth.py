@@ -86,7 +86,7 @@ def test_rows_of_several_dimensions_and_dense_data_grow(client: AnyClient) -> No
     rows = client.get_data(meta)["h"].unbind()
     assert [tuple(row.shape) for row in rows] == [(4, 4), (3, 4)]
     assert rows[0].sum() == 4
-    with pytest.raises(tq.errors.FieldMismatchError, match=r"differ in just the first dimension"):
+    with pytest.raises(tq.errors.FieldMismatchError, match=r"differ only in the first dimension"):
         client.append(slots, {"h": torch.zeros(2, 1, 5)}, at=[4, 3])
     with pytest.raises(tq.errors.InvalidArgumentError, match="a tensor or a list of numbers"):
         client.append(slots, {"text": ["a", "b"]}, at=[0, 0])
@@ -98,7 +98,7 @@ def test_an_append_at_another_length_changes_nothing_and_says_which(client: AnyC
     client.append(slots, {"tokens": [[1], [1, 2], []]}, at=[0, 0, 0])
     for at in ([1, 3, 0], [1, 1, 1]):
         with pytest.raises(
-            tq.errors.PreconditionError, match="continue at that length, or truncate the field"
+            tq.errors.PreconditionError, match="append at the current length, or truncate the field"
         ) as raised:
             client.append(slots, {"tokens": [[9], [9], [9]]}, at=at)
         assert raised.value.reason == "LENGTH_MISMATCH"
@@ -126,7 +126,7 @@ def test_samples_that_are_not_held_or_not_leased_to_the_caller_do_not_grow(clien
     found, _ = client.lookup_samples("train")
     plain = client.put("train", {"x": torch.zeros(1)})
     for change in changes.values():
-        with pytest.raises(tq.errors.PreconditionError, match="is live, expected a held sample") as raised:
+        with pytest.raises(tq.errors.PreconditionError, match="is live, expected held") as raised:
             change(slots)
         assert (raised.value.reason, raised.value.metadata["global_index"]) == ("SAMPLE_NOT_HELD", "0")
         for meta in (found, plain):

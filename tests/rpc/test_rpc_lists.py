@@ -123,7 +123,7 @@ def test_objects_that_a_field_cannot_hold_are_still_refused(client: AnyClient, c
     client.create_partition("p", fields=[OBJECT, tq.FieldSpec("t", layout="object", encoding="text")])
     before = client.describe_partition("p").summary.inserted_count
     for data, message in (
-        ({"x": torch.ones(2)}, "'x' is object .*, got float32 dense.*holds objects: put its rows as a list"),
+        ({"x": torch.ones(2)}, "'x' is object .*, got float32 dense.*contains objects: put its rows as a list"),
         ({"x": np.ones(2)}, "'x' is object .*, got float64 dense"),
         (TensorDict({"x": torch.ones(2)}, [2]), "'x' is object"),
         ({"t": [1, 2]}, "'t' is object .text., got object .msgpack."),

@@ -103,7 +103,7 @@ def test_an_object_store_that_does_not_answer_is_no_reason_not_to_start(
 
 def test_a_directory_that_cannot_be_used_is(start_server: StartServer, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(tq.errors.DataDirError, match="cannot create a recording at"):
+    with pytest.raises(tq.errors.DataDirError, match="could not create a recording at"):
         start_server(record=str(tmp_path / "file"))
 
 

@@ -1,6 +1,6 @@
-"""The only writer of `state`: the changes, each a dataclass with the result of a request, and the state machine.
+"""Changes of the controller's state, and the state machine that applies them; no other package modifies `state`.
 
-A change contains the result of a request rather than the request itself. For example, a claim contains its rows, so
-applying it needs no sampler and always returns the same answer. The state machine applies changes one by one, both live
-ones and those read from the log.
+A change is a dataclass that contains the result of a request rather than the request itself. For example, a claim
+contains its rows, so applying it does not call a sampler and always has the same result. The state machine applies
+changes one by one, whether they are new or read from the log.
 """

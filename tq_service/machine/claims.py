@@ -1,7 +1,7 @@
-"""Changes of a task's consumption: claims, acknowledgements, releases, leases that are extended or expire, and epochs.
+"""Changes of a task's consumption: claims, acknowledgements, releases, extended and expired leases, and epochs.
 
-`check` validates a change against the task and its claims, and finds the affected rows. `make` calls one method of the
-task's ledger and records the consequences.
+The method `check` validates a change against the task and its claims, and finds the affected rows. The method `make`
+updates the task's ledger and records the consequences.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ class TaskChange(Change):
     task_name: str
 
     def prepare(self, state: State) -> tuple[Partition, TaskLedger, Any] | None:
-        """Return the partition, the task and the result of `check`, or None if there is nothing to change."""
+        """Return the partition, the task and the result of `check`; None if there is nothing to change."""
         partition = state.partition(self.partition_id)
         task = partition.known_task(self.task_name)
         found = self.check(partition, task)
         return None if found is None else (partition, task, found)
 
     def check(self, partition: Partition, task: TaskLedger) -> Any | None:
-        """Validate the change and return its targets for `make`, or None if there is nothing to change."""
+        """Validate the change and return the argument `found` of `make`, or None if there is nothing to change."""
         return True
 
     def apply(self, state: State, prepared: tuple[Partition, TaskLedger, Any], step: Step) -> Any:
-        """Make the change and notify the task's watchers."""
+        """Make the change and record that the task made progress."""
         partition, task, found = prepared
         step.tasks.append((partition, task.name))
         return self.make(partition, task, found, step)
 
     @abstractmethod
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> Any:
-        """Make the change; see `Change.apply`."""
+        """Make the change and return its result; see `Change.apply`."""
 
 
 class TaskSeen(Change):
@@ -60,31 +60,31 @@ class TaskSeen(Change):
     task_name: str
 
     def prepare(self, state: State) -> Partition | None:
-        """Return the partition, or None if it already knows the task.
+        """Return the partition, or None if the partition already has a ledger for the task.
 
         Raises:
-            TaskNotFoundError: the partition was not created for this task.
+            TaskNotFoundError: the partition declares its tasks, and this task is not among them.
         """
         partition = state.partition(self.partition_id)
         partition.check_task(self.task_name)
         return None if self.task_name in partition.tasks else partition
 
     def apply(self, state: State, prepared: Partition, step: Step) -> TaskLedger:
-        """Open the task's ledger."""
+        """Create the task's ledger."""
         step.tasks.append((prepared, self.task_name))
         return prepared.open_task(self.task_name)
 
 
 class TaskForgotten(TaskChange):
-    """A task without any record was forgotten, because the calls that opened it were rejected."""
+    """A task without any history was removed, because all of its requests so far were rejected."""
 
     def check(self, partition: Partition, task: TaskLedger) -> Any | None:
-        """Return None if the task was declared with the partition or has a record."""
+        """Return None if the task was declared with the partition or has a history."""
         is_declared = self.task_name in partition.settings.known_tasks
         return None if is_declared or not task.is_unused else True
 
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> None:
-        """Drop the task's ledger."""
+        """Remove the task's ledger."""
         partition.forget_task(task.name)
 
 
@@ -92,13 +92,14 @@ class TaskForgotten(TaskChange):
 
 
 class SamplesClaimed(TaskChange):
-    """A plan delivered samples: to all ranks as the task's next batch_index, or to a queue worker.
+    """Samples were claimed by a plan, either as the next batch of all ranks or by a queue worker.
 
     Attributes:
+        plan: the delivered and consumed samples.
         batch_spec: the requested batch; None for a queue claim without a name.
-        request_id: id of the queue claim; empty for a batch for ranks.
-        lease: terms of the queue claim's lease; None: the samples are done on delivery.
-        claim_name: name under which the claim can be repeated; empty for an unnamed claim.
+        request_id: id of the queue claim; empty for a batch of the ranks.
+        lease: lease terms of the queue claim; None: the samples are done on delivery.
+        claim_name: name for repeating the queue claim; empty for an unnamed claim.
     """
 
     plan: RecordedPlan
@@ -108,11 +109,11 @@ class SamplesClaimed(TaskChange):
     claim_name: str = ""
 
     def check(self, partition: Partition, task: TaskLedger) -> Indexes:
-        """Return the positions of all rows of the plan; raise TqError if one no longer exists."""
+        """Return the positions of all rows in the plan; raise SampleNotFoundError if a row no longer exists."""
         return partition.positions_of(self.plan.named)
 
     def make(self, partition: Partition, task: TaskLedger, found: Indexes, step: Step) -> Claim:
-        """Record the plan and the samples that it consumes."""
+        """Record the plan in the ledger, which consumes or leases its samples; return the claim."""
         step.consumed[partition] = None
         claim = task.deliver(
             self.plan,
@@ -130,11 +131,12 @@ class SamplesClaimed(TaskChange):
 
 
 class EndReached(TaskChange):
-    """The ranks of a task, or a named queue claim, reached the end: they receive no further batch in this epoch.
+    """The ranks of a task, or a named queue claim, reached the end, after which this epoch has no more batches.
 
     Attributes:
-        dp_size: number of ranks; None: the end is that of a claim.
-        claim_name: name of the claim; every call with this name returns the end.
+        end: sample counts that are returned with the end.
+        dp_size: number of ranks; None: a queue claim reached the end.
+        claim_name: name of the queue claim; every call with this name returns the end.
     """
 
     end: EndCounts
@@ -142,7 +144,7 @@ class EndReached(TaskChange):
     claim_name: str = ""
 
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> None:
-        """Record the end."""
+        """Record the end in the task's ledger."""
         if self.dp_size is None:
             task.reach_named_end(self.claim_name, self.end)
         else:
@@ -153,15 +155,15 @@ class EndReached(TaskChange):
 
 
 class ClaimReleased(TaskChange):
-    """A queue claim was released: its remaining samples can be claimed again.
+    """A queue claim was released, so its remaining samples can be claimed again.
 
-    Samples that the claim has acknowledged or released are ignored. So is an unknown claim, since a client may release
-    a claim whose answer it never received. Prompts lose their slots unless these are finished; see `SharedLease`.
+    Samples that were already acknowledged or released are ignored. An unknown claim is ignored too, since a client may
+    release a claim whose answer it never received. The slots of unfinished prompts are removed; see `SharedLease`.
 
     Attributes:
-        global_indexes: samples of a leased claim; None: all that remain.
-        is_final: whether the request_id is rejected from now on. False if the answer reached no client, so a client may
-            retry with the same request_id.
+        global_indexes: samples of a leased claim to release; None: all remaining samples.
+        is_final: whether later calls with the request_id are rejected. False if no client received the answer, so a
+            client may retry with the same request_id.
     """
 
     request_id: bytes
@@ -169,10 +171,10 @@ class ClaimReleased(TaskChange):
     is_final: bool = True
 
     def check(self, partition: Partition, task: TaskLedger) -> tuple[Claim | None, Indexes] | None:
-        """Return the claim and the positions to release, or None if there is nothing to change.
+        """Return the claim (None if unknown) and the positions to release; None if there is nothing to change.
 
         Raises:
-            LeaseExpiredError: the lease of a listed sample expired.
+            LeaseExpiredError: the lease on a listed sample expired.
             InvalidArgumentError: only part of a claim without a lease, or of an indivisible group, is listed.
         """
         rows, claim = self.global_indexes, task.claims.get(self.request_id)
@@ -184,7 +186,7 @@ class ClaimReleased(TaskChange):
         return None if rows is not None and claim.lease is not None and not positions.size else (claim, positions)
 
     def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim | None, Indexes], step: Step) -> int:
-        """Release the samples; return the number of samples that can be claimed again immediately."""
+        """Release the samples; return how many of them are live, so that they can be claimed again immediately."""
         claim, positions = found
         if self.is_final:
             task.ended.add(self.request_id, step.at_seconds, is_expired=False)
@@ -202,45 +204,45 @@ class ClaimReleased(TaskChange):
 
 
 class ClaimAcked(TaskChange):
-    """Samples of a leased claim were acknowledged: they are done for good, or until their next use.
+    """Samples of a leased claim were acknowledged, which consumes them or makes them claimable for their next use.
 
-    Samples that are done, have failed or were cleared may be listed, since no other worker will process them.
+    Samples that are done, have failed or were cleared are ignored, since no other worker will process them.
 
     Attributes:
-        global_indexes: the samples; None: all that remain of the claim.
+        global_indexes: the acknowledged samples; None: all remaining samples of the claim.
     """
 
     request_id: bytes
     global_indexes: Indexes | None = None
 
     def check(self, partition: Partition, task: TaskLedger) -> tuple[Claim, Indexes] | None:
-        """Return the claim and the positions of its leased samples, or None if none is leased.
+        """Return the claim and the positions of the samples that it still leases, or None if it leases none of them.
 
         Raises:
-            LeaseExpiredError: the claim no longer holds some of the samples; none is acknowledged.
+            LeaseExpiredError: the lease on some of the samples has ended; no sample is acknowledged.
             InvalidArgumentError: samples were never in the claim, or are only part of an indivisible group.
             PreconditionError: the claim was made without a lease.
         """
         return _find_acked(partition, task, self.request_id, self.global_indexes)
 
     def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim, Indexes], step: Step) -> int:
-        """Consume the samples for good, or return them for their next use; return their number."""
+        """Acknowledge the samples; return the number of acknowledged samples."""
         count = _ack(partition, task, *found, step)
         finish_prompts(partition, Acked(task, *found), step)
         return count
 
 
 class ClaimExtended(TaskChange):
-    """The lease on the unacknowledged samples of a claim was extended; its new duration counts from now."""
+    """The lease on the unacknowledged samples of a claim was extended to `lease_seconds` from now."""
 
     request_id: bytes
     lease_seconds: float
 
     def check(self, partition: Partition, task: TaskLedger) -> tuple[Claim, LeaseTerms]:
-        """Return the claim and its new lease.
+        """Return the claim and its new lease terms.
 
         Raises:
-            LeaseExpiredError: the lease expired, or its samples were released.
+            LeaseExpiredError: the lease expired, or the claim was released.
             PreconditionError: the claim has no unacknowledged samples, or was made without a lease.
         """
         claim = task.claims.get(self.request_id)
@@ -249,14 +251,14 @@ class ClaimExtended(TaskChange):
         lease = replace(_lease_of(task, claim), seconds=self.lease_seconds)
         if claim.leased_count == 0:
             raise PreconditionError(
-                f"this claim of task {task.name!r} has no outstanding samples: all were acknowledged, failed, cleared "
-                f"or released, so there is nothing to extend",
+                f"this claim of task {task.name!r} has no leased samples to extend, since all were acknowledged, "
+                f"failed, cleared or released",
                 metadata={"task_name": task.name},
             )
         return claim, lease
 
     def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim, LeaseTerms], step: Step) -> int:
-        """Change the duration of the lease; return the number of samples still leased."""
+        """Set the duration of the lease and restart it; return the number of samples still leased."""
         claim, lease = found
         shared = SharedLease.of(partition, task, claim)
         for side in (Leased(partition, task, claim),) if shared is None else shared:
@@ -267,19 +269,19 @@ class ClaimExtended(TaskChange):
 
 
 class LeaseExpired(TaskChange):
-    """A lease expired: the remaining samples of the claim can be claimed again, or are dead-lettered."""
+    """The lease of a claim expired, so its remaining samples can be claimed again or are dead-lettered."""
 
     request_id: bytes
 
     def check(self, partition: Partition, task: TaskLedger) -> tuple[Claim, Indexes]:
-        """Return the claim and the positions of its remaining samples; raise LookupError if none remains."""
+        """Return the claim and the positions of its leased samples; raise LookupError if no sample is leased."""
         claim = task.claims.get(self.request_id)
         if claim is None or claim.leased_count == 0:
             raise LookupError(f"task {task.name!r} has no leased samples under request_id {self.request_id.hex()}")
         return claim, task.left(claim)
 
     def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim, Indexes], step: Step) -> None:
-        """Revoke the worker's lease on the samples."""
+        """End the lease on the samples and, if the lease is shared, on the other side's samples."""
         claim, positions = found
         if (shared := SharedLease.of(partition, task, claim)) is not None:
             shared.expire(step)
@@ -288,30 +290,31 @@ class LeaseExpired(TaskChange):
 
 
 class ConsumptionReset(TaskChange):
-    """The next epoch of a task began.
+    """The consumption of a task was reset, which started the task's next epoch.
 
     Attributes:
-        keep_consumed: whether samples that are done stay consumed; leased and dead-lettered ones can be claimed again.
-        epoch: the epoch that the caller intends to end; None: the current one.
+        keep_consumed: whether consumed samples stay consumed. Leased and dead-lettered samples can always be claimed
+            again.
+        epoch: the epoch that the caller intends to end; None: the current epoch.
     """
 
     keep_consumed: bool
     epoch: int | None = None
 
     def check(self, partition: Partition, task: TaskLedger) -> Any:
-        """Validate the reset.
+        """Validate the reset; return True.
 
         Raises:
             StaleEpochError: the task is at a different epoch.
-            PreconditionError: the task bounds staleness, so its samples cannot be trained in another epoch.
+            PreconditionError: staleness is bounded, so the samples would be too old for another epoch.
         """
         task.check_epoch(self.epoch)
         bounded = partition.settings.bounded_admission
         if bounded is not None and bounded.task_name == self.task_name and not self.keep_consumed:
             raise PreconditionError(
                 f"task {self.task_name!r} of partition {self.partition_id!r} has max_staleness "
-                f"{bounded.max_staleness}, and samples that were trained would be too old in another epoch; reset "
-                f"with keep_consumed, or restart the ranks (RestartRanks)",
+                f"{bounded.max_staleness}, so trained samples would be too old for another epoch; reset with "
+                f"keep_consumed, or restart the ranks (RestartRanks)",
                 reason="STALENESS_BOUNDED",
                 metadata={"partition_id": self.partition_id, "task_name": self.task_name},
             )
@@ -319,7 +322,7 @@ class ConsumptionReset(TaskChange):
 
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> int:
         """Start the next epoch and return its number."""
-        for claim in list(task.claims.values()):  # the reset drops the records, so both sides must end here
+        for claim in list(task.claims.values()):  # the reset drops the claims, so shared leases must end first
             if (shared := SharedLease.of(partition, task, claim)) is not None:
                 shared.expire(step)
         reopened = task.reset(keep_consumed=self.keep_consumed, open_count=partition.open_count)
@@ -333,11 +336,11 @@ class ConsumptionReset(TaskChange):
 
 
 class TaskAdvanced(TaskChange):
-    """The trainer behind the task reported progress.
+    """The trainer of a task reported progress.
 
     Attributes:
-        trained: the last trained batch_index, which implies that all earlier batches are trained. None: not reported.
-        saved: the last batch_index covered by a trainer checkpoint; this batch and all earlier ones are trained too.
+        trained: last trained batch_index, which implies that all earlier batches are trained; None: not reported.
+        saved: last batch_index covered by a trainer checkpoint, which implies that all batches up to it are trained;
             None: not reported.
     """
 
@@ -345,18 +348,18 @@ class TaskAdvanced(TaskChange):
     saved: int | None = None
 
     def check(self, partition: Partition, task: TaskLedger) -> tuple[int, int] | None:
-        """Return `trained` and `saved`, -1 for a missing one, or None if neither is higher than before.
+        """Return `trained` and `saved`, each -1 if not reported; None if neither is higher than before.
 
         Raises:
-            InvalidArgumentError: a reported batch was never planned.
+            InvalidArgumentError: a reported batch has not been planned.
         """
         last = task.next_batch_index - 1
         for name, index in (("trained", self.trained), ("saved", self.saved)):
             if index is not None and not 0 <= index <= last:
-                planned = f"expected 0 to {last}" if last >= 0 else "and no batch has been planned"
+                planned = f"expected 0 to {last}" if last >= 0 else "expected no value, since no batch is planned"
                 raise InvalidArgumentError(
-                    f"{name} is {index}; {planned}, the batches of task {task.name!r} in partition "
-                    f"{self.partition_id!r}. Pass the batch_index of the last batch that is done.",
+                    f"{name} is {index}; {planned} (batches of task {task.name!r} in partition "
+                    f"{self.partition_id!r}). Pass the batch_index of the last completed batch.",
                     field=name,
                     metadata={"got": str(index), "expected": f"0 to {last}"},
                 )
@@ -364,7 +367,7 @@ class TaskAdvanced(TaskChange):
         return (trained, saved) if trained > task.trained or saved > task.saved else None
 
     def make(self, partition: Partition, task: TaskLedger, found: tuple[int, int], step: Step) -> None:
-        """Record the progress."""
+        """Record the progress and release samples that are no longer needed."""
         before = task.saved if partition.settings.keeps_until_saved else task.trained
         task.advance(*found)
         step.consumed[partition] = None  # finished work may have freed capacity
@@ -373,13 +376,14 @@ class TaskAdvanced(TaskChange):
 
 
 class RanksRestarted(TaskChange):
-    """The ranks of a task restarted after the last trained batch. The new epoch makes the service reject the old ranks.
+    """The ranks of a task restarted after the last trained batch, in a new epoch, so that old ranks are rejected.
 
     Attributes:
         dp_size: number of new ranks.
-        trained: the last trained batch_index; -1: none was trained.
-        epoch: the epoch of the old ranks. The ranks have already restarted if this epoch has ended, the next one has
-            `dp_size` ranks, and none of its batches was trained. None: restart in any case.
+        trained: last trained batch_index; -1: no batch was trained.
+        epoch: epoch of the old ranks, so a repeated call does not restart the ranks twice. The ranks have already
+            restarted if this epoch has ended, the task has `dp_size` ranks, and no batch after `trained` was trained.
+            None: restart in any case.
     """
 
     dp_size: int
@@ -390,22 +394,22 @@ class RanksRestarted(TaskChange):
         """Return None if the ranks have already restarted.
 
         Raises:
-            StaleEpochError: the task has not reached that epoch.
-            InvalidArgumentError: a number is out of range.
-            SamplesClearedError: samples of later batches were released.
+            StaleEpochError: the task has not reached `epoch`.
+            InvalidArgumentError: `dp_size` or `trained` is out of range.
+            SamplesClearedError: samples of a batch after `trained` were released.
         """
         check_range("dp_size", self.dp_size, 1, MOST_RANKS)
         if self.epoch is not None and self.epoch != task.epoch:
             if self.epoch > task.epoch:
                 task.check_epoch(self.epoch)
-            # Ranks train a batch together, so a trained batch in the new epoch means that all of them have restarted.
+            # Ranks train each batch together, so a trained batch in the new epoch proves that all ranks have restarted.
             if task.dp_size == self.dp_size and task.trained <= self.trained:
                 return None
         last = task.next_batch_index - 1
         if not -1 <= self.trained <= last:
             raise InvalidArgumentError(
-                f"trained is {self.trained}; expected -1 to {last}, the batches of task {task.name!r} in partition "
-                f"{self.partition_id!r} that were planned. Pass the batch_index of the last batch that was trained.",
+                f"trained is {self.trained}; expected -1 to {last}, the last planned batch of task {task.name!r} in "
+                f"partition {self.partition_id!r}. Pass the batch_index of the last trained batch.",
                 field="trained",
                 metadata={"got": str(self.trained), "expected": f"-1 to {last}"},
             )
@@ -413,7 +417,7 @@ class RanksRestarted(TaskChange):
         return True
 
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> tuple[int, int]:
-        """Restart the ranks; return the numbers of trained batches that are planned again and of their samples."""
+        """Restart the ranks; return how many trained batches must be planned again, and how many samples they have."""
         before = task.trained
         repeated = task.claim[task.rows_of_batches(self.trained, before)] != DROPPED
         later = task.rows_of_batches(min(before, self.trained), task.next_batch_index)
@@ -425,19 +429,20 @@ class RanksRestarted(TaskChange):
 
 
 class DeadLettersRequeued(TaskChange):
-    """Dead-lettered samples of a task can be claimed again, as if they had never been delivered.
+    """Dead-lettered samples of a task were requeued, so they can be claimed as if they had never been delivered.
 
     Attributes:
-        global_indexes: samples, of which those that are not dead-lettered are ignored. None: all dead-lettered ones.
+        global_indexes: samples to requeue; samples that are not dead-lettered are ignored. None: all dead-lettered
+            samples.
     """
 
     global_indexes: Indexes | None = None
 
     def check(self, partition: Partition, task: TaskLedger) -> Indexes | None:
-        """Return the positions of the samples, or None if none is dead-lettered.
+        """Return the positions of the dead-lettered samples among the given ones, or None if there are none.
 
         Raises:
-            PreconditionError: the ranks of the task have reached their end, so nothing more is delivered.
+            PreconditionError: the ranks of the task have reached the end, so no more samples are delivered.
         """
         positions = task.dead_lettered()
         if self.global_indexes is not None:
@@ -445,24 +450,24 @@ class DeadLettersRequeued(TaskChange):
         if positions.size and task.end is not None:
             raise PreconditionError(
                 f"task {task.name!r} of partition {self.partition_id!r} is at its end, so its ranks request no more "
-                "batches; reset its consumption with keep_consumed, which delivers dead-lettered samples again",
+                "batches; reset its consumption with keep_consumed to deliver dead-lettered samples again",
                 metadata={"task_name": task.name},
             )
         return positions if positions.size else None
 
     def make(self, partition: Partition, task: TaskLedger, found: Indexes, step: Step) -> int:
-        """Make the samples claimable; return their number."""
+        """Make the samples claimable; return the number of samples."""
         task.requeue(found)
-        reopened = np.concatenate([found, task.unskip()])  # their groups may be complete again
+        reopened = np.concatenate([found, task.unskip()])  # skipped groups of the samples may be complete again
         reopen(partition, task, reopened, None, step)
         return found.size
 
 
 class GroupsKept(TaskChange):
-    """A task changed how it keeps groups together, or stopped doing so.
+    """The way in which a task keeps groups together has changed.
 
     Attributes:
-        kept_groups: see `TaskFacts`.
+        kept_groups: new value of `TaskFacts.kept_groups`.
     """
 
     kept_groups: int | None
@@ -472,13 +477,13 @@ class GroupsKept(TaskChange):
         return None if task.kept_groups == self.kept_groups else True
 
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> None:
-        """Skip the rest of groups that lost a member, or make it pending again."""
+        """Skip the remaining members of groups that lost a member, and unskip the members of all other groups."""
         task.kept_groups = self.kept_groups
         reopen(partition, task, task.unskip(), None, step)
 
 
 def _without_data(partition: Partition, claim: Claim, positions: Indexes) -> Indexes:
-    """Return the rows of a claim that are held slots without data."""
+    """Return the rows of a claim that are held slots without any cells of their own."""
     if claim.lease is None or claim.lease.on_lost is None:
         return positions[:0]
     is_empty = partition.state[positions] == HELD
@@ -497,14 +502,14 @@ def acknowledge(partition: Partition, acked: Acked, step: Step) -> None:
 
 
 def finish_prompts(partition: Partition, acked: Acked, step: Step) -> None:
-    """Acknowledge the prompts whose last slots have become live."""
+    """Acknowledge the prompts that are finished because the last of their slots has become live."""
     shared = SharedLease.of(partition, acked.task, acked.claim)
     if shared is not None and acked.claim is shared.slots.claim:
         shared.acknowledge_finished(shared.prompts.task.left(shared.prompts.claim), step)
 
 
 def _ack(partition: Partition, task: TaskLedger, claim: Claim, positions: Indexes, step: Step) -> int:
-    """Consume samples for good, or until their next use; return their number. The slots of consumed prompts end too."""
+    """Acknowledge samples, and end the slots of acknowledged prompts; return the number of acknowledged samples."""
     shared, rows = SharedLease.of(partition, task, claim), partition.table.index[positions]
     _consume(Leased(partition, task, claim), positions, step)
     if shared is not None and claim is shared.prompts.claim:
@@ -513,7 +518,7 @@ def _ack(partition: Partition, task: TaskLedger, claim: Claim, positions: Indexe
 
 
 class Leased(NamedTuple):
-    """A leased claim with its partition and task."""
+    """A leased claim together with its partition and task."""
 
     partition: Partition
     task: TaskLedger
@@ -527,11 +532,11 @@ def _consume(leased: Leased, positions: Indexes, step: Step) -> None:
         reopen(partition, task, returned, returned, step)
     release_due(partition, positions, step)
     step.tasks.append((partition, task.name))
-    step.changed[partition] = None  # these may have been the last leased samples before the end
+    step.changed[partition] = None  # if no samples are leased now, claims may reach the end
 
 
 def _release(leased: Leased, positions: Indexes, step: Step) -> int:
-    """Make samples claimable again and remove slots without data; return the number of samples claimable now."""
+    """Release samples of a claim and remove slots without data; return the number of live samples among them."""
     partition, task, claim = leased
     task.nack(claim, positions)
     empty = _without_data(partition, claim, positions)
@@ -546,7 +551,7 @@ def _release(leased: Leased, positions: Indexes, step: Step) -> int:
 
 def _expire(leased: Leased, positions: Indexes, step: Step) -> None:
     partition, task, claim = leased
-    step.note_change(partition)  # dead-lettered samples may cause the end, or release the rest of their group
+    step.note_change(partition)  # dead-lettering may lead to the end, or let the rest of a group be delivered
     step.tasks.append((partition, task.name))
     reopen(partition, task, task.expire(claim, positions, step.at_seconds), positions, step)
     release_due(partition, positions, step)
@@ -560,12 +565,11 @@ def _expire(leased: Leased, positions: Indexes, step: Step) -> None:
 
 
 class SharedLease(NamedTuple):
-    """The shared lease of prompts and the slots made with their claim (`Admit`), in two partitions.
+    """A lease shared by a claim of prompts and the claim of the slots created for them (`Admit`) in another partition.
 
     Each prompt has the same number of slots, in the order of the prompts. A prompt is finished when all its slots are
-    live. A prompt that can be claimed again has no slots, so its group can be generated again without any duplicates.
-    If one side no longer exists, for example because its partition was cleared, the claim of the other side has an
-    ordinary lease.
+    live. A prompt that can be claimed again has no slots, so generating its group again creates no duplicates. If one
+    side no longer exists, for example because its partition was cleared, the other side has an ordinary lease.
     """
 
     prompts: Leased
@@ -587,22 +591,22 @@ class SharedLease(NamedTuple):
         return cls(own, others) if claim.lease.on_lost is None else cls(others, own)
 
     def _slots_by_prompt(self, rows: Indexes) -> Indexes:
-        """Return the positions of the slots of prompts `(n, slots)`, -1 for slots that were cleared."""
+        """Return the positions of the slots for each given prompt `(n, slots)`, -1 for slots that were cleared."""
         positions = self.slots.partition.table.find(self.slots.claim.rows)
         return positions.reshape(self.prompts.claim.rows.size, -1)[np.isin(self.prompts.claim.rows, rows)]
 
     def _slots_of(self, rows: Indexes) -> Indexes:
-        """Return the positions of the existing slots of prompts."""
+        """Return the positions of all slots of the given prompts, except cleared slots."""
         positions = self._slots_by_prompt(rows).ravel()
         return positions[positions >= 0]
 
     def _leased(self, positions: Indexes) -> Indexes:
-        """Return the slots that the claim still leases."""
+        """Return the slots among `positions` that the claim of the slots still leases."""
         leased: Indexes = positions[self.slots.task.claim[positions] == self.slots.claim.mark]
         return leased
 
     def acknowledge_finished(self, positions: Indexes, step: Step) -> Indexes:
-        """Acknowledge the finished prompts and their slots; return the unfinished ones."""
+        """Acknowledge the finished prompts among `positions`, and their slots; return the unfinished prompts."""
         rows = self.prompts.claim.rows
         by_prompt, states = self._slots_by_prompt(rows), self.slots.partition.state
         is_finished = ((by_prompt >= 0) & (states[by_prompt] == LIVE)).all(axis=1)
@@ -615,7 +619,7 @@ class SharedLease(NamedTuple):
         return positions[~finished]
 
     def end_slots(self, rows: Indexes, step: Step) -> None:
-        """Acknowledge the live slots of prompts and release the held ones."""
+        """Acknowledge the live slots of the given prompts, and release the held slots."""
         leased = self._leased(self._slots_of(rows))
         is_live = self.slots.partition.state[leased] == LIVE
         if is_live.any():
@@ -624,14 +628,14 @@ class SharedLease(NamedTuple):
             _release(self.slots, leased[~is_live], step)
 
     def remove_slots(self, rows: Indexes, step: Step) -> None:
-        """Remove the slots of prompts, with or without data."""
+        """Remove all slots of the given prompts, with or without data."""
         if (positions := self._slots_of(rows)).size:
             step.tasks.append((self.slots.partition, self.slots.task.name))
             step.consumed[self.slots.partition] = None
             clear_rows(self.slots.partition, positions, step)
 
     def leave_to_slots(self, rows: Indexes, step: Step) -> None:
-        """Acknowledge the prompts of released slots that still exist, since other workers will continue these slots."""
+        """Acknowledge the prompts of released slots that still exist, because other workers will fill these slots."""
         by_prompt = self.slots.claim.rows.reshape(self.prompts.claim.rows.size, -1)
         is_left = self.slots.partition.table.find(rows) >= 0
         kept = self.prompts.claim.rows[np.isin(by_prompt, rows[is_left]).any(axis=1)]
@@ -641,7 +645,7 @@ class SharedLease(NamedTuple):
             _consume(self.prompts, done, step)
 
     def expire(self, step: Step) -> None:
-        """Revoke the lease on unfinished prompts and slots."""
+        """End the lease on unfinished prompts and slots; acknowledge finished prompts and slots."""
         prompts, slots = self
         index = prompts.partition.table.index
         if not (prompts.claim.leased_count or slots.claim.leased_count):
@@ -665,12 +669,12 @@ class SharedLease(NamedTuple):
 
 
 def check_claim(partition: Partition, claim: LeasedClaim | None, rows: Indexes) -> None:
-    """Reject a write to samples unless the leased claim (None: no claim) holds or has acknowledged them.
+    """Raise an error unless the claim (None: no claim) still leases, or has acknowledged, the samples to be written.
 
-    Samples that have failed or were cleared are exempt, since no other worker will process them.
+    Samples that have failed or were cleared are not checked, since no other worker will process them.
 
     Raises:
-        LeaseExpiredError: the claim no longer holds some of the samples.
+        LeaseExpiredError: the lease on some of the samples has ended.
         InvalidArgumentError: samples were never in the claim.
         PreconditionError: the claim was made without a lease.
         TaskNotFoundError: the task does not exist.
@@ -680,19 +684,19 @@ def check_claim(partition: Partition, claim: LeasedClaim | None, rows: Indexes) 
 
 
 def check_growing(partition: Partition, claim: LeasedClaim | None, positions: Indexes) -> None:
-    """Reject an append to, or truncation of, samples that are not held, or no longer leased to the given claim.
+    """Raise an error if samples to append to or truncate are not held, or are not leased to the claim (None: no claim).
 
     Raises:
         PreconditionError: a sample is not held.
-        LeaseExpiredError: a sample was acknowledged.
+        LeaseExpiredError: the lease on a sample has ended, for example because the sample was acknowledged.
     """
     other = positions[partition.state[positions] != HELD]
     if other.size:
         index, state = int(partition.table.index[other[0]]), STATE_NAMES[int(partition.state[other[0]])]
         raise PreconditionError(
-            f"sample {index} of partition {partition.partition_id!r} is {state}, expected a held sample ({other.size} "
-            f"of {positions.size} are not held), since finished samples cannot grow or shrink. Put the entire field, "
-            f"or append to slots (Acquire) before they are finished",
+            f"sample {index} of partition {partition.partition_id!r} is {state}, expected held ({other.size} of "
+            f"{positions.size} samples are not held), since finished samples cannot grow or shrink. Put the entire "
+            f"field, or append to slots (Acquire) before they are finished",
             reason="SAMPLE_NOT_HELD",
             metadata={"partition_id": partition.partition_id, "global_index": str(index), "state": state},
         )
@@ -704,7 +708,7 @@ def check_growing(partition: Partition, claim: LeasedClaim | None, positions: In
 
 
 class Acked(NamedTuple):
-    """The samples that a write acknowledges: the positions `(n,)` that the claim still leases."""
+    """The samples that a write acknowledges: a claim, and positions `(n,)` of samples that it still leases."""
 
     task: TaskLedger
     claim: Claim
@@ -712,21 +716,21 @@ class Acked(NamedTuple):
 
 
 def check_acked(partition: Partition, leased: LeasedClaim, rows: Indexes, *, is_gathered: bool) -> Acked | None:
-    """Find the samples that a write to a leased claim acknowledges, including those dropped by the claim's plan.
+    """Find the samples of a claim that a write acknowledges, including samples dropped by the claim's plan.
 
     Args:
         partition: partition of the samples.
-        leased: the claim to write to.
-        rows: the samples to write to.
+        leased: the claim to acknowledge.
+        rows: global indexes of the written samples.
         is_gathered: whether the write combines several puts.
 
     Returns:
-        None if all samples have already been acknowledged.
+        The samples to acknowledge, or None if all have already been acknowledged.
 
     Raises:
         LeaseExpiredError, PreconditionError, TaskNotFoundError: see `check_claim`.
-        InvalidArgumentError: samples were never in the claim, or are only part of an indivisible group. Or the claim
-            has indivisible groups, and the write combines several puts, each of which could contain part of a group.
+        InvalidArgumentError: samples were never in the claim, or are only part of an indivisible group. Or the write
+            combines several puts although the claim has indivisible groups, which the puts could split.
     """
     task = partition.known_task(leased.task_name)
     claim = task.claims.get(leased.request_id)
@@ -745,7 +749,7 @@ def check_acked(partition: Partition, leased: LeasedClaim, rows: Indexes, *, is_
 def _find_acked(
     partition: Partition, task: TaskLedger, request_id: bytes, rows: Indexes | None
 ) -> tuple[Claim, Indexes] | None:
-    """Return the claim and the positions of its leased samples, or None if none is leased."""
+    """Return a claim and the positions of the given samples that it leases, or None if it leases none of them."""
     _check_leased(partition, task, request_id, rows)
     claim = task.claims.get(request_id)
     if claim is None:
@@ -755,7 +759,7 @@ def _find_acked(
 
 
 def _check_leased(partition: Partition, task: TaskLedger, request_id: bytes, rows: Indexes | None) -> None:
-    """Reject a worker that neither holds nor has acknowledged the given samples of its claim (None: all of them)."""
+    """Raise an error unless the claim leases or has acknowledged the given samples (None: all of its samples)."""
     claim, has_expired = task.claims.get(request_id), task.ended.has_expired(request_id)
     if claim is None:  # the claim may have been dropped when its samples were cleared
         if rows is None or rows.size == 0 or has_expired:
@@ -786,14 +790,14 @@ def _check_leased(partition: Partition, task: TaskLedger, request_id: bytes, row
 
 
 def _left(partition: Partition, task: TaskLedger, claim: Claim, rows: Indexes | None) -> Indexes:
-    """Return the positions of the given samples (None: all) that a claim still holds.
+    """Return the positions of the given samples (None: all) that still belong to a claim; see `TaskLedger.left`.
 
-    A dropped row is included together with the remaining members of its group, if any, rather than because it is
-    listed: every part of a batch lists all rows that the batch drops.
+    If other members of a dropped row's group remain, the row is included if and only if they are, whether or not it is
+    listed. Callers list all rows that the plan drops, even if they list only some of its samples.
 
     Raises:
-        InvalidArgumentError: the samples are only part of a claim without a lease, or of an indivisible group, whose
-            rest could never be delivered again as a complete group.
+        InvalidArgumentError: the samples are only part of a claim without a lease, or of an indivisible group. The rest
+            of such a group could never be delivered as a complete group.
     """
     table, positions = partition.table, task.left(claim)
     if rows is None:
@@ -826,11 +830,11 @@ def _left(partition: Partition, task: TaskLedger, claim: Claim, rows: Indexes | 
 
 
 def _group_ids(partition: Partition, task: TaskLedger, claim: Claim, positions: Indexes) -> Indexes:
-    """Return the group id of each row of a leased claim; without groups, each row has its own id."""
+    """Return a group id for each row of a leased claim; without indivisible groups, each row has a different id."""
     block_size = None if claim.lease is None else claim.lease.group_block_size
     if claim.lease is None or block_size is None:
         return positions
-    if claim.lease.blocks == "anywhere":  # groups are runs of the claimed rows, some of which may be done or cleared
+    if claim.lease.blocks == "anywhere":  # groups are runs of all claimed rows, including done or cleared rows
         claimed = np.unique(np.concatenate([claim.rows, *claim.plan.dropped]))
         ids = groups_in_runs(claimed, block_size)
         return ids[np.searchsorted(claimed, partition.table.index[positions])]
@@ -850,9 +854,9 @@ def _lease_of(task: TaskLedger, claim: Claim) -> LeaseTerms:
 def _lease_over_error(task: TaskLedger, rows: Indexes | None = None) -> LeaseExpiredError:
     what = "samples of this claim" if rows is None else f"samples {_named(rows)}"
     return LeaseExpiredError(
-        f"{what} are no longer leased to this worker of task {task.name!r}: the lease expired, was released, or "
-        f"consumption was reset. Other workers may do the same work, so discard these results; next time, request a "
-        f"longer lease or extend it",
+        f"{what} are no longer leased to this worker of task {task.name!r}: the lease expired, the claim was released, "
+        f"or consumption was reset. Other workers may do the same work, so discard these results; next time, request "
+        f"a longer lease or extend it",
         metadata={"task_name": task.name} | ({} if rows is None else {"global_indexes": _named(rows)}),
     )
 

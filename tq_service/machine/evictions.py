@@ -1,4 +1,4 @@
-"""The change by which a claim evicts units that its task can never consume, and requests replacements."""
+"""The change with which a claim evicts units that its task can never consume, and requests replacements for them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ _REASONS: dict[int, EvictionReason] = dict(zip(EvictionCode, get_args(EvictionRe
 
 
 class UnitsEvicted(Change):
-    """Samples, rollouts and groups that a task can never consume were failed or cleared, for all tasks.
+    """Units (samples, rollouts or groups) that a task can never consume were failed or cleared for all tasks.
 
     Attributes:
         partition_id: partition of the units.
-        task_name: the task whose claim evicts them.
-        action: whether they are failed or cleared.
-        version: the published version, for the record; None without a policy.
-        refill: the task that regenerates the units, or None.
+        task_name: task whose claim evicted the units.
+        evicted: the evicted units.
+        action: whether the samples are failed or cleared.
+        version: policy version published at the time, recorded with each unit; None without a policy.
+        refill: task that regenerates the units, or None.
     """
 
     partition_id: str
@@ -39,12 +40,12 @@ class UnitsEvicted(Change):
     refill: Refill | None = None
 
     def prepare(self, state: State) -> tuple[Partition, TaskLedger, Indexes]:
-        """Find the samples."""
+        """Return the partition, the task and the positions of the samples to evict."""
         partition = state.partition(self.partition_id)
         return partition, partition.known_task(self.task_name), partition.positions_of(self.evicted.rows)
 
     def apply(self, state: State, prepared: tuple[Partition, TaskLedger, Indexes], step: Step) -> int:
-        """Fail or clear the samples, request replacements, and record the units; return the number of units."""
+        """Fail or clear the samples, request replacements, and record the evicted units; return the number of units."""
         partition, task, positions = prepared
         first = positions[np.cumsum(self.evicted.sizes) - self.evicted.sizes]
         groups, rollouts = partition.groups.names_of(first), partition.groups.rollout_names_of(first)
@@ -87,13 +88,13 @@ class UnitsEvicted(Change):
         return self.evicted.sizes.size
 
     def _unit(self, is_whole: bool, group: str | None, rollout: str | None) -> BatchUnit:
-        """Return the kind of a unit; a rollout outside any group counts as a group."""
+        """Return the kind of an evicted unit; a rollout outside any group is a group."""
         if not is_whole:
             return "sample"
         return "rollout" if rollout and (self.evicted.unit == "rollout" or not group) else "group"
 
     def _refill(self, state: State, names: list[str | None], step: Step) -> Sequence[RefillOutcome | None]:
-        """Make the samples with these keys claimable again for the task that regenerates them; return each outcome."""
+        """Make the samples with these keys claimable again for the task of `refill`; return the outcome of each key."""
         if self.refill is None:
             return [None] * len(names)
         partition = state.partitions.get(self.refill.partition_id)
@@ -101,7 +102,7 @@ class UnitsEvicted(Change):
             return ["unknown"] * len(names)
         positions = partition.key_index.positions_of([name or "" for name in names])
         task = partition.tasks.get(self.refill.task_name)
-        if task is None:  # the task has not claimed yet, so all samples are left for it
+        if task is None:  # the task has not claimed yet, so all samples are still pending for it
             return ["unknown" if position < 0 else "pending" for position in positions.tolist()]
         outcomes, reopened = task.refill(positions, self.refill.max_refills)
         reopen(partition, task, reopened, reopened, step)

@@ -1,6 +1,6 @@
-"""Changes of the cells shared by the samples of a group, and of groups created before their samples.
+"""Changes of the cells that the samples of a group share, and of groups created before their samples.
 
-put_groups before the samples --> group without members -- first sample --> group -- last one cleared --> removed
+put_groups before the samples --> group without members -- first sample --> group -- last sample cleared --> removed
                                       | clear_samples(groups=), seal
                                       v
                                    removed
@@ -27,7 +27,7 @@ from tq_service.state.plan import Indexes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedGroupWrite:
-    """A put of groups validated against the current state of a partition.
+    """A put of groups that was validated against the current state of a partition.
 
     Attributes:
         partition: partition of the groups.
@@ -41,13 +41,13 @@ class CheckedGroupWrite:
 
 
 class GroupsWritten(Change):
-    """Values shared by the samples of groups were written; groups may be new.
+    """Values that the samples of groups share were written; missing groups were created.
 
     Attributes:
-        names: the groups, each once.
-        put: location of the columns, which have one row per group.
+        names: names of the groups, each once.
+        put: the put that contains the columns, with one row per group.
         columns: the columns of the put.
-        must_exist: whether all groups must have samples.
+        must_exist: whether all groups must already have samples.
     """
 
     partition_id: str
@@ -64,16 +64,16 @@ class GroupsWritten(Change):
         if self.must_exist and (missing := named.names_without_members):
             raise NotFoundError(
                 f"partition {self.partition_id!r} has no samples of group {missing[0]!r} ({len(missing)} of "
-                f"{len(self.names)} have none), expected groups with samples; put the samples first, or use key_mode "
-                f"upsert",
+                f"{len(self.names)} groups have none), expected groups with samples; put the samples first, or use "
+                f"key_mode upsert",
                 reason="GROUP_NOT_FOUND",
                 metadata={"group": missing[0]},
             )
         if partition.sealed and (new := named.new_names):
             raise PartitionSealedError(
                 f"partition {self.partition_id!r} is sealed and has no group {new[0]!r} ({len(new)} of "
-                f"{len(self.names)} are new), expected existing groups; omit new groups, or put them before the "
-                f"partition is sealed",
+                f"{len(self.names)} groups are new), expected existing groups; omit new groups, or put them before "
+                f"the partition is sealed",
                 metadata={"partition_id": self.partition_id},
             )
         for column in self.columns:
@@ -107,14 +107,14 @@ class GroupsRemoved(Change):
     names: Sequence[str]
 
     def prepare(self, state: State) -> FoundRows | None:
-        """Find the groups without samples; return None if all of them have samples."""
+        """Find the groups without samples among the named groups, or return None if there are none."""
         partition = state.partition(self.partition_id)
         named = partition.groups.named(self.names)
         slots = named.slots[(named.slots >= 0) & ~named.has_members]
         return (partition, slots) if slots.size else None
 
     def apply(self, state: State, prepared: FoundRows, step: Step) -> int:
-        """Remove the groups; return their number."""
+        """Remove the groups and their cells; return the number of groups."""
         partition, slots = prepared
         remove_groups(partition, slots, step)
         step.note_change(partition)
@@ -137,7 +137,7 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 def _check_field(partition: Partition, name: str) -> None:
-    """Reject a column of a field that groups do not share."""
+    """Raise InvalidArgumentError if a field does not have group scope."""
     if name not in partition.cells.shared:
         shared = ", ".join(map(repr, sorted(partition.cells.shared))) or "none"
         raise InvalidArgumentError(
@@ -151,15 +151,15 @@ def _check_field(partition: Partition, name: str) -> None:
 def _check_write_once(
     partition: Partition, columns: Sequence[ColumnWrite], names: Sequence[str], slots: Indexes
 ) -> None:
-    """Reject a second value of a write-once field for groups at `slots` (-1 for new groups)."""
+    """Raise AlreadyExistsError if a group in `slots` (-1: new) already has a value of a written write-once field."""
     for name in partition.cells.write_once.intersection(column.spec.name for column in columns):
         is_there = (slots >= 0) & (partition.cells.fields[name].cell[slots] >= 0)
         if is_there.any():
             group = names[int(np.argmax(is_there))]
             raise AlreadyExistsError(
                 f"field {name!r} is write-once, got a second value for group {group!r} of partition "
-                f"{partition.partition_id!r} ({np.count_nonzero(is_there)} of {slots.size} have one), expected groups "
-                f"without a value; omit these groups, or clear the field to put it again",
+                f"{partition.partition_id!r} ({np.count_nonzero(is_there)} of {slots.size} groups have one), expected "
+                f"groups without a value; omit these groups, or clear the field to put it again",
                 metadata={
                     "resource_type": "cell",
                     "resource_name": f"{name} of group {group}",

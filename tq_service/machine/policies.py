@@ -17,8 +17,8 @@ class VersionPublished(Change):
 
     Attributes:
         policy: name of the policy.
-        version: version number, 0 or more.
-        rewind: whether the version may be lower than the published one.
+        version: published version number, 0 or more.
+        rewind: whether the version may be lower than the previously published version.
     """
 
     policy: str
@@ -26,10 +26,10 @@ class VersionPublished(Change):
     rewind: bool = False
 
     def prepare(self, state: State) -> bool | None:
-        """Return None if this version is published already.
+        """Return None if this version is already published, otherwise True.
 
         Raises:
-            VersionError: the version is lower than the published one, and `rewind` is not set.
+            VersionError: the version is lower than the published version, and `rewind` is not set.
             InvalidArgumentError: the name is invalid or the version is out of range.
         """
         check_name("policy", self.policy)
@@ -46,7 +46,7 @@ class VersionPublished(Change):
         return None if self.version == known.version else True
 
     def apply(self, state: State, prepared: bool, step: Step) -> None:
-        """Record the version, and free the capacity of trained samples in admissions that wait for it."""
+        """Record the version, and free the capacity of trained samples whose admissions wait for a publication."""
         state.policies[self.policy] = Policy(name=self.policy, version=self.version, published_at=step.at_seconds)
         step.policies.append(self.policy)
         for partition in state.partitions.values():
@@ -57,21 +57,21 @@ class VersionPublished(Change):
 
 
 def check_pace(state: State, published: VersionPublished, trained: Mapping[tuple[str, str], int]) -> None:
-    """Reject a version that exceeds the last one by more than the number of batches trained since then.
+    """Raise an error if a version exceeds the published one by more than the number of batches trained since then.
 
-    For tasks with a `max_staleness`, one version counts one batch; see "The bound" in docs/asynchronous_rl.md. Tasks
-    without outstanding work accept any version.
+    For tasks with a `max_staleness`, each version corresponds to one batch; see "The bound" in docs/asynchronous_rl.md.
+    Tasks without outstanding work accept any version.
 
     Args:
         state: the state before the publication.
-        published: the version to check.
-        trained: the last batch reported as trained in the same step, by partition and task.
+        published: the publication to check.
+        trained: last batch_index reported as trained together with the publication, by partition and task.
 
     Raises:
         VersionError: the version is too high.
     """
     known = state.policies.get(published.policy)
-    if known is None:  # nothing can be outstanding either
+    if known is None:  # without a published version, no work can be outstanding
         return
     for partition, task in _bounded(state, published.policy):
         count = task.unpublished_count(trained.get((partition.partition_id, task.name), -1))
@@ -79,9 +79,10 @@ def check_pace(state: State, published: VersionPublished, trained: Mapping[tuple
             raise VersionError(
                 f"version is {published.version}, which is {published.version - known.version} more than the "
                 f"published version of policy {published.policy!r}, but task {task.name!r} of partition "
-                f"{partition.partition_id!r} has trained {count} batches since then; with max_staleness, one "
-                f"version counts one batch. Report trained batches (trained, or Advance), and publish at most version "
-                f"{known.version + count}. If the trainer returned to a checkpoint, restart its ranks (RestartRanks).",
+                f"{partition.partition_id!r} has trained {count} batches since then; with max_staleness, each "
+                f"version corresponds to one batch. Report trained batches (trained, or Advance), and publish at most "
+                f"version {known.version + count}. If the trainer returned to a checkpoint, restart its ranks "
+                f"(RestartRanks).",
                 metadata={
                     "policy": published.policy,
                     "got": str(published.version),
@@ -91,7 +92,7 @@ def check_pace(state: State, published: VersionPublished, trained: Mapping[tuple
 
 
 def _bounded(state: State, policy: str) -> Iterator[tuple[Partition, TaskLedger]]:
-    """Yield the tasks with outstanding work whose staleness is counted in versions of a policy."""
+    """Yield partition and ledger of each task with outstanding work whose staleness a policy's versions bound."""
     for partition in state.partitions.values():
         admission = partition.settings.bounded_admission
         if admission is not None and admission.policy == policy:
@@ -101,12 +102,12 @@ def _bounded(state: State, policy: str) -> Iterator[tuple[Partition, TaskLedger]
 
 
 class PolicyRemoved(Change):
-    """A policy was removed together with its version."""
+    """A policy and its published version were removed."""
 
     policy: str
 
     def prepare(self, state: State) -> bool | None:
-        """Return None if the policy does not exist.
+        """Return None if the policy does not exist, otherwise True.
 
         Raises:
             PreconditionError: the policy bounds the staleness of outstanding work.
@@ -122,6 +123,6 @@ class PolicyRemoved(Change):
         return True if self.policy in state.policies else None
 
     def apply(self, state: State, prepared: bool, step: Step) -> None:
-        """Remove the policy."""
+        """Remove the policy from the state."""
         del state.policies[self.policy]
         step.policies.append(self.policy)

@@ -1,4 +1,4 @@
-"""Steps shared by several changes: state changes of rows, and their consequences for tasks and groups."""
+"""Operations that several changes use: changing the state of rows, with the consequences for tasks and groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tq_service.state.table import CLEARED, DEAD_LETTERED, FAILED, LIVE, distinc
 
 
 def set_state(partition: Partition, code: int, positions: Indexes, step: Step) -> None:
-    """Set the state of rows that have not failed. Rows start to age when they become live."""
+    """Set the state of rows; failed rows must stay failed. The age of rows that become live starts with this step."""
     changed = positions[partition.state[positions] != code]
     if changed.size == 0:
         return
@@ -36,7 +36,7 @@ def set_state(partition: Partition, code: int, positions: Indexes, step: Step) -
 
 
 def clear_rows(partition: Partition, positions: Indexes, step: Step) -> None:
-    """Remove rows, each given once, from all tables."""
+    """Remove rows, each given once, from the partition and from the ledgers of its tasks."""
     step.freed += partition.cells.free_rows(positions)
     keys = None if partition.key.is_blank else partition.key[positions]
     step.removed.append((partition, partition.table.index[positions], keys))
@@ -59,20 +59,20 @@ def clear_rows(partition: Partition, positions: Indexes, step: Step) -> None:
 
 
 def remove_groups(partition: Partition, slots: Indexes, step: Step) -> None:
-    """Remove groups and rollouts without members, and their cells; each slot must be given once."""
+    """Remove groups and rollouts without members, each slot given once, together with their cells."""
     step.freed += partition.cells.free_groups(slots)
     partition.groups.remove(slots)
 
 
 def begin_groups(partition: Partition) -> None:
-    """Switch to named groups on their first use: blocks of unnamed rows no longer count as groups."""
+    """Unskip all rows when the first group is named, since blocks of rows are no longer groups from that time."""
     for task in partition.tasks.values():
         if (taken := task.unskip()).size:
             partition.notify_rows(partition.table.index[taken])
 
 
 def seal(partition: Partition, step: Step) -> None:
-    """Close a partition to new rows, which also closes its rollouts and removes groups that never had a row."""
+    """Close a partition to new rows, which also completes its rollouts and removes groups that never had a row."""
     partition.sealed = True
     if partition.cells.shared:
         remove_groups(partition, partition.groups.without_members(), step)
@@ -83,10 +83,10 @@ def seal(partition: Partition, step: Step) -> None:
 
 
 def release_due(partition: Partition, rows: slice | Indexes, step: Step) -> None:
-    """Release, at the end of the change, the given rows that all releasing tasks are done with.
+    """Schedule the release, at the end of the change, of those rows with which all releasing tasks are done.
 
-    Call this after anything that may make rows due. A leased sample is thus checked again when its lease ends, and a
-    sample of an incomplete group when the group is complete.
+    Call this function after any step that may make rows due for release. For example, a leased sample must be checked
+    again when its lease ends, and a sample of an incomplete group when the group is complete.
     """
     if partition.settings.releasing_tasks and (indexes := partition.table.index[rows]).size:
         step.pending.append(partial(_release_due, partition, indexes, step))
@@ -103,7 +103,7 @@ def _release_due(partition: Partition, rows: Indexes, step: Step) -> None:
 
 
 def release_rows(partition: Partition, positions: Indexes, step: Step) -> None:
-    """Clear rows that the partition's release policy releases."""
+    """Clear rows that are released by the partition's release policy, and record this in the tasks' ledgers."""
     if not positions.size:
         return
     for task in partition.tasks.values():
@@ -113,12 +113,12 @@ def release_rows(partition: Partition, positions: Indexes, step: Step) -> None:
 
 
 def with_groups(partition: Partition, positions: Indexes, *, are_complete: bool) -> Indexes:
-    """Return the given rows without a group, and all members of the groups of the other rows.
+    """Return the given rows that have no group, and all members of the other rows' groups.
 
     Args:
         partition: partition of the rows.
         positions: positions of the rows, each once.
-        are_complete: whether to exclude open rollouts, and groups with a declared size that can still receive members.
+        are_complete: whether to exclude groups with a declared size or rollouts that can still receive members.
     """
     groups = partition.groups
     if not groups.in_use:
@@ -132,17 +132,17 @@ def with_groups(partition: Partition, positions: Indexes, *, are_complete: bool)
 
 
 def whole_groups(partition: Partition, positions: Indexes, is_chosen: NDArray[np.bool_]) -> Indexes:
-    """Return the chosen rows whose entire group is chosen; `positions` contains all members of each group."""
+    """Return the chosen rows whose groups are entirely chosen; `positions` must contain all members of each group."""
     if not partition.groups.in_use:
         return positions[is_chosen]
     slots = partition.groups.of_rows[positions]
-    is_broken = np.zeros(partition.groups.slots.count + 1, np.bool_)  # the last element is for rows without a group
+    is_broken = np.zeros(partition.groups.slots.count + 1, np.bool_)  # the extra element is for rows without a group
     is_broken[slots[~is_chosen]] = True
     return positions[is_chosen & ((slots < 0) | ~is_broken[slots])]
 
 
 def skip_rest(partition: Partition, positions: Indexes, step: Step) -> None:
-    """Skip the rest of groups that lost one of these rows, or received it too late, for tasks that keep groups."""
+    """Skip the rest of groups that have lost a member, for all groups of the given rows and all tasks."""
     for task in partition.tasks.values():
         skip_lost_groups(partition, task, positions, step)
 
@@ -150,8 +150,8 @@ def skip_rest(partition: Partition, positions: Indexes, step: Step) -> None:
 def skip_lost_groups(partition: Partition, task: TaskLedger, positions: Indexes | None, step: Step) -> None:
     """Skip the pending members of groups that lost a member for good, if the task keeps groups together.
 
-    A member is lost if it failed, was cleared, or was dead-lettered by the task. Rows that are being cleared already
-    have their final state, but are still in the other columns of the table.
+    A member is lost if it failed, was cleared, or was dead-lettered by the task. The state of rows that are being
+    cleared is already CLEARED, but their values in the other columns still exist.
 
     Args:
         partition: partition of the task.
@@ -173,12 +173,12 @@ def skip_lost_groups(partition: Partition, task: TaskLedger, positions: Indexes 
         return
     if task.skip(rest):
         release_due(partition, rest, step)
-        step.consumed[partition] = None  # writes may have capacity now
+        step.consumed[partition] = None  # skipped rows free capacity for waiting writes
         step.tasks.append((partition, task.name))
 
 
 def _groups_left(partition: Partition, positions: Indexes, unit: BatchUnit = "group") -> Indexes:
-    """Return the slots of the rows' groups, or rollouts, that still have members that are not cleared."""
+    """Return the slots of the rows' groups (or rollouts) in which some member is not cleared."""
     groups = partition.groups
     slots = groups.of_unit(unit, positions)
     slots = distinct(slots[slots >= 0], groups.slots.count)
@@ -214,10 +214,7 @@ def _rest_of_blocks(partition: Partition, task: TaskLedger, positions: Indexes, 
 
 
 def reopen(partition: Partition, task: TaskLedger, positions: Indexes, changed: Indexes | None, step: Step) -> None:
-    """Notify waiting claims of rows that can be claimed again, and skip the rest of lost groups.
-
-    `changed` is passed to `skip_lost_groups` as its `positions`.
-    """
+    """Notify waiting claims of rows that can be claimed again, and call `skip_lost_groups` with `changed`."""
     if positions.size:
         partition.notify_rows(partition.table.index[positions])
         step.note_change(partition)

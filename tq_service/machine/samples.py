@@ -1,7 +1,7 @@
 """Changes of partitions (created, sealed, cleared) and of samples (added, written to, cleared).
 
-A write identifies existing samples by index or key; new samples need neither. `check_write` finds the samples and
-validates the write against them. Its result is valid until the partition's mark changes.
+A write identifies existing samples by global index or key, whereas new samples need neither. `check_write` finds the
+samples and validates the write against them. Its result is valid until the partition's `mark` changes.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ from tq_service.state.partition import Partition, PartitionSettings
 from tq_service.state.plan import Indexes, LeasedClaim
 from tq_service.state.table import CLEARED, FAILED, HELD, LIVE, STATE_CODES, distinct
 
-# A write is checked against its claim once, when it is made; the claim is not logged.
+# Metadata of fields that are validated only when a change is made; they are not logged, so replay does not check them.
 CHECKED_ONCE = {"is_encoded": False}
 
 
 class PartitionCreated(Change):
-    """A partition was created, explicitly or by its first samples."""
+    """A partition was created, either explicitly or by the first put into it."""
 
     partition_id: str
     incarnation: bytes
     settings: PartitionSettings
 
     def prepare(self, state: State) -> Partition:
-        """Create the partition; `apply` adds it to the state."""
+        """Create a partition object, which `apply` adds to the state."""
         if self.partition_id in state.partitions:
             raise AlreadyExistsError(
                 f"partition {self.partition_id!r} already exists; clear it first",
@@ -82,7 +82,7 @@ class PartitionCreated(Change):
 
 
 class PartitionSealed(Change):
-    """A partition was sealed and receives no new samples. A write that seals its partition needs no such change."""
+    """A partition was sealed by a request, so it accepts no new samples. A write can also seal its partition."""
 
     partition_id: str
 
@@ -102,11 +102,11 @@ class PartitionCleared(Change):
     partition_id: str
 
     def prepare(self, state: State) -> Partition:
-        """Return the partition."""
+        """Return the partition, or raise PartitionNotFoundError."""
         return state.partition(self.partition_id)
 
     def apply(self, state: State, prepared: Partition, step: Step) -> int:
-        """Remove the partition; return its number of samples."""
+        """Remove the partition from the state; return its number of samples."""
         del state.partitions[self.partition_id]
         step.freed += prepared.cells.puts.all()
         step.cleared.append(prepared)
@@ -114,22 +114,22 @@ class PartitionCleared(Change):
 
 
 class SnapshotNeeded(Exception):  # noqa: N818  (not an error, and never sent to a client)
-    """The next log entry continues from a snapshot that this controller does not have.
+    """Signals that the next log entry continues from a newer snapshot than the one this controller has loaded.
 
     Attributes:
-        number: the lowest acceptable snapshot number.
+        number: lowest snapshot number that can be used.
     """
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"the state was replaced: a snapshot of number {number} or more is needed")
+        super().__init__(f"the state was replaced, so snapshot {number} or a later one is needed")
         self.number = number
 
 
 class StateReplaced(Change):
-    """A checkpoint was restored: a snapshot, which is not in the log, replaced the state.
+    """A checkpoint was restored, so a snapshot that is not part of the log replaced the state.
 
     Attributes:
-        snapshot_number: number of the snapshot from which later entries of the log continue.
+        snapshot_number: number of the snapshot from which later log entries continue.
     """
 
     snapshot_number: int
@@ -138,39 +138,39 @@ class StateReplaced(Change):
         """Return the state.
 
         Raises:
-            SnapshotNeeded: the state is older than the snapshot.
+            SnapshotNeeded: the state was not restored from this snapshot or a later one.
         """
         if state.snapshot_number < self.snapshot_number:
             raise SnapshotNeeded(self.snapshot_number)
         return state
 
     def apply(self, state: State, prepared: State, step: Step) -> None:
-        """Do nothing: the snapshot has already replaced the state."""
+        """Do nothing, since the snapshot has already replaced the state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleWrite:
-    """The write of an Insert or Commit.
+    """A write to samples, as requested by an Insert or Commit call.
 
     Attributes:
         row_count: number of samples.
-        global_indexes: existing samples `(n,)`; None: new ones, or those of `keys`.
-        keys: unique keys of the samples, in order.
-        groups: group of each new sample in order, "" for none.
-        rollouts: rollout of each new sample in order, "" for none.
-        ends_rollouts: whether the samples' rollouts are closed to further samples.
-        rows_per_put: number of rows per put if several puts are gathered into this write; 0 for a single put.
-        put: location of the columns; None: only metadata and state are written.
+        global_indexes: indexes of existing samples `(n,)`; None: the samples are new, or `keys` identifies them.
+        keys: unique keys of the samples, in row order.
+        groups: group of each sample in row order, "" for none. Only new samples are assigned to a group.
+        rollouts: rollout of each sample in row order, "" for none. Only new samples are assigned to a rollout.
+        ends_rollouts: whether the write closes the samples' rollouts to further samples.
+        rows_per_put: number of rows per put if the write combines several puts; 0 for a single put.
+        put: the put that contains the columns; None: only metadata and state are written.
         columns: the columns of the put.
-        claim: the leased claim of the samples in `global_indexes`; None: the write is not checked against a claim.
-        acks: the leased claim of these samples if the write also acknowledges them, otherwise None.
+        claim: leased claim that must contain the samples of `global_indexes`; None: the write needs no claim.
+        acks: leased claim whose samples the write also acknowledges, or None.
         is_of_slots: whether the write creates slots, that is, new held samples.
-        start_version: the version published when slots are created, or None.
-        append_at: the lengths of the samples' cells before the append `(n,)`; None: the columns replace the cells.
+        start_version: policy version published when the slots are created, or None.
+        append_at: lengths of the samples' cells before an append `(n,)`; None: the columns replace the cells.
 
     Raises:
-        InvalidArgumentError: samples must exist but none is given, `rows_per_put` does not divide the number of rows,
-            or an append also changes something else.
+        InvalidArgumentError: the samples must exist but are not identified, `rows_per_put` does not divide the number
+            of rows, or an append also changes other data.
     """
 
     row_count: int
@@ -204,7 +204,7 @@ class SampleWrite:
             )
         if self.rows_per_put < 0 or (self.rows_per_put and self.row_count % self.rows_per_put):
             raise InvalidArgumentError(
-                f"rows_per_put is {self.rows_per_put}, expected 0 or a divisor of the {self.row_count} rows; gather "
+                f"rows_per_put is {self.rows_per_put}, expected 0 or a divisor of the {self.row_count} rows; combine "
                 f"only puts with the same number of rows",
                 field="rows_per_put",
             )
@@ -216,7 +216,7 @@ class SampleWrite:
         if self.global_indexes is None:
             problem = "without global_indexes; pass the indexes of the samples"
         elif lengths.size != self.row_count:
-            problem = f"with {lengths.size} lengths for {self.row_count} samples; pass each current length"
+            problem = f"with {lengths.size} lengths for {self.row_count} samples; pass the current length of each"
         elif self.state is not None or self.acks is not None or self.groups is not None or self.rollouts is not None:
             problem = "with state, ack, groups or rollouts; write these in a separate call"
         elif self.rows_per_put or self.ends_rollouts:
@@ -226,7 +226,7 @@ class SampleWrite:
 
     @property
     def all_meta(self) -> Sequence[MetaColumn]:
-        """The written custom_meta, including the `start_version` of slots."""
+        """All custom_meta columns to write, including the `start_version` of slots."""
         if self.start_version is None:
             return self.meta
         values = np.full(self.row_count, self.start_version)
@@ -234,21 +234,21 @@ class SampleWrite:
 
     @property
     def may_add_samples(self) -> bool:
-        """Whether the write may add samples: it identifies none, or its keys need not exist."""
+        """Whether the write may add samples, because it identifies no samples or its keys need not exist."""
         return self.global_indexes is None and (self.keys is None or self.key_mode != "existing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedWrite:
-    """A write validated against the current state of a partition.
+    """A write that was validated against the current state of a partition.
 
     Attributes:
-        positions: positions of its rows `(n,)` in order, -1 for new ones; None: all are new.
+        positions: positions of the written rows `(n,)` in row order, -1 for new rows; None: all rows are new.
         new_count: number of new rows.
-        groups: the groups and rollouts of the new rows; None if the write has neither.
+        groups: groups and rollouts of the new rows; None if the write has neither.
         specs: specs of the written fields after the write.
-        acked: the acknowledged samples, or None.
-        mark: mark of the partition; the check is valid until the mark changes.
+        acked: samples that the write acknowledges, or None.
+        mark: `Partition.mark` at the time of the check, which is valid until the mark changes.
     """
 
     partition: Partition
@@ -261,12 +261,12 @@ class CheckedWrite:
 
     @property
     def is_current(self) -> bool:
-        """Whether the check is still valid; never if the write acknowledges, which does not change the mark."""
+        """Whether the check is still valid. False if the write acknowledges, since the mark does not track claims."""
         return self.acked is None and self.mark == self.partition.mark
 
     @property
     def is_new(self) -> slice | NDArray[np.bool_]:
-        """An index that selects the new rows from an array in the order of the write."""
+        """An index that selects the new rows from an array in row order."""
         return slice(None) if self.positions is None else self.positions < 0
 
 
@@ -275,7 +275,7 @@ FoundRows: TypeAlias = tuple[Partition, Indexes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """The result of a write: the samples (a range if all are new) and the specs of the written fields."""
+    """The result of a write: indexes of the samples (a range if all are new) and specs of the written fields."""
 
     partition: Partition
     global_indexes: Indexes | range
@@ -283,17 +283,17 @@ class Written:
 
 
 class SamplesWritten(Change):
-    """Samples were added or written to."""
+    """Samples were added or existing samples were written to."""
 
     partition_id: str
     write: SampleWrite
 
     def prepare(self, state: State) -> CheckedWrite:
-        """Find the rows of the write and validate it against them."""
+        """Find the rows of the write and validate the write against them."""
         return check_write(state.partition(self.partition_id), self.write)
 
     def apply(self, state: State, prepared: CheckedWrite, step: Step) -> Written:
-        """Acknowledge samples and add the new rows, then write state, cells and custom_meta."""
+        """Acknowledge samples, add the new rows, and write state, cells and custom_meta of all rows."""
         partition, positions = prepared.partition, prepared.positions
         write, table = self.write, partition.table
         if prepared.acked is not None:
@@ -311,7 +311,7 @@ class SamplesWritten(Change):
             positions[positions < 0] = np.arange(added.start, added.stop)
             rows, indexes = positions, table.index[positions]
         if write.state is SampleState.FAILED and write.put is not None:
-            step.freed.append(write.put)  # bytes of failed rows are not kept
+            step.freed.append(write.put)  # the values of failed rows are not needed
         elif write.put is not None and write.append_at is not None and positions is not None:
             step.freed += partition.cells.append(write.put, write.columns, prepared.specs, positions, write.append_at)
         elif write.put is not None:
@@ -338,7 +338,7 @@ class SamplesWritten(Change):
 
 
 class MetaSet(Change):
-    """custom_meta of existing samples was written."""
+    """The custom_meta of existing samples was written."""
 
     partition_id: str
     global_indexes: Indexes
@@ -346,7 +346,7 @@ class MetaSet(Change):
     claim: LeasedClaim | None = field(default=None, metadata=CHECKED_ONCE)
 
     def prepare(self, state: State) -> FoundRows:
-        """Find the samples and validate the values."""
+        """Find the samples and validate the new values."""
         partition = state.partition(self.partition_id)
         if self.global_indexes.size == 0:
             raise InvalidArgumentError("global_indexes is empty; pass at least one sample", field="global_indexes")
@@ -357,7 +357,7 @@ class MetaSet(Change):
         return partition, positions
 
     def apply(self, state: State, prepared: FoundRows, step: Step) -> None:
-        """Write the values."""
+        """Write the custom_meta values."""
         partition, positions = prepared
         partition.meta.write(self.columns, positions)
         partition.notify_rows(self.global_indexes)
@@ -375,7 +375,7 @@ class SamplesTruncated(Change):
     claim: LeasedClaim | None = field(default=None, metadata=CHECKED_ONCE)
 
     def prepare(self, state: State) -> FoundRows | None:
-        """Find the samples; return None if all cells already have the given lengths."""
+        """Find the samples to truncate, or return None if all cells already have the given lengths."""
         partition = state.partition(self.partition_id)
         if self.global_indexes.size == 0 or self.lengths.size != self.global_indexes.size or self.lengths.min() < 0:
             raise InvalidArgumentError(
@@ -406,7 +406,7 @@ class SamplesTruncated(Change):
 
 
 class GroupsClosed(Change):
-    """Groups and rollouts were closed: they receive no further members."""
+    """Groups and rollouts were closed, so they accept no further members."""
 
     partition_id: str
     names: Sequence[str]
@@ -427,14 +427,14 @@ class GroupsClosed(Change):
 
 
 class SamplesCleared(Change):
-    """Samples were removed; the indexes may include samples that do not exist."""
+    """Samples were removed; indexes of samples that do not exist are ignored."""
 
     partition_id: str
     global_indexes: Indexes
     claim: LeasedClaim | None = field(default=None, metadata=CHECKED_ONCE)
 
     def prepare(self, state: State) -> FoundRows | None:
-        """Find the existing samples; return None if none exists."""
+        """Find the samples that exist, or return None if none of them exists."""
         partition = state.partition(self.partition_id)
         check_claim(partition, self.claim, self.global_indexes)
         positions = partition.table.find(self.global_indexes)
@@ -449,11 +449,13 @@ class SamplesCleared(Change):
 
 
 class FoundCells(NamedTuple):
-    """The owners of cells to clear: positions of rows, and slots of groups, with a cell of at least one of the fields.
+    """The rows and groups whose cells are to be cleared, each with a cell of at least one of the fields.
 
     Attributes:
-        fields: the fields of rows.
-        shared: the fields that groups share.
+        fields: fields whose cells belong to rows.
+        rows: positions of the rows.
+        shared: fields whose cells belong to groups.
+        slots: slots of the groups.
     """
 
     partition: Partition
@@ -464,14 +466,14 @@ class FoundCells(NamedTuple):
 
 
 class CellsCleared(Change):
-    """Cells of some fields were cleared; the samples and groups stay.
+    """Cells of some fields were cleared, without removing samples or groups.
 
-    Fields, samples and groups that do not exist may be named.
+    Names and indexes of fields, samples and groups that do not exist are ignored.
 
     Attributes:
-        field_names: the fields, each once.
-        global_indexes: samples that lose their own cells.
-        groups: groups that lose the cells that their samples share.
+        field_names: names of the fields, each once.
+        global_indexes: samples whose own cells were cleared.
+        groups: groups whose shared cells were cleared.
     """
 
     partition_id: str
@@ -481,7 +483,7 @@ class CellsCleared(Change):
     claim: LeasedClaim | None = field(default=None, metadata=CHECKED_ONCE)
 
     def prepare(self, state: State) -> FoundCells | None:
-        """Find the cells; return None if there are none."""
+        """Find the cells to clear, or return None if there are none."""
         partition = state.partition(self.partition_id)
         check_claim(partition, self.claim, self.global_indexes)
         known = [each for name in self.field_names if (each := partition.cells.fields.get(name)) is not None]
@@ -491,29 +493,29 @@ class CellsCleared(Change):
         return FoundCells(partition, own, rows, shared, slots) if rows.size or slots.size else None
 
     def apply(self, state: State, prepared: FoundCells, step: Step) -> int:
-        """Free the cells; return their number."""
+        """Free the cells; return the number of freed cells."""
         partition, own, rows, shared, slots = prepared
         count = _cell_count((*own, *shared))
         step.freed += partition.cells.free(rows, own)
         step.freed += partition.cells.free(slots, shared)
         members = partition.groups.members_of(slots[partition.groups.members[slots] > 0], partition.table)
         step.written.append((partition, partition.table.index[np.union1d(rows, members)]))
-        step.note_change(partition)  # for plans and writes under way, which have seen the cells
+        step.note_change(partition)  # so plans and writes in progress that rely on the cells are checked again
         return count - _cell_count((*own, *shared))
 
 
 class SamplesExpired(Change):
-    """Samples were released because they had reached the maximum age set by the partition's release policy.
+    """Samples were released because they had reached the maximum age in the partition's release policy.
 
     Attributes:
-        before: samples put, or made live, before this time are released; seconds as in `Step.at_seconds`.
+        before: time in seconds, see `Step.at_seconds`; samples that were put or became live earlier are released.
     """
 
     partition_id: str
     before: float
 
     def prepare(self, state: State) -> FoundRows | None:
-        """Find the samples, in complete groups only; return None if none qualifies."""
+        """Find the samples to release, which excludes partial groups, or return None if there are none."""
         partition = state.partition(self.partition_id)
         table = partition.table
         is_old = (partition.since[: table.count] < self.before) & (partition.state[: table.count] != CLEARED)
@@ -530,7 +532,7 @@ class SamplesExpired(Change):
 
 
 def _owners(fields: Sequence[Field], owners: Indexes, bound: int) -> Indexes:
-    """Return the rows, or group slots, below `bound` that have a cell of at least one of the fields, each once."""
+    """Return the distinct rows or group slots among `owners` that have a cell of at least one of the fields."""
     owners = distinct(owners[owners >= 0], bound)
     has_cell = np.zeros(owners.size, np.bool_)
     for each in fields:
@@ -546,7 +548,7 @@ def _cell_count(fields: Sequence[Field]) -> int:
 
 
 def _add_rows(write: SampleWrite, checked: CheckedWrite, step: Step) -> slice:
-    """Add the new rows of a write; return their positions."""
+    """Add the new rows of a write to the partition; return their positions."""
     partition, count = checked.partition, checked.new_count
     code = STATE_CODES[write.state or SampleState.LIVE]
     added = partition.table.append(count, code)
@@ -575,7 +577,7 @@ def _add_rows(write: SampleWrite, checked: CheckedWrite, step: Step) -> slice:
 
 
 def _new_counts(write: SampleWrite, checked: CheckedWrite) -> list[int]:
-    """Return the number of new rows of each put gathered into a write."""
+    """Return the number of new rows in each put that a write combines."""
     if not write.rows_per_put:
         return [checked.new_count]
     if checked.positions is None:
@@ -588,7 +590,7 @@ def _new_counts(write: SampleWrite, checked: CheckedWrite) -> list[int]:
 
 
 def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
-    """Find the rows of a write and validate it without changing anything; raise TqError if it is rejected."""
+    """Find the rows of a write and validate the write without changing the partition; raise TqError if invalid."""
     _check_counts(write)
     acked = None
     if write.acks is not None and write.global_indexes is not None:
@@ -601,7 +603,7 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
     if partition.sealed and new_count:
         raise PartitionSealedError(
             f"partition {partition.partition_id!r} is sealed with {partition.inserted_count} samples, got "
-            f"{new_count} new ones. Put columns of existing samples by their indexes, or by keys with key_mode "
+            f"{new_count} new samples. Put columns of existing samples by their indexes, or by keys with key_mode "
             f"existing; clear the partition to start over, or use another partition",
             metadata={"partition_id": partition.partition_id},
         )
@@ -645,15 +647,15 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
         count = partition.inserted_count + sum(_new_counts(write, checked)[:-1])
         if count >= expected:
             raise PartitionSealedError(
-                f"partition {partition.partition_id!r} has expected_samples {expected}; it would be sealed with "
-                f"{count} samples before the last of the gathered puts. Send each put separately",
+                f"partition {partition.partition_id!r} has expected_samples {expected}, so it would be sealed with "
+                f"{count} samples before the last of the combined puts. Send each put separately",
                 metadata={"partition_id": partition.partition_id},
             )
     return checked
 
 
 def _check_columns(partition: Partition, write: SampleWrite, positions: Indexes | None) -> list[FieldSpec]:
-    """Validate columns against the samples at `positions` (None: all are new); return the specs after the write."""
+    """Validate columns against the samples at `positions` (None: all new); return the specs after the write."""
     for name in partition.cells.shared.intersection(column.spec.name for column in write.columns):
         raise InvalidArgumentError(
             f"field {name!r} of partition {partition.partition_id!r} has group scope, got a value for each of "
@@ -669,7 +671,7 @@ def _check_columns(partition: Partition, write: SampleWrite, positions: Indexes 
 
 
 def _check_append(partition: Partition, write: SampleWrite, positions: Indexes, before: Indexes) -> list[FieldSpec]:
-    """Reject an append to cells of a different length or to finished samples; return the specs after the append."""
+    """Validate an append to held samples whose cells have the lengths `before`; return the specs after the append."""
     check_growing(partition, write.claim, positions)
     specs = partition.cells.appended_specs(write.columns)
     for spec in specs:
@@ -680,7 +682,7 @@ def _check_append(partition: Partition, write: SampleWrite, positions: Indexes, 
             raise PreconditionError(
                 f"field {spec.name!r} of sample {index} of partition {partition.partition_id!r} has "
                 f"{int(counts.max())} extents, expected fewer than {MOST_EXTENTS} before an append; put the entire "
-                f"field, which merges them into one, and append in larger steps",
+                f"field, which merges the extents into one, and append in larger steps",
                 reason="TOO_MANY_EXTENTS",
                 metadata={
                     "partition_id": partition.partition_id,
@@ -694,7 +696,7 @@ def _check_append(partition: Partition, write: SampleWrite, positions: Indexes, 
 
 
 def _check_ragged(partition: Partition, name: str) -> None:
-    """Reject truncating a field that cannot grow."""
+    """Raise an error if a field cannot be truncated: one with group scope, or whose rows do not vary in dimension 0."""
     if name in partition.cells.shared:
         raise InvalidArgumentError(
             f"field {name!r} has group scope, expected a field with one value per sample; put the entire field with "
@@ -719,7 +721,7 @@ def _check_ragged(partition: Partition, name: str) -> None:
 def _check_lengths(
     partition: Partition, name: str, positions: Indexes, expected: Indexes, *, at_least: bool = False
 ) -> Indexes:
-    """Reject cells that do not have exactly (or `at_least`) the expected lengths; return their lengths."""
+    """Return the lengths of cells; raise PreconditionError if they are not (or not `at_least`) the expected lengths."""
     lengths = partition.cells.lengths(name, positions)
     fits = lengths >= expected if at_least else lengths == expected
     if fits.all():
@@ -728,8 +730,8 @@ def _check_lengths(
     index, got = int(partition.table.index[positions[first]]), int(lengths[first])
     raise PreconditionError(
         f"field {name!r} of sample {index} of partition {partition.partition_id!r} has length {got}, expected "
-        f"{int(expected[first])} ({np.count_nonzero(~fits)} of {fits.size} samples differ); continue at that length, "
-        f"or truncate the field",
+        f"{int(expected[first])} ({np.count_nonzero(~fits)} of {fits.size} samples differ); append at the "
+        f"current length, or truncate the field",
         reason="LENGTH_MISMATCH",
         metadata={
             "partition_id": partition.partition_id,
@@ -742,7 +744,7 @@ def _check_lengths(
 
 
 def _check_not_bounded(partition: Partition, write: SampleWrite, new_count: int) -> None:
-    """Reject a write that could evade the partition's staleness bound, if it has one."""
+    """Raise an error if a write to a partition with bounded staleness adds samples without slots or sets versions."""
     _check_start_version(partition, write.meta)
     bounded = partition.settings.bounded_admission
     if bounded is not None and new_count:
@@ -769,7 +771,7 @@ def _check_groups(partition: Partition, write: SampleWrite, positions: Indexes |
     """Return the groups and rollouts of the new samples; None if the write has neither.
 
     Raises:
-        TqError: the given groups or rollouts are invalid for new samples, or differ from those of existing ones.
+        TqError: a group or rollout is invalid for a new sample, or differs from that of an existing sample.
     """
     groups, rollouts = write.groups, write.rollouts
     if groups is None and rollouts is None:
@@ -795,9 +797,9 @@ def _check_groups(partition: Partition, write: SampleWrite, positions: Indexes |
 
 
 def _check_closes(partition: Partition, write: SampleWrite, positions: Indexes | None) -> None:
-    """Reject closing rollouts if a put has no sample in one, or if a later gathered put adds to one of them.
+    """Raise an error if a write would close rollouts of which a later put in the same write has samples.
 
-    Failed samples close their rollouts too.
+    Failed samples also close their rollouts. With `ends_rollouts`, each put must have a sample in a rollout.
     """
     if not write.ends_rollouts and (write.state is not SampleState.FAILED or not write.rows_per_put):
         return
@@ -817,14 +819,14 @@ def _check_closes(partition: Partition, write: SampleWrite, positions: Indexes |
     for name, count in Counter(itertools.chain.from_iterable(puts)).items():
         if count > 1:
             raise PreconditionError(
-                f"rollout {name!r} is in {count} of the gathered puts, and the first of them would close the rollout. "
-                f"Send each put separately",
+                f"rollout {name!r} is in {count} of the combined puts, and the first of these puts would close the "
+                f"rollout. Send each put separately",
                 metadata={"group": name},
             )
 
 
 def _check_write_once(partition: Partition, write: SampleWrite, positions: Indexes) -> None:
-    """Reject a second value of a write-once field for samples at `positions`."""
+    """Raise AlreadyExistsError if a sample at `positions` already has a value of a written write-once field."""
     for name in partition.cells.write_once.intersection(column.spec.name for column in write.columns):
         is_there = partition.cells.produced([name], positions)
         if is_there.any():
@@ -867,7 +869,7 @@ def _check_counts(write: SampleWrite) -> None:
 
 
 def _find_rows(partition: Partition, write: SampleWrite) -> Indexes | None:
-    """Return the positions of the samples of a write, -1 for new ones; None: all are new."""
+    """Return the positions of the samples of a write, -1 for new samples; None if all samples are new."""
     if write.global_indexes is not None:
         if write.keys is not None:
             raise InvalidArgumentError("both global_indexes and keys are set; pass only one of them", field="keys")

@@ -1,20 +1,20 @@
-"""The one way to change the state of a controller.
+"""The state machine, which makes every change to the controller's state.
 
-    group:  prepare -> encode -> apply, for each change; the answer of the request last
-            -> append the group to the log, in one piece
-            -> consequences to the listener: freed cells, started leases, wake-ups
+    group:  prepare -> encode -> apply each change; the last change records the answer to the request
+            -> append the group to the log as a unit
+            -> pass the consequences to the listener: freed cells, started leases, wake-ups
 
-A group contains the changes of one step of the event loop. `prepare` makes all checks and changes nothing, so a change
-that is rejected or cannot be encoded leaves no trace. Any error while a change is applied is fatal: the group is
-dropped, and the process stops using its state, which may be partly changed. The log thus contains exactly the applied
-changes, and a restart that applies them reaches the same state. Consequences are only for the process that made the
-change; they are not repeated when the log is read.
+A group contains the changes made in one step of the event loop. `prepare` validates a change without modifying the
+state, so a change that is rejected or cannot be encoded has no effect. An error raised while a change is applied is
+fatal: the group is dropped, and the process stops using its state, which may be inconsistent. The log therefore
+contains exactly the applied changes, and replaying the log after a restart restores the same state. Consequences
+concern only the process that made the change, so replay ignores them.
 
-The design follows that of a replicated state machine: Ongaro and Ousterhout, "In Search of an Understandable Consensus
+The design is a replicated state machine; see Ongaro and Ousterhout, "In Search of an Understandable Consensus
 Algorithm", 2014, section 2.
 
-The state machine also keeps the answers of mutating requests, so a retry receives the same answer and has no second
-effect.
+The state machine also records the answers to mutating requests. A retried request gets the recorded answer and changes
+nothing.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from tq_service.state.policies import Policy
 _AT_SECONDS: Final = struct.Struct("<d")
 _MOST_RECORD_BYTES: Final = (1 << 20) - 1
 
-_MOST_FORGOTTEN: Final = 1024  # maximum number of forgotten entries left in the list, plus
-_FORGOTTEN_SHARE: Final = 8  # one per this many entries
-_ENTRY_BYTES: Final = 256  # of an id, a time, and their containers
+_MOST_FORGOTTEN: Final = 1024  # forgotten entries are removed from the lists once there are more than this number,
+_FORGOTTEN_SHARE: Final = 8  # plus one per this many entries
+_ENTRY_BYTES: Final = 256  # approximate memory of a request id, a time, and their containers
 
 
 class Entry(NamedTuple):
-    """A recorded answer: the request's id, the time of the answer in wall-clock seconds, and the answer."""
+    """A recorded answer: the request id, the wall-clock time of the answer in seconds, and the answer itself."""
 
     key: bytes
     seconds: float
@@ -66,18 +66,18 @@ class Entry(NamedTuple):
 
 
 def merged(*snapshots: Iterable[Entry]) -> list[Entry]:
-    """Merge the answers of several snapshots in order of time."""
+    """Merge the recorded answers of several snapshots, oldest first."""
     return sorted(chain.from_iterable(snapshots), key=attrgetter("seconds"))
 
 
 class IdempotencyCache:
-    """Recorded answers by request_id, forgotten once no client can still be retrying.
+    """Answers to mutating requests by request_id, each kept until no client can still be retrying the request.
 
-    Rejected requests are not recorded, since they changed nothing and a retry may succeed. Times are those of the
-    requests' steps, so a restart does not extend the life of an answer.
+    Rejected requests are not recorded, since they changed nothing and a retry may succeed. The age of an answer is
+    measured from the request's step, so a restart does not make the cache keep the answer longer.
 
     Attributes:
-        used_bytes: approximate memory of the answers.
+        used_bytes: approximate memory used by the answers, in bytes.
     """
 
     def __init__(
@@ -92,10 +92,10 @@ class IdempotencyCache:
         """Create an empty cache.
 
         Args:
-            keep_seconds: time for which an answer is kept.
-            pack: converts an answer to its stored form, which should be small, since there may be a million of them.
+            keep_seconds: how long an answer is kept.
+            pack: converts an answer to its stored form, which should be small because a cache may hold a million.
             unpack: converts the stored form back to the answer.
-            max_bytes: memory limit; above it, the oldest answers are forgotten early. None: no limit.
+            max_bytes: memory limit; if it is exceeded, the oldest answers are removed early. None: no limit.
             weigh: returns the size of a stored answer in bytes.
         """
         self.pack = pack
@@ -104,9 +104,9 @@ class IdempotencyCache:
         self._max_bytes = max_bytes
         self._weigh = weigh
         self.used_bytes = 0
-        self._newest: dict[bytes, int] = {}  # the number of the newest answer of each id, counted from 0
-        # Id, time and stored form of all answers, in order of time; `Entry` objects would take more memory.
-        # Snapshots share these lists, so the lists are only appended to or replaced.
+        self._newest: dict[bytes, int] = {}  # sequence number of the newest answer for each request id, from 0
+        # Request id, time and stored form of each answer, oldest first; `Entry` objects would use more memory.
+        # Snapshots share these lists, so the code only appends to or replaces them.
         self._ids: list[bytes] = []
         self._seconds = array("d")
         self._packed: list[Any] = []
@@ -117,11 +117,11 @@ class IdempotencyCache:
         return len(self._newest)
 
     def recorded(self, request_id: bytes, kind: type[object], now_seconds: float) -> Any | None:
-        """Return the recorded answer, or None if there is none or it is too old.
+        """Return the recorded answer to a request, or None if there is no answer or the answer is too old.
 
         Raises:
-            InvalidArgumentError: the id is not 16 bytes long, or the recorded answer is of a different kind because the
-                caller used the same id for another method.
+            InvalidArgumentError: the request id is not 16 bytes long, or the recorded answer is not of type `kind`
+                because the caller used the same id for another method.
         """
         check_id("request_id", request_id)
         number = self._newest.get(request_id)
@@ -130,16 +130,16 @@ class IdempotencyCache:
         recorded = self._unpack(self._packed[number - self._removed_count])
         if not isinstance(recorded, kind):
             raise InvalidArgumentError(
-                f"request_id {request_id.hex()} was used by another call, which was answered with a "
+                f"request_id {request_id.hex()} was already used for another call, which returned a "
                 f"{type(recorded).__name__}; use a new request_id for each call, and reuse it only for retries",
                 field="request_id",
             )
         return recorded
 
     def add(self, request_id: bytes, packed: Any, at_seconds: float) -> None:
-        """Record an answer, no earlier than any other; forget answers that are too old or exceed the memory limit.
+        """Remove answers that are too old or exceed the memory limit, then record an answer as the newest.
 
-        An id may be recorded twice, if its first answer expired under a shorter keep time than the current one.
+        A request id can be recorded twice if its first answer expired when `keep_seconds` was shorter than it is now.
         """
         self._forget_old(at_seconds)
         self._append(request_id, at_seconds, packed)
@@ -167,15 +167,15 @@ class IdempotencyCache:
             self._forgotten_count, self._removed_count = 0, self._removed_count + oldest
 
     def snapshot(self) -> Iterator[Entry]:
-        """Return the current answers in stored form, to be read once, on any thread.
+        """Return an iterator over the current answers in stored form, for use on any thread.
 
-        This takes constant time, since the lists are only appended to or replaced.
+        The call takes constant time, because the lists are only appended to or replaced.
         """
         entries = zip(self._ids, self._seconds, self._packed, strict=False)
         return starmap(Entry, islice(entries, self._forgotten_count, len(self._ids)))
 
     def restore(self, answers: Iterable[Entry]) -> None:
-        """Add the answers of a snapshot to those in the cache."""
+        """Add the answers from a snapshot to the cache."""
         entries = merged(answers, self.snapshot())
         self._newest, self._ids, self._seconds, self._packed = {}, [], array("d"), []
         self._forgotten_count = self._removed_count = self.used_bytes = 0
@@ -190,12 +190,12 @@ ChangedTask: TypeAlias = tuple[Partition, str | None]
 
 
 class State:
-    """The complete state of a controller: changes are applied to it, and snapshots store it.
+    """The complete state of a controller, which changes modify and snapshots store.
 
     Attributes:
         partitions: partitions by name.
         policies: policies by name.
-        answers: answers of mutating requests, for retries.
+        answers: answers to mutating requests, returned to retries.
         snapshot_number: number of the snapshot from which the state was restored; 0 without a snapshot.
     """
 
@@ -208,12 +208,12 @@ class State:
         self.answers = IdempotencyCache(600.0) if answers is None else answers
 
     def add_partition(self, partition: Partition) -> None:
-        """Add a partition, with access to the published policies and to the partitions with which it shares leases."""
+        """Add a partition and give it access to the policies and to the partitions with which it shares leases."""
         partition.policies, partition.all_partitions = self.policies, self.partitions
         self.partitions[partition.partition_id] = partition
 
     def policy(self, name: str) -> Policy:
-        """Return a policy; raises PolicyNotFoundError if no version of it was published."""
+        """Return a policy; raise PolicyNotFoundError if the policy has no published version."""
         policy = self.policies.get(name)
         if policy is None:
             raise PolicyNotFoundError(
@@ -224,10 +224,11 @@ class State:
         return policy
 
     def partition(self, partition_id: str, incarnation: bytes = b"") -> Partition:
-        """Return a partition in the given incarnation, or in any if `incarnation` is empty.
+        """Return a partition in the given incarnation; an empty `incarnation` matches any.
 
         Raises:
             PartitionNotFoundError: the partition does not exist.
+            StaleIncarnationError: the partition has a different incarnation.
         """
         partition = self.partitions.get(partition_id)
         if partition is None:
@@ -241,22 +242,22 @@ class State:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """Collects the consequences of one group's changes for the process that makes them.
+    """The consequences of one group of changes, collected for the process that makes the changes.
 
     Attributes:
-        at_seconds: time of the group in seconds (see `StateMachine.now_seconds`); the same on replay.
+        at_seconds: time of the group in seconds (see `StateMachine.now_seconds`); replay uses the logged time.
         freed: cells that no longer belong to any sample.
-        leases: claims whose lease began or was extended, with the partition and task name.
-        batches: batches planned for ranks, with the partition and task name.
+        leases: partition, task name and claim for each lease that began or was extended.
+        batches: partition, task name and claim for each batch planned for ranks.
         changed: partitions whose waiting claims may find more samples.
-        consumed: partitions with a task that has fewer samples left, so waiting writes may have capacity now.
+        consumed: partitions with a task that has fewer samples left, so waiting writes may fit now.
         created: new partitions.
         cleared: removed partitions.
-        written: partition and global indexes of rows added or written to.
-        removed: partition, global indexes and keys of removed rows; the keys are None in a partition without keys.
-        tasks: partition and name of tasks that made progress; the name None stands for all tasks of the partition.
+        written: partition and global indexes of rows that were added or written to.
+        removed: partition, global indexes and keys of removed rows; keys are None if the partition has no keys.
+        tasks: partition and name of each task that made progress; None as name means all tasks of the partition.
         policies: names of policies that were removed or have a new version.
-        pending: actions that complete a change and run as part of it.
+        pending: actions that run at the end of a change, as part of the change.
     """
 
     at_seconds: float
@@ -274,69 +275,69 @@ class Step:
     pending: list[Callable[[], None]] = field(default_factory=list)
 
     def complete(self) -> None:
-        """Run the pending actions, including those that other actions add."""
+        """Run all pending actions, including actions added by other actions."""
         while self.pending:
             self.pending.pop(0)()
 
     def note_change(self, partition: Partition) -> None:
-        """Make all waiting claims of a partition search again, regardless of the changed rows."""
+        """Make every waiting claim of a partition search again, whichever rows have changed."""
         partition.state_version += 1
         self.changed[partition] = None
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 class Change(ABC):
-    """A change of the state: a frozen dataclass whose fields are stored in the log.
+    """Base class of state changes; subclasses become frozen dataclasses, whose fields are stored in the log.
 
     Attributes:
-        kinds: all change classes by class name, which identifies them in the log.
+        kinds: all change classes by class name, which identifies the class in the log.
     """
 
     kinds: ClassVar[dict[str, type[Change]]] = {}
 
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True, kw_only=True)(cls)
-        # A class with abstract methods is the base of several changes.
+        # A class with abstract methods is itself a base class, so it is not registered.
         if not any(getattr(each, "__isabstractmethod__", False) for each in vars(cls).values()):
             Change.kinds[cls.__name__] = cls
 
     @abstractmethod
     def prepare(self, state: State) -> Any | None:
-        """Validate the change and return the objects that it needs, or None if there is nothing to change.
+        """Validate the change and return the objects that `apply` needs, or None if there is nothing to change.
 
-        The state is not modified.
+        This method must not modify the state.
 
         Raises:
-            TqError: the change does not fit the state.
+            TqError: the change is not valid for the current state.
         """
 
     @abstractmethod
     def apply(self, state: State, prepared: Any, step: Step) -> Any:
         """Make the change and return its result, which depends only on the state and the step.
 
-        The change can no longer be rejected.
+        This method must not reject the change; an error here is fatal.
         """
 
 
 class ChangeLog(Protocol):
-    """Stores groups of changes."""
+    """A log of change groups, as the state machine uses it."""
 
     def check_open(self) -> None:
-        """Raise an error if records are no longer accepted."""
+        """Raise an error if the log no longer accepts records."""
         ...
 
     def append(self, records: Sequence[bytes]) -> None:
-        """Add the records of a group in memory, to become durable together; this cannot fail."""
+        """Buffer the records of a group, which later become durable together; this method cannot fail."""
         ...
 
 
 def encode_change(change: Change) -> bytes:
-    """Encode a change; raise an error if one of its values cannot be encoded."""
+    """Encode a change for the log; raise an error if a field value cannot be encoded."""
     return codec.encode_named(change)
 
 
 def encode_group(at_seconds: float, changes: Sequence[bytes]) -> list[bytes]:
-    """Return the records of a group, each below etcd's limit of 1 MiB unless a single change is larger."""
+    """Pack encoded changes into log records below etcd's limit of 1 MiB; a larger change gets its own record."""
     parts: list[list[bytes]] = [[]]
     size = _AT_SECONDS.size
     for change in changes:
@@ -349,11 +350,11 @@ def encode_group(at_seconds: float, changes: Sequence[bytes]) -> list[bytes]:
 
 
 def decode_group(record: bytes) -> tuple[float, list[Change]]:
-    """Return the time and the changes of a record.
+    """Decode a log record; return its time and its changes.
 
     Raises:
-        NewerVersionError: a change has an unknown kind or field.
-        ValueError, TypeError, KeyError, struct.error: the bytes are not a valid group.
+        NewerVersionError: a change has an unknown kind or field, so a newer version wrote it.
+        ValueError, TypeError, KeyError, struct.error: the record is not a valid group.
     """
     (at_seconds,) = _AT_SECONDS.unpack_from(record)
     changes = codec.unpack_each(memoryview(record)[_AT_SECONDS.size :])
@@ -361,7 +362,7 @@ def decode_group(record: bytes) -> tuple[float, list[Change]]:
 
 
 class RequestAnswered(Change):
-    """A mutating request was answered; the last change of its group.
+    """A mutating request was answered. This is the last change in the group of the request.
 
     Attributes:
         packed: the answer in stored form.
@@ -371,22 +372,22 @@ class RequestAnswered(Change):
     packed: Any
 
     def prepare(self, state: State) -> State:
-        """Return the state. There is nothing to reject, since the answered changes have already been applied."""
+        """Return the state; there is nothing to validate, since the request's other changes are already applied."""
         return state
 
     def apply(self, state: State, prepared: State, step: Step) -> None:
-        """Record the answer."""
+        """Record the answer for retries."""
         state.answers.add(self.request_id, self.packed, step.at_seconds)
 
 
 class StateMachine:
-    """Applies changes to the state and logs them. Confined to one event loop.
+    """Applies changes to the state and logs them. Use it from one event loop only.
 
     Attributes:
-        log: the log that receives the changes; None: changes are not logged, for example during recovery.
-        fatal: called with the reason and the error when the state can no longer be used.
-        listener: called with the consequences of a group after the group was appended.
-        refusal: returns the error with which all changes are currently rejected; None: changes are accepted.
+        log: log to which changes are appended; None: changes are not logged, for example during recovery.
+        fatal: function called with a reason and an error if the state can no longer be used.
+        listener: function called with the consequences of a group after the group was appended to the log.
+        refusal: function that returns the error for rejecting all changes; None: changes are accepted.
     """
 
     def __init__(self, state: State) -> None:
@@ -395,13 +396,13 @@ class StateMachine:
         self.fatal: Callable[[str, BaseException], None] = _log_critical
         self.listener: Callable[[Step], None] = lambda step: None
         self.refusal: Callable[[], TqError] | None = None
-        self._group: tuple[Step, list[bytes]] | None = None  # the open group's step and encoded changes
+        self._group: tuple[Step, list[bytes]] | None = None  # step and encoded changes of the open group
         self._clock_offset = time.time() - time.monotonic()
         self._last_seconds = 0.0
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
-        """Combine the changes of the `with` block, which must not await, into one group."""
+        """Combine the changes made in a `with` block into one group; the block must not contain `await`."""
         step, encoded = self._group = Step(self.now_seconds()), list[bytes]()
         failure: BaseException | None = None
         try:
@@ -411,14 +412,14 @@ class StateMachine:
             raise
         finally:
             self._group = None
-            # A TqError may follow a complete change, such as a task's first request.
+            # A request may be rejected with a TqError after a complete change, such as `TaskSeen`.
             if encoded and failure is not None and not isinstance(failure, TqError):
-                self.fatal("a request failed after one of its changes was made", failure)
+                self.fatal("a request failed after one of its changes was applied", failure)
             elif encoded:
                 self._finish(step, encoded)
 
     def _finish(self, step: Step, encoded: Sequence[bytes]) -> None:
-        """Append a group to the log and pass its consequences to the listener."""
+        """Append a group to the log, then pass the consequences of the group to the listener."""
         try:
             if self.log is not None:
                 self.log.append(encode_group(step.at_seconds, encoded))
@@ -428,14 +429,14 @@ class StateMachine:
             raise
 
     def commit(self, change: Change, prepared: Any = None) -> Any:
-        """Make a change, alone or in the open group; return its result, or None if there is nothing to change.
+        """Make a change in the open group or in a new one; return its result, or None if there is nothing to change.
 
         Args:
             change: the change to make.
-            prepared: result of its `prepare` for the current state; None: call `prepare` here.
+            prepared: result of `change.prepare` for the current state; None: this method calls `prepare`.
 
         Raises:
-            TqError: the change was rejected, and the state is unchanged.
+            TqError: the change was rejected; the state is unchanged.
         """
         if prepared is None:
             prepared = change.prepare(self.state)
@@ -444,9 +445,9 @@ class StateMachine:
         return self.commit_all(((change, prepared),))
 
     def commit_all(self, changes: Sequence[tuple[Change, Any]]) -> Any:
-        """Make all of several prepared changes, or none; return the result of the last one.
+        """Make either all of the prepared changes or none, and return the result of the last change.
 
-        All changes are encoded before the first is applied, in the open group or in a new one.
+        All changes are encoded before the first one is applied. They join the open group, or form a new group.
         """
         if self._group is None:
             with self.group():
@@ -462,8 +463,8 @@ class StateMachine:
                 result = change.apply(self.state, prepared, step)
                 step.complete()
         except BaseException as error:
-            self._group[1].clear()  # earlier changes of the group are dropped too
-            self.fatal("a change was only partly made", error)
+            self._group[1].clear()  # also drops the earlier changes in the group
+            self.fatal("a change was only partly applied", error)
             raise
         self._group[1].extend(encoded)
         return result
@@ -474,10 +475,10 @@ class StateMachine:
             self.log.append(encode_group(self.now_seconds(), [encode_change(change)]))
 
     def replay(self, change: Change, at_seconds: float) -> None:
-        """Apply a logged change to the state that preceded it.
+        """Apply a change read from the log; the state must be the one before the change.
 
         Raises:
-            TqError, LookupError, ValueError: the change does not fit the state.
+            TqError, LookupError, ValueError: the change is not valid for the current state.
         """
         self._last_seconds = at_seconds
         prepared = change.prepare(self.state)
@@ -488,10 +489,10 @@ class StateMachine:
         step.complete()
 
     def now_seconds(self) -> float:
-        """Return the time of a group that starts now.
+        """Return the time for a group that starts now, in seconds.
 
-        The wall clock is read only once per process, since it may be set later; from then on, time advances
-        monotonically. If the clock was set back before the start, time continues from the last group of the log.
+        The process reads the wall clock only at its start and then adds monotonic time, so clock adjustments have no
+        effect. If the result would be earlier than the last group in the log, time continues from that group.
         """
         now = self._clock_offset + time.monotonic()
         if now < self._last_seconds:

@@ -1,1 +1,1 @@
-"""Recordings: a service's planned batches, with the bytes of their samples, for later inspection."""
+"""Recordings: the batches that a service planned, with the bytes of their samples, stored for later inspection."""

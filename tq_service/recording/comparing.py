@@ -1,4 +1,4 @@
-"""Statistics of a recorded step, and the differences between two steps, from their metadata alone."""
+"""Statistics of a recorded step and differences between two steps, computed from metadata without sample values."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _QUANTILES: Final = (0.0, 0.5, 1.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """The distribution of a number over many samples.
+    """The distribution of a numeric value over the samples of a step.
 
     Attributes:
-        count: number of samples that have a number.
-        least, median, mean, most: minimum, median, mean and maximum; None if no sample has a number.
+        count: number of samples that have a value.
+        least, median, mean, most: minimum, median, mean and maximum; None if no sample has a value.
     """
 
     count: int
@@ -41,7 +41,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: NDArray[Any]) -> Spread:
-        """Return the spread of numbers or booleans."""
+        """Return the distribution of numbers or booleans."""
         if not values.size:
             return cls(count=0)
         least, median, most = np.quantile(values.astype(np.float64), _QUANTILES).tolist()
@@ -59,25 +59,25 @@ class StepFacts:
 
     Attributes:
         number: number of the step in its recording.
-        task_name, partition_id, incarnation, epoch, batch_index: the batch that was recorded.
+        task_name, partition_id, incarnation, epoch, batch_index: identity of the recorded batch.
         recorded_at: time of recording, in seconds since 1970.
-        version: version of the service that recorded it.
-        sample_count: delivered samples, counting repeats.
-        distinct_count: distinct samples.
-        group_count: named groups.
-        dropped_count: samples that the sampler left out.
-        samples_per_rank: samples of each rank.
-        packs_per_rank: packs, or micro-batches, of each rank.
-        optimizer_steps: optimizer steps.
-        tokens_per_rank: tokens of each rank; None if lengths are unknown.
-        imbalance: tokens of the heaviest rank relative to the mean, minus 1.
-        padding_tokens: tokens that pad packs.
-        lengths: lengths of the samples, in tokens.
-        policies: published versions by policy.
-        staleness: the published version minus the `start_version` (or `version`) of each sample.
-        fields: descriptions of the columns.
-        custom_meta: distribution of each numeric column; for a text column, counts of its most frequent values.
-        put_bytes: bytes of the puts that the step names.
+        version: version of the service that recorded the step.
+        sample_count: number of delivered samples, including repeated ones.
+        distinct_count: number of distinct delivered samples.
+        group_count: number of named groups.
+        dropped_count: number of samples that the plan dropped.
+        samples_per_rank: number of samples per rank.
+        packs_per_rank: number of packs or micro-batches per rank.
+        optimizer_steps: number of optimizer steps.
+        tokens_per_rank: token count per rank; None if lengths are unknown.
+        imbalance: highest token count of a rank divided by the mean, minus 1; None if lengths are unknown.
+        padding_tokens: number of tokens added to pad packs.
+        lengths: distribution of sample lengths, in tokens.
+        policies: published version by policy.
+        staleness: distribution of the published version minus the `start_version` (or `version`) of a sample.
+        fields: description of each field, by name.
+        custom_meta: distribution of each numeric column, or counts of the most frequent values of any other column.
+        put_bytes: total bytes of the puts that the step references.
     """
 
     number: int
@@ -107,7 +107,7 @@ class StepFacts:
 
 
 class StepSamples:
-    """The samples of a step, with their metadata."""
+    """The samples of a recorded step and their metadata."""
 
     def __init__(self, step: RecordedStep) -> None:
         self.step = step
@@ -123,7 +123,7 @@ class StepSamples:
         self.ranks: Indexes = np.repeat(np.arange(step.dp_size), step.plan.sizes)
 
     def lengths(self) -> Indexes | None:
-        """Return the tokens of each sample `(n,)`, from the plan or else from the column `total_lengths`."""
+        """Return each sample's token count `(n,)` from the plan or the column `total_lengths`; None if unknown."""
         lengths = np.zeros(self.indexes.size, np.int64)
         start, is_known = 0, True
         for part in parts_of(self.step):
@@ -141,7 +141,7 @@ class StepSamples:
         return column.values.astype(np.int64)
 
     def staleness(self) -> Spread:
-        """Return the distribution of the number of versions that samples are behind the published one."""
+        """Return the distribution of the number of versions by which samples are behind the published version."""
         published = [version for _, version in self.step.policies]
         column = next((self.columns[name] for name in _VERSIONS if name in self.columns), None)
         if column is None or column.values.dtype.kind not in "if" or len(published) != 1:
@@ -193,11 +193,11 @@ def _column_facts(column: MetaColumn) -> Spread | Mapping[str, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """Names or indexes of samples or groups, of which only the first few are listed.
+    """A list of names or indexes of samples or groups, shortened to the first few.
 
     Attributes:
         count: total number of samples or groups.
-        first: the first few names or indexes.
+        first: names or indexes of the first few samples or groups.
     """
 
     count: int
@@ -205,7 +205,7 @@ class Names:
 
     @classmethod
     def of(cls, names: Sequence[Any]) -> Names:
-        """Return the names in the given order."""
+        """Count the names and keep the first few."""
         return cls(count=len(names), first=tuple(map(str, names[:_MOST_NAMED])))
 
     def __str__(self) -> str:
@@ -215,10 +215,10 @@ class Names:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedColumn:
-    """A custom_meta column whose values differ for samples that are in both steps.
+    """The differences in a custom_meta column between two steps, for samples in both steps.
 
     Attributes:
-        count: number of samples with a difference.
+        count: number of samples with different values.
         examples: name and both values of a few of these samples.
     """
 
@@ -228,20 +228,20 @@ class ChangedColumn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDifference:
-    """The differences between two steps.
+    """The differences between two recorded steps.
 
     Attributes:
-        first, second: the statistics of the steps.
-        matched_by: the attribute by which samples are matched, "key" or "global_index"; "" if the partitions differ and
-            the samples lack keys.
-        common_count: samples in both steps.
+        first, second: statistics of the two steps.
+        matched_by: attribute by which samples are matched, "key" or "global_index"; empty if the partitions differ and
+            some samples do not have keys.
+        common_count: number of samples in both steps.
         only_first, only_second: samples in only one of the steps.
         groups_only_first, groups_only_second: groups in only one of the steps.
-        moved_count: samples in both steps that were assigned to different ranks.
-        changed_columns: custom_meta columns that differ for samples in both steps.
+        moved_count: number of samples in both steps that were assigned to different ranks.
+        changed_columns: differences in custom_meta columns for samples in both steps, by column.
         request: claim arguments that differ, with both values.
-        fields: columns that differ, with both descriptions.
-        policies: versions that differ.
+        fields: fields that differ, with both descriptions.
+        policies: policies whose published versions differ, with both versions.
     """
 
     first: StepFacts
@@ -260,7 +260,7 @@ class StepDifference:
 
 
 def difference(first: RecordedStep, second: RecordedStep) -> StepDifference:
-    """Compare two steps."""
+    """Return the differences between two recorded steps."""
     one, other = StepSamples(first), StepSamples(second)
     has_keys = all(one.keys) and all(other.keys)
     is_same_partition = first.incarnation == second.incarnation
@@ -296,7 +296,7 @@ def _names(samples: StepSamples, matched_by: str) -> list[Any]:
 def _changed(
     one: StepSamples, other: StepSamples, common: Sequence[Any], at: Sequence[Indexes]
 ) -> Iterator[tuple[str, ChangedColumn]]:
-    """Yield the columns whose values differ for samples in both steps."""
+    """Yield the custom_meta columns in which some sample has different values in the two steps."""
     for name in dict.fromkeys((*one.columns, *other.columns)):
         values = [_values(samples, name, some) for samples, some in zip((one, other), at, strict=True)]
         changed = [

@@ -1,12 +1,12 @@
-"""The objects of a recording, and their format.
+"""The objects of a recording and their format.
 
-    steps/000000000017-9f3c1a2b      a step: its plan, the metadata of its samples, the places of its puts
-    puts/9f3c1a2b-41                 tables and values of puts that were in memory, in order
-    puts/9f3c1a2b-42.seg             a file of the data directory, linked under another name: one put
+    steps/000000000017-9f3c1a2b      one step: its plan, the metadata of its samples, the locations of its puts
+    puts/9f3c1a2b-41                 tables and values of several puts that were in memory, in order
+    puts/9f3c1a2b-42.seg             one put: a file of the data directory, linked under this name
 
-Step numbers continue after restarts. `9f3c1a2b` identifies one start of a service, so no name is used twice. An object
-with puts is written before the first step that names it, and a put is stored once, however many steps name it. A stored
-step is therefore complete even if the service was killed, and can answer its claims without any other step.
+Step numbers continue after a restart. `9f3c1a2b` identifies one start of the service, so no name is used twice. A put
+is stored once, even if several steps reference it, and before the first of these steps. Every stored step is therefore
+complete, even if the service was killed, and its claims can be answered without other steps.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _STEP: Final = re.compile(r"steps/(\d{12})-([0-9a-f]{8})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutPlace:
-    """Location of a put's bytes.
+    """The location of a put's bytes in a recording.
 
     Attributes:
-        record: the put, with the checksum of its bytes.
-        names: the objects whose concatenation contains the bytes.
-        start: offset of the bytes in this concatenation.
+        record: the put, with the size and the checksum of its bytes.
+        names: names of the objects whose concatenation contains the bytes.
+        start: offset of the bytes in the concatenation.
     """
 
     record: PutStored
@@ -45,22 +45,22 @@ class PutPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """A batch as it was planned for the ranks of a task.
+    """A recorded step: one batch as planned for the ranks of a task.
 
     Attributes:
-        number: number of the step in the recording, from 1.
-        version: version of the service that recorded it.
-        partition_id, incarnation: the partition.
-        task_name, epoch, batch_index: the batch.
+        number: number of the step in the recording, starting at 1.
+        version: version of the service that recorded the step.
+        partition_id, incarnation: partition of the batch.
+        task_name, epoch, batch_index: identity of the batch in its partition.
         recorded_at: time of recording, in seconds since 1970.
-        plan: the parts of all ranks.
-        batch_spec: the request of the ranks.
-        policies: pairs of policy and published version.
-        meta: a serialized `BatchMeta` of the samples of all ranks, in the order of `plan.rows`, with the fields that
-            all of them have.
+        plan: the plan of the batch for all ranks.
+        batch_spec: the arguments that the ranks requested.
+        policies: pairs of policy name and published version.
+        meta: serialized `BatchMeta` of all ranks' samples in the order of `plan.rows`, with the fields that every
+            sample has.
         empty_fields: serialized `FieldSpec`s for a rank without samples; empty if each rank has samples.
-        puts: locations of the puts that `meta` names.
-        format: format of this record.
+        puts: locations of the puts that `meta` references.
+        format: format version of this record.
     """
 
     number: int
@@ -86,7 +86,7 @@ class RecordedStep:
 
 
 def step_name(number: int, run: str) -> str:
-    """Return the object name of a step."""
+    """Return the name of the object that stores a step."""
     return f"{STEPS}{number:012d}-{run}"
 
 
@@ -97,7 +97,7 @@ def step_number(name: str) -> int:
 
 
 def encode_step(step: RecordedStep) -> bytes:
-    """Return the encoded step."""
+    """Encode a step."""
     return codec.encode_named(step)
 
 
@@ -106,7 +106,7 @@ def decode_step(name: str, data: memoryview) -> RecordedStep:
 
     Raises:
         DataLossError: the step is damaged.
-        NewerVersionError: a newer version recorded it.
+        NewerVersionError: a newer version recorded the step.
     """
     try:
         kind, fields = codec.unpack(data)
@@ -123,12 +123,12 @@ def decode_step(name: str, data: memoryview) -> RecordedStep:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Pack:
-    """Objects with puts, which are removed together.
+    """A set of objects that contain puts and are removed together.
 
     Attributes:
         names: names of the objects.
         size: total size of the puts in the objects, in bytes.
-        put_count: number of puts in the objects that some step names.
+        put_count: number of puts in the objects that at least one step references.
     """
 
     names: tuple[str, ...]

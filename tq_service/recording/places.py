@@ -1,8 +1,8 @@
 """Storage of recordings: a directory, which may share files with a data directory, or an object store.
 
-Both store named objects. An object is written once and atomically, with a header that contains its size and checksum,
-so a reader never receives wrong bytes. A file shared with a data directory lacks the header; its bytes are verified
-with the checksum of its put.
+Both kinds of storage contain named objects. An object is written once and atomically, with a header that contains its
+size and checksum, so damaged bytes are detected. A file shared with a data directory has no header, so its bytes are
+verified with the checksum of the put.
 """
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ from tq_service.objects.base import (
 from tq_service.storage.blobs.segments import SegmentBlobs
 
 LEAST_FREE_BYTES: Final = 1 << 30
-"""Free disk space to leave, in bytes, since puts need space on the disk, too."""
+"""Free disk space that a recording must leave for puts, in bytes."""
 
 LINKED_SUFFIX: Final = ".seg"
 _LOCK: Final = "lock"
 _PART_SUFFIX: Final = ".part"
-_MOST_BUFFERS: Final = 512  # per call; the system limit is 1,024
+_MOST_BUFFERS: Final = 512  # maximum number of buffers per writev call; the system limit is 1,024
 _SLACK_SHARE: Final = 16
-"""A linked file is truncated only if more than a 16th of it is unused, since truncation takes longer than the link."""
+"""A linked file is truncated only if its unused part exceeds 1/16 of the used part, since truncation is slow."""
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _CANNOT_LINK: Final = frozenset({errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.EACCES, errno.ENOSYS})
 
 
 class Place(ABC):
-    """The named objects of one recording. Confined to one event loop, which no method blocks.
+    """Storage for the named objects of one recording. Use it from one event loop only; no method blocks the loop.
 
     Attributes:
-        name: the place as shown to users, without passwords.
+        name: path or URL as shown to users, without passwords.
     """
 
     name: str
 
     @abstractmethod
     async def open(self, *, for_writing: bool) -> None:
-        """Open the place.
+        """Open the place for reading or, with `for_writing`, also for writing.
 
         Raises:
-            DataDirError: the place is not a recording, cannot be used, or another service writes to it.
+            DataDirError: the directory is not a recording, cannot be used, or is being written to by another service.
             InvalidArgumentError, UnavailableError: the object store cannot be used.
         """
 
@@ -78,13 +78,13 @@ class Place(ABC):
         """
 
     async def link(self, files: Sequence[tuple[str, Path, int]]) -> bool:
-        """Link files that are no longer written to into this place, and truncate files with much unused space.
+        """Link existing files into this place, and truncate files with much unused space.
 
         Args:
-            files: for each file, its name in this place, its path, and its number of used bytes.
+            files: name in this place, path, and number of used bytes of each file, which must no longer be written to.
 
         Returns:
-            Whether the place supports links.
+            False if the place does not support links to these files.
 
         Raises:
             TqError: the files cannot be linked now.
@@ -93,7 +93,7 @@ class Place(ABC):
 
     @abstractmethod
     async def read(self, name: str) -> memoryview:
-        """Read an object.
+        """Read an entire object and verify its checksum.
 
         Raises:
             DataLossError: the object is missing or damaged.
@@ -101,23 +101,23 @@ class Place(ABC):
 
     @abstractmethod
     async def read_part(self, name: str, start: int, size: int) -> memoryview:
-        """Read some bytes of an object, which the caller must verify, since they may be damaged.
+        """Read `size` bytes of an object from offset `start`; the caller must verify them, since they may be damaged.
 
         Raises:
-            DataLossError: the object is shorter.
+            DataLossError: the object is missing or too short.
         """
 
     @abstractmethod
     async def remove(self, names: Sequence[str]) -> None:
-        """Remove objects; those that do not exist are ignored."""
+        """Remove objects, ignoring names of objects that do not exist."""
 
     @abstractmethod
     async def names(self, prefix: str) -> list[str]:
-        """Return the sorted names of the objects with a prefix, which ends with a slash."""
+        """Return the sorted names of all objects whose names begin with `prefix`, which must end with a slash."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Close the place. Idempotent."""
+        """Close the place. Further calls do nothing."""
 
 
 class Directory(Place):
@@ -125,9 +125,10 @@ class Directory(Place):
 
     Args:
         path: path of the directory, which is created when it is opened for writing.
-        sync: whether to sync written objects to disk, instead of leaving that to the operating system.
-        least_free_bytes: free disk space to leave, in bytes.
-        segments: takes back files of the data directory that are removed from the recording; None: they are deleted.
+        sync: whether to sync each written object to disk, rather than let the operating system write it later.
+        least_free_bytes: free disk space that the recording must leave, in bytes.
+        segments: store that reuses files of the data directory after their removal from the recording; None: the files
+            are deleted.
     """
 
     def __init__(
@@ -153,8 +154,8 @@ class Directory(Place):
             if not for_writing:
                 if not (self._path / "steps").is_dir():
                     raise DataDirError(
-                        f"{self._path} is not a recording: the directory 'steps' is missing. Pass the directory given "
-                        "to serve --record, or a copy of it",
+                        f"{self._path} is not a recording: its directory 'steps' is missing. Pass the directory that "
+                        "was passed to serve --record, or a copy of it",
                         metadata={"path": self.name},
                     )
                 return
@@ -163,7 +164,7 @@ class Directory(Place):
             fd = os.open(self._path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise DataDirError(
-                f"cannot create a recording at {self._path} ({error}); use a directory that this user may write to",
+                f"could not create a recording at {self._path} ({error}); use a directory that this user may write to",
                 metadata={"path": self.name},
             ) from error
         try:
@@ -207,7 +208,7 @@ class Directory(Place):
         if free_bytes - size < self._least_free_bytes:
             raise OSError(
                 errno.ENOSPC,
-                f"the disk has only {free_bytes} bytes free; a recording must leave {self._least_free_bytes} bytes "
+                f"the disk has only {free_bytes} bytes free, and a recording must leave {self._least_free_bytes} bytes "
                 "free",
             )
 
@@ -226,7 +227,7 @@ class Directory(Place):
                 "with record_steps or record_bytes",
                 metadata={"path": self.name},
             )
-        return UnavailableError(f"the recording at {self._path} cannot be written ({error})", reason="DISK_FAILED")
+        return UnavailableError(f"could not write to the recording at {self._path} ({error})", reason="DISK_FAILED")
 
     async def link(self, files: Sequence[tuple[str, Path, int]]) -> bool:
         return await asyncio.to_thread(self._link, files)
@@ -272,12 +273,12 @@ class Directory(Place):
             raise ObjectMissingError(f"the recording at {self._path} has no file {name}") from error
         except OSError as error:
             raise UnavailableError(
-                f"the file {name} of the recording at {self._path} cannot be read ({error})"
+                f"could not read the file {name} of the recording at {self._path} ({error})"
             ) from error
         if view:
             raise ObjectMissingError(
                 f"the file {name} of the recording at {self._path} has {found} bytes; expected at least "
-                f"{start + len(buffer)}. It was truncated"
+                f"{start + len(buffer)}. The file was truncated"
             )
         return buffer
 
@@ -319,7 +320,7 @@ def _write_all(fd: int, views: Sequence[memoryview]) -> None:
 
 
 class Objects(Place):
-    """A recording in an object store; only one service at a time may write to a URL.
+    """A recording in an object store. Only one service at a time may write to a given URL.
 
     Args:
         url: URL of the object store.
@@ -330,8 +331,8 @@ class Objects(Place):
         self._objects: ObjectStore = make_object_store(url)
         if not self._objects.abilities.lists_names:
             raise InvalidArgumentError(
-                f"{self.name}: this engine cannot list names, which is required to find the steps of a recording; use "
-                "a directory, or an engine such as s3, gs, az or file",
+                f"{self.name}: this object store cannot list names, which is required to find the steps of a "
+                "recording; use a directory, or an object store such as s3, gs, az or file",
                 field="record",
             )
 
@@ -353,7 +354,7 @@ class Objects(Place):
         return data
 
     async def remove(self, names: Sequence[str]) -> None:
-        await self._objects.remove(names)  # the next `open` for writing removes any that are left
+        await self._objects.remove(names)  # the recorder removes any objects that remain when it next opens the place
 
     async def names(self, prefix: str) -> list[str]:
         return sorted([name async for name in self._objects.list_names(prefix)])
@@ -363,7 +364,7 @@ class Objects(Place):
 
 
 def place_of(where: str, *, sync: bool = False, segments: SegmentBlobs | None = None) -> Place:
-    """Return the place at a path or object store URL; `sync` and `segments` apply only to directories.
+    """Create the place for a path or object store URL; `sync` and `segments` apply only to directories.
 
     Raises:
         InvalidArgumentError: the URL does not match any object store, or the object store cannot store a recording.

@@ -1,4 +1,4 @@
-"""Reads a recording: its list of steps, single steps, the part of one rank, and the bytes of puts."""
+"""Reading of recordings: the list of steps, single steps, the part of one rank, and the bytes of puts."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _NO_PLAN: Final = RecordedPlan(rows=np.zeros(0, np.int64), sizes=())
 
 
 async def read_step(place: Place, name: str) -> tuple[RecordedStep, int]:
-    """Read a step; return it with the size of its object.
+    """Read a step; return the step and the size of its object in bytes.
 
     Raises:
-        DataLossError: it is damaged.
-        NewerVersionError: a newer version recorded it.
+        DataLossError: the step is missing or damaged.
+        NewerVersionError: a newer version recorded the step.
         UnavailableError: the step cannot be read now.
     """
     data = await place.read(name)
@@ -56,10 +56,10 @@ async def read_step(place: Place, name: str) -> tuple[RecordedStep, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A selection of steps; None matches any value.
+    """A selection of recorded steps. An attribute that is None matches any value.
 
     Attributes:
-        incarnation: prefix of the partition's incarnation in hexadecimal digits.
+        incarnation: first hexadecimal digits of the partition's incarnation.
     """
 
     task_name: str | None = None
@@ -69,7 +69,7 @@ class Asked:
     incarnation: str | None = None
 
     def means(self, step: RecordedStep) -> bool:
-        """Whether a step is selected."""
+        """Return whether a step matches the selection."""
         return (
             self.task_name in {None, step.task_name}
             and self.batch_index in {None, step.batch_index}
@@ -90,12 +90,12 @@ class Asked:
 
 
 class Recording:
-    """The steps of a recording, all in memory but without the bytes of their puts. Confined to one event loop.
+    """The steps of a recording, loaded into memory without the bytes of their puts. Use it from one event loop only.
 
     Attributes:
-        place: the place of the recording.
-        steps: the steps, sorted by number; of a batch that was recorded twice, only the last step.
-        damaged: the reason for each damaged step, by object name.
+        place: storage of the recording.
+        steps: steps sorted by number; if a batch was recorded twice, only the last step.
+        damaged: error message for each damaged step, by object name.
     """
 
     def __init__(self, place: Place) -> None:
@@ -107,8 +107,8 @@ class Recording:
         """Open the place and read all steps.
 
         Args:
-            wanted: steps whose metadata and plans are needed. For other steps they are dropped, since a recording may
-                have thousands of steps. None: all steps.
+            wanted: steps whose plans and metadata to keep in memory; None: all steps. For other steps, plans and
+                metadata are discarded, since a recording may have thousands of steps.
 
         Raises:
             TqError: the place is not a recording, or cannot be read.
@@ -131,13 +131,13 @@ class Recording:
             raise
 
     def select(self, asked: Asked) -> list[RecordedStep]:
-        """Return the selected steps, which must be among the steps `wanted` by `open`.
+        """Return the selected steps, whose plans and metadata must have been `wanted` by `open`.
 
-        If a partition has several incarnations, or a task several epochs, only steps of the last one are returned,
-        unless `asked` names another.
+        If the selected steps of a task are from several incarnations or epochs, only steps of the last incarnation and
+        epoch are returned.
 
         Raises:
-            NotFoundError: nothing was found.
+            NotFoundError: no step was found.
         """
         found = [step for step in self.steps if asked.means(step)]
         if not found:
@@ -150,25 +150,25 @@ class Recording:
         return [step for step in found if (step.incarnation, step.epoch) == last[step.partition_id, step.task_name]]
 
     def one(self, asked: Asked) -> RecordedStep:
-        """Return the only selected step.
+        """Return the selected step, of which there must be exactly one.
 
         Raises:
-            NotFoundError: nothing was found.
-            InvalidArgumentError: several steps are selected.
+            NotFoundError: no step was found.
+            InvalidArgumentError: several steps were found.
         """
         found = self.select(asked)
         if len(found) > 1:
             raise InvalidArgumentError(
-                f"{asked} matches {len(found)} steps: {summary_of(found)}; select one with --task, --partition and "
-                "--epoch"
+                f"{asked} matches {len(found)} steps: {summary_of(found)}; select one step with --task, --partition "
+                "and --epoch"
             )
         return found[0]
 
     async def read_put(self, place: PutPlace) -> memoryview:
-        """Return the tables and values of a put.
+        """Read the tables and values of a put and verify the checksum.
 
         Raises:
-            DataLossError: the bytes are damaged.
+            DataLossError: the bytes are missing or damaged.
             UnavailableError: the bytes cannot be read now.
         """
         size, at, parts = place.record.size_bytes, place.start, []
@@ -190,12 +190,12 @@ class Recording:
         return data
 
     async def close(self) -> None:
-        """Close the place."""
+        """Close the storage of the recording."""
         await self.place.close()
 
 
 def summary_of(steps: Sequence[RecordedStep]) -> str:
-    """Return a summary of steps, by task, partition and epoch."""
+    """Summarize steps by task, partition and epoch for a message."""
     by_task: dict[tuple[str, str, int], list[int]] = {}
     for step in steps:
         by_task.setdefault((step.task_name, step.partition_id, step.epoch), []).append(step.batch_index)
@@ -227,7 +227,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class RecordedPuts(Backing[PutPlace]):
-    """Read-only puts of recorded steps; a put is read from the recording when it is first needed.
+    """Puts of recorded steps, which are read-only; a put is loaded from the recording when it is first needed.
 
     Args:
         recording: the recording that contains the bytes of the puts.
@@ -240,7 +240,7 @@ class RecordedPuts(Backing[PutPlace]):
         self._recording = recording
 
     def add(self, steps: Sequence[RecordedStep]) -> None:
-        """Add the puts of steps. This backing must already belong to an engine."""
+        """Add the puts of steps. This object must already be the backing of a storage engine."""
         places = {place.record.put_id: place for step in steps for place in step.puts}
         self._unfetched.update(places)
         self.on_recovered(
@@ -248,7 +248,7 @@ class RecordedPuts(Backing[PutPlace]):
         )
 
     def partition_of(self, put_id: bytes) -> str | None:
-        """Return the partition of a put that has not been read yet, or None for other puts."""
+        """Return the partition of a put that has not been loaded yet; None for any other put."""
         place = self._unfetched.get(put_id)
         return None if place is None else place.record.partition_id
 
@@ -272,12 +272,12 @@ class RecordedPuts(Backing[PutPlace]):
 def samples_of(
     meta: metadata_pb2.BatchMeta, positions: Indexes, empty_fields: Sequence[bytes] = ()
 ) -> metadata_pb2.BatchMeta:
-    """Return the part of an answer about the selected samples, equal to an answer about only these samples.
+    """Reduce an answer to the selected samples.
 
     Args:
         meta: the answer, with all metadata of its samples.
-        positions: positions of the selected samples.
-        empty_fields: serialized specs for an empty selection.
+        positions: positions of the selected samples in the answer.
+        empty_fields: serialized field specs to return if no samples are selected.
     """
     indexes = read_indexes(meta)
     part = metadata_pb2.BatchMeta(
@@ -325,7 +325,7 @@ def only_fields(meta: metadata_pb2.BatchMeta, names: Sequence[str]) -> None:
     """Reduce an answer to the named fields, in the given order.
 
     Raises:
-        FieldNotFoundError: the answer lacks one of the fields.
+        FieldNotFoundError: the answer does not contain one of the fields.
     """
     specs = {spec.name: spec for spec in meta.fields}
     if missing := [name for name in names if name not in specs]:
@@ -351,11 +351,11 @@ def only_fields(meta: metadata_pb2.BatchMeta, names: Sequence[str]) -> None:
 
 
 def positions_of_rank(step: RecordedStep, dp_rank: int) -> Indexes:
-    """Return the positions of a rank's samples in a step `(n,)`."""
+    """Return the positions `(n,)` of the samples of a rank within a step."""
     start = sum(step.plan.sizes[:dp_rank])
     return np.arange(start, start + step.plan.sizes[dp_rank])
 
 
 def parts_of(step: RecordedStep) -> Iterator[RankPlan]:
-    """Yield each rank's part of a step."""
+    """Yield the part of a step's plan for each rank."""
     return (step.plan.part(dp_rank) for dp_rank in range(step.dp_size))

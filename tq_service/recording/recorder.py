@@ -1,10 +1,10 @@
-"""Writes the steps of a service to a recording as they are planned, and removes the oldest ones.
+"""The recorder, which writes the steps that a service plans to a recording and removes the oldest steps.
 
-    planned -> taken (bytes pinned, files kept) -> puts written or linked -> the step written -> removed by retention
+    planned -> taken (bytes pinned, files kept) -> puts written or linked -> step written -> removed by retention
 
-A step is taken when it is planned, in the same iteration of the event loop and without a copy. It is written later, in
-order. A recording never stops the service: a step is skipped if too many bytes already wait to be written, and a
-persistent error ends the recording. Skipped steps and errors are logged and shown in the status.
+A step is taken when it is planned, in the same iteration of the event loop and without copying its bytes. Steps are
+written later, in order. A recording never stops the service: a step is skipped if too many bytes are waiting to be
+written, and a persistent error ends the recording. Skipped steps and errors are logged and reported in the status.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from tq_service.storage.mirror.layout import cut
 
 _log = logging.getLogger(__name__)
 MOST_PENDING_BYTES: Final = 1 << 30
-"""Maximum bytes of puts in memory waiting to be written; until then they count towards the storage service's quota."""
+"""Maximum bytes of puts in memory that wait to be written. They count towards the storage service's quota."""
 
-_PAUSES_SECONDS: Final = (0.2, 1.0, 3.0)  # before each retry, if the place does not answer
+_PAUSES_SECONDS: Final = (0.2, 1.0, 3.0)  # pause before each retry if the place is unavailable
 _CLOSE_SECONDS: Final = 10.0
 T = TypeVar("T")
 TaskEpoch: TypeAlias = tuple[bytes, str, int]
-"""A partition's incarnation, a task of the partition, and an epoch of the task."""
+"""Incarnation of a partition, name of a task, and number of an epoch of the task."""
 
-_COMPRESSION: Final = 1  # of steps, which describe their puts in similar terms
+_COMPRESSION: Final = 1  # zlib level for steps; the lowest is sufficient, since the records of puts are very similar
 
 
 @dataclass(slots=True, eq=False)
@@ -51,9 +51,9 @@ class _Put:
     """A put that has been recorded, or will be recorded with a waiting step.
 
     Attributes:
-        place: location of its bytes; None until they are written.
-        pack: the objects that are removed together with the put.
-        step_count: number of steps that name the put.
+        place: location of the put's bytes; None until the bytes are written.
+        pack: objects that contain the bytes; None until the bytes are written.
+        step_count: number of stored or waiting steps that reference the put.
     """
 
     place: PutPlace | None = None
@@ -63,13 +63,13 @@ class _Put:
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A step waiting to be written.
+    """A step that waits to be written.
 
     Attributes:
-        step: the step, without its number and puts.
-        put_ids: ids of its puts.
-        kept: the puts of the step that no earlier step names.
-        size: size of `kept` in memory, in bytes.
+        step: the step, without its number and the locations of its puts.
+        put_ids: ids of the puts that the step references.
+        kept: puts of the step that no earlier step references, by id.
+        size: size of the puts in `kept` in memory, in bytes.
     """
 
     step: RecordedStep
@@ -84,7 +84,7 @@ class _Waiting:
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """A written step: the name and size of its object, and the ids of its puts."""
+    """A stored step: the name and size of its object, and the ids of the puts that it references."""
 
     name: str
     size: int
@@ -92,14 +92,14 @@ class _Step:
 
 
 class Recorder:
-    """Records the steps of a service. Confined to one event loop.
+    """Records the steps of a service. Use it from one event loop only.
 
     Args:
-        place: the place of the recording, which is closed with the recorder.
+        place: storage of the recording, which `close` closes.
         most_steps: maximum number of stored steps; None: unlimited.
-        most_bytes: maximum bytes of stored steps, although the last step is always kept. None: unlimited.
-        most_pending_bytes: maximum bytes in memory waiting to be written; steps beyond this limit are skipped.
-        run: name that identifies this start of the service; None: a new name.
+        most_bytes: maximum bytes of stored steps, except that the last step is always kept; None: unlimited.
+        most_pending_bytes: maximum bytes in memory that wait to be written; steps beyond this limit are skipped.
+        run: name that identifies this start of the service in object names; None: a random name.
     """
 
     def __init__(
@@ -145,10 +145,10 @@ class Recorder:
         )
 
     async def open(self) -> dict[TaskEpoch, int]:
-        """Open the place, continue its recording, and remove objects of a step interrupted by a kill.
+        """Open the place, read the existing steps, and remove objects that no step references.
 
         Returns:
-            The last recorded batch_index of each task.
+            The last recorded batch_index of each epoch of each task.
 
         Raises:
             TqError: the place cannot be used.
@@ -176,7 +176,7 @@ class Recorder:
         return last
 
     def _take_over(self, name: str, size: int, step: RecordedStep) -> None:
-        """Account for a step that was recorded before this start of the service."""
+        """Register a step that was recorded before this start of the service."""
         packs: dict[tuple[str, ...], Pack] = {}
         for place in step.puts:
             known = self._puts.get(place.record.put_id)
@@ -194,25 +194,26 @@ class Recorder:
     def take(
         self, step: RecordedStep, put_ids: Sequence[bytes], keep: Callable[[bytes], KeptPut | None]
     ) -> Callable[[], None]:
-        """Take a step with the current bytes of its puts; return a callback that queues it for writing.
+        """Take a step with the current bytes of its puts; return a callback that queues the step for writing.
 
         Args:
-            step: the step, whose number and puts are set when it is written.
-            put_ids: the puts that the step names, without duplicates.
-            keep: pins the bytes of a put until they are released; returns None if they are not in this process.
+            step: the step; its number and the locations of its puts are set when it is written.
+            put_ids: ids of the puts that the step references, without duplicates.
+            keep: function that pins the bytes of a put until they are released; returns None if the bytes are not in
+                this process.
         """
         kept: dict[bytes, KeptPut] = {}
         for put_id in put_ids:
             if put_id not in self._puts:
                 found = keep(put_id)
                 if found is None:
-                    return self._leave(kept, f"put {put_id.hex()} is not in this process, or damaged")
+                    return self._leave(kept, f"put {put_id.hex()} is not stored in this process, or is damaged")
                 kept[put_id] = found
         size = sum(len(part) for each in kept.values() for part in each.parts)
         if self._pending_bytes and self._pending_bytes + size > self._most_pending_bytes:
             return self._leave(
                 kept,
-                f"{self._pending_bytes} bytes already wait to be written, and the limit is {self._most_pending_bytes}",
+                f"{self._pending_bytes} bytes are waiting to be written; the limit is {self._most_pending_bytes}",
             )
         for put_id in put_ids:
             self._puts.setdefault(put_id, _Put()).step_count += 1
@@ -234,22 +235,22 @@ class Recorder:
         self._is_idle.clear()
 
     def count_seconds(self, seconds: float) -> None:
-        """Count the CPU time of taking steps."""
+        """Add CPU time spent on taking steps to the status."""
         self._processor_seconds += seconds
 
     @property
     def is_recording(self) -> bool:
-        """Whether steps are recorded, because no error has ended the recording."""
+        """Whether steps are being recorded; False after an error has ended the recording."""
         return not self._error
 
     def skip(self, reason: str) -> None:
-        """Count a step that cannot be recorded."""
+        """Count a step that was not recorded, and log some of these steps."""
         self._skipped_count += 1
         if self._skipped_count & (self._skipped_count - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
             _log.warning(LogMessage("a step was not recorded", reason=reason, skipped_steps=self._skipped_count))
 
     def fail(self, error: BaseException) -> None:
-        """End the recording because of an error."""
+        """End the recording after an error, and release the bytes of waiting steps."""
         if self._error:
             return
         self._error = error.message if isinstance(error, TqError) else f"{type(error).__name__}: {error}"
@@ -266,7 +267,7 @@ class Recorder:
     # Writing
 
     async def run(self) -> None:
-        """Write steps until cancelled; errors end the recording, but are not raised."""
+        """Write steps until the task is cancelled; an error ends the recording but is not raised."""
         while True:
             await self._has_waiting.wait()
             self._has_waiting.clear()
@@ -280,7 +281,7 @@ class Recorder:
             self._is_idle.set()
 
     async def _write(self, waiting: _Waiting) -> None:
-        """Write a step and its puts, with retries if the place does not answer."""
+        """Write a step and its puts; retry if the place is unavailable."""
         for pause in (*_PAUSES_SECONDS, None):
             try:
                 await self._write_once(waiting)
@@ -310,7 +311,7 @@ class Recorder:
         self._recorded_count += 1
 
     async def _link(self, kept: Mapping[bytes, KeptPut]) -> None:
-        """Link files of the data directory into the recording, if possible."""
+        """Link the data directory's files of puts into the recording, if the place supports links."""
         names = {put_id: self._new_name() + LINKED_SUFFIX for put_id in kept}
         files = [(names[put_id], each.file, each.record.size_bytes) for put_id, each in kept.items() if each.file]
         if not files or not await self._place.link(files):
@@ -320,7 +321,7 @@ class Recorder:
             self._linked_bytes += kept[put_id].record.size_bytes
 
     async def _write_pack(self, puts: Sequence[KeptPut]) -> None:
-        """Write puts to one object, or one large put to several."""
+        """Write several puts to one object, or one large put to several objects."""
         parts, records = await self._in_thread(lambda: _contents(puts))
         names = []
         for piece in cut(parts):
@@ -333,7 +334,7 @@ class Recorder:
             start += record.size_bytes
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Run `work` in a thread and return its result; count its CPU time."""
+        """Run `work` in a thread, add its CPU time to the status, and return its result."""
 
         def timed() -> tuple[T, float]:
             began_at = time.thread_time()
@@ -361,7 +362,7 @@ class Recorder:
         self._bytes += written.size
 
     async def _remove_old(self) -> None:
-        """Remove the oldest steps beyond the limits, and puts that no other step names."""
+        """Remove the oldest steps while a limit is exceeded, and puts that no remaining step references."""
         while len(self._steps) > 1 and (
             (self._most_steps is not None and len(self._steps) > self._most_steps)
             or (self._most_bytes is not None and self._bytes > self._most_bytes)
@@ -369,12 +370,12 @@ class Recorder:
             oldest = self._steps.popleft()
             self._bytes -= oldest.size
             self._removed_count += 1
-            await self._place.remove([oldest.name])  # before its puts, so a stored step is always complete
+            await self._place.remove([oldest.name])  # the step first and then its puts, so stored steps are complete
             if unneeded := list(self._forget(oldest.puts)):
                 await self._place.remove(unneeded)
 
     def _forget(self, put_ids: Sequence[bytes]) -> Iterator[str]:
-        """Remove a step's references to its puts; yield the names of objects that are no longer needed."""
+        """Remove the references of a step to its puts; yield the names of objects that are no longer needed."""
         for put_id in put_ids:
             entry = self._puts[put_id]
             entry.step_count -= 1
@@ -387,7 +388,7 @@ class Recorder:
                 yield from entry.pack.names
 
     async def close(self) -> None:
-        """Write waiting steps, for at most a few seconds, and close the place; cancel `run` afterwards."""
+        """Wait at most a few seconds for waiting steps to be written, and close the place; then cancel `run`."""
         try:
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await self._is_idle.wait()
@@ -397,7 +398,7 @@ class Recorder:
 
 
 def _packed(puts: Sequence[KeptPut]) -> Iterator[list[KeptPut]]:
-    """Yield groups of puts that are stored in one object each: several MiB of puts, or one larger put."""
+    """Split puts into lists, one per object, each with at most `LARGEST_OBJECT_BYTES` or a single larger put."""
     some: list[KeptPut] = []
     size = 0
     for put in puts:
@@ -411,7 +412,7 @@ def _packed(puts: Sequence[KeptPut]) -> Iterator[list[KeptPut]]:
 
 
 def _contents(puts: Sequence[KeptPut]) -> tuple[list[Buffer], list[PutStored]]:
-    """Return the bytes of puts, and their records with the checksums of the bytes."""
+    """Return the bytes of puts, and the records of the puts with checksums of the bytes."""
     parts: list[Buffer] = []
     records = []
     for put in puts:

@@ -1,1 +1,1 @@
-"""State of the controller: rows, cells, groups, keys, custom_meta, ledgers of tasks. No I/O, no event loop."""
+"""State of the controller: rows, cells, groups, keys, custom_meta and task ledgers, without I/O or an event loop."""

@@ -1,10 +1,10 @@
-"""The columns of a partition: its fields, the put and row that store each cell, and custom_meta.
+"""The columns of a partition: fields, the put and row in which each cell is stored, and custom_meta.
 
-The values of fields are in storage services, and cells locate them; the values of custom_meta columns are here. A cell
-is one row of a put or, once it has grown, several rows (see `extents.py`).
+Storage services store the values of fields, and a cell locates one value. The controller itself stores the values of
+custom_meta columns. A cell refers to one row of a put or, after an append, to several rows (see `extents.py`).
 
-A field's cells are in the table of their owners: rows or, if the samples of a group share the field, group slots. A row
-finds its cell of a shared field through its group, so a row that joins a group has the cell immediately.
+The cells of a field belong to rows or, if the samples of a group share the field, to group slots. A row finds its cell
+of a shared field through its group, so a row that joins a group has the shared cell immediately.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from tq_service.state.table import (
 )
 
 NOT_PRODUCED = -1
-CELL_COLUMN = "cell/"  # prefix of the names of columns with the cells of a field
-CELL_BYTES_COLUMN = "cell_bytes/"  # likewise of the table of puts, with the mean size of the cells of a field
-_SLOT_SHIFT = 32  # a cell is (slot of its put << 32 | row in the put), so neighbours in a put differ by 1
+CELL_COLUMN = "cell/"  # name prefix of columns that contain the cells of a field
+CELL_BYTES_COLUMN = "cell_bytes/"  # name prefix of columns in the put table that contain a field's mean cell size
+_SLOT_SHIFT = 32  # a cell is (slot of its put << 32 | row in the put), so neighbouring cells of a put differ by 1
 _ROW_MASK = (1 << _SLOT_SHIFT) - 1
 _ROW_BYTES = 8
 _MOST_FORMER_SPECS = 1024
@@ -48,7 +48,7 @@ _FILLS: dict[str, Any] = {"i": 0, "f": 0.0, "b": False, "O": None}
 
 
 class Put(NamedTuple):
-    """The identity of a put, including the instance of the storage service that received it."""
+    """The identity of a put, including the storage service instance that received it."""
 
     storage_id: str
     boot_id: bytes
@@ -72,7 +72,7 @@ class ColumnWrite:
 
     @property
     def fitting_shape(self) -> tuple[int, ...]:
-        """The row shape, with -1 only in dimensions that vary within this put."""
+        """The row shape, with -1 only for dimensions in which rows of this put differ."""
         shape = list(self.spec.row_shape or ())
         if self.extents is not None and self.extents.size:
             for column, dim in enumerate(self.spec.ragged_dims):
@@ -82,30 +82,30 @@ class ColumnWrite:
         return tuple(shape)
 
     def sizes(self, dim: int) -> Indexes | int:
-        """Return the size of the rows in one dimension: one per row `(n,)`, or one for all."""
+        """Return the size of each row in one dimension `(n,)`, or an integer if all rows have the same size."""
         if self.extents is not None and dim in self.spec.ragged_dims:
             return self.extents[:, self.spec.ragged_dims.index(dim)]
         return (self.spec.row_shape or ())[dim]
 
 
 def cells_of(slot: int, row_count: int) -> Indexes:
-    """Return the cells for the rows of a put."""
+    """Return the cell numbers of all rows of a put, given the slot of the put."""
     first = slot << _SLOT_SHIFT
     return np.arange(first, first + row_count)
 
 
 def slots_and_rows(cells: Indexes) -> tuple[Indexes, Indexes]:
-    """Split cells into the slots of their puts and the rows within these puts."""
+    """Split cell numbers into put slots and row numbers within the puts."""
     return cells >> _SLOT_SHIFT, cells & _ROW_MASK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellRuns:
-    """Cells of fields that were put together, as runs of neighbouring rows in the order of the samples.
+    """Locations of cells, which several fields may have in common, as runs of consecutive rows in sample order.
 
     Attributes:
-        extent_counts: if cells have grown, the number of rows of each cell.
-        extent_lengths: for each of these rows, the length that belongs to its cell, or `WHOLE_EXTENT`.
+        extent_counts: number of rows (extents) of each cell if cells have grown.
+        extent_lengths: for each extent, the length that belongs to its cell, or `WHOLE_EXTENT`.
         sample_counts: for fields shared by groups, the number of consecutive samples that share each row as their cell.
     """
 
@@ -121,7 +121,7 @@ class CellRuns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellSet:
-    """Cells of one put: those in `rows`, which are ascending, or all of its original cells if `rows` is None."""
+    """Cells of one put: those of `field_names` in ascending `rows`, or all original cells if `rows` is None."""
 
     put: Put
     field_names: tuple[str, ...] = ()
@@ -129,17 +129,17 @@ class CellSet:
 
 
 Freed: TypeAlias = CellSet | Put
-"""Cells that no longer belong to any sample. A `Put` stands for all of its cells, which makes large frees quick."""
+"""Cells that no longer belong to any sample. To free all cells of a put quickly, use the `Put` itself."""
 
 
 def freed_cells(freed: Freed) -> CellSet:
-    """Return freed cells as a `CellSet`."""
+    """Convert freed cells to a `CellSet`."""
     return CellSet(put=freed) if isinstance(freed, Put) else freed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellsSnapshot:
-    """The cells at one moment: the puts, all cells by field, and the extents of grown ones."""
+    """A snapshot of a partition's cells: puts, cells by field, and extents of grown cells."""
 
     puts: TableSnapshot
     cells: Mapping[str, ColumnSnapshot]
@@ -147,23 +147,23 @@ class CellsSnapshot:
 
 
 def cell_columns(table: TableSnapshot) -> dict[str, ColumnSnapshot]:
-    """Return the cell columns of a row table or group table, by field."""
+    """Return the cell columns in a snapshot of the row table or group table, by field name."""
     columns = table.columns.items()
     return {name.removeprefix(CELL_COLUMN): column for name, column in columns if name.startswith(CELL_COLUMN)}
 
 
 class Field:
-    """A field of the partition; the number of a cell combines its put and its row in the put.
+    """A field of the partition and its cells.
 
     Args:
         spec: initial spec.
-        table: the table that contains its cells: that of the rows, addressed by position.
+        table: row table, which contains the field's cells.
 
     Attributes:
-        is_shared: whether the cells belong to groups.
-        spec: spec that all cells satisfy; the declared one if no cell exists.
-        length: size of each cell in the first dimension that varies between cells; None while none varies.
-        produced_count: number of its cells.
+        is_shared: whether the cells belong to groups rather than rows.
+        spec: spec that all cells satisfy; without cells, the declared spec.
+        length: size of each cell in the first dimension that varies between cells; None if no dimension varies.
+        produced_count: number of cells of the field.
     """
 
     __slots__ = ("_table", "cell", "length", "produced_count", "spec")
@@ -179,42 +179,41 @@ class Field:
 
     @property
     def has_lengths(self) -> bool:
-        """Whether the field has cells with a length: tensors other than scalars."""
+        """Whether the field has cells with a length, that is, tensors other than scalars."""
         return self.produced_count > 0 and bool(self.spec.row_shape)
 
     @property
     def row_count(self) -> int:
-        """The number of rows with a cell."""
+        """Number of rows that have a cell of the field."""
         return self.produced_count
 
     def cells_of(self, rows: slice | Indexes) -> Indexes:
-        """Return the cells of rows `(n,)`, `NOT_PRODUCED` for rows without one. Can be called from any thread."""
+        """Return the cells of rows `(n,)`, `NOT_PRODUCED` for rows without a cell. Can be called from any thread."""
         cells: Indexes = self.cell.data[rows]
         return cells
 
     def snapshot(self) -> ColumnSnapshot:
-        """Return a snapshot of all cells."""
+        """Return a snapshot of all cells of the field."""
         return self.cell.snapshot(self._table.count)
 
     def lengths(self, rows: slice | Indexes) -> Indexes:
         """Return the sizes of cells in the first dimension that varies between cells, or in dimension 0 if none does.
 
-        The size is -1 for missing cells, scalars and objects. Can be called from any thread.
+        The size is -1 for missing cells, scalars and objects. This method can be called from any thread.
         """
-        spec, length = self.spec, self.length  # in this order: `widen` writes them in reverse order
+        spec, length = self.spec, self.length  # read `spec` first, because `widen` writes `length` first
         is_there = self.cell[rows] >= 0
         if spec.ragged_dims:
             return np.where(is_there, -1 if length is None else length[rows], -1)
         return np.where(is_there, (spec.row_shape or (-1,))[0], -1)
 
     def widen(self, spec: FieldSpec) -> None:
-        """Replace the spec with one of the same name that also fits the existing cells."""
+        """Replace the spec with a wider one of the same name that all existing cells satisfy."""
         known, first = self.spec, spec.ragged_dims[:1]
         if first and self.length is None:
             self.length = self._table.column(*_length_column(spec.name))
         if self.length is not None and self.produced_count and first != known.ragged_dims[:1]:
-            # So far, all cells have the same size in this dimension; otherwise it would be the first ragged one
-            # already.
+            # All existing cells have the same size in this dimension, since it was not the first ragged one so far.
             self.length.write(slice(0, self._table.count), (known.row_shape or ())[first[0]])
         self.spec = spec
         if not first and self.length is not None:
@@ -223,7 +222,7 @@ class Field:
 
 
 class SharedField(Field):
-    """A field with one cell per group, shared by the group's samples; writes address group slots instead of rows.
+    """A field with one cell per group, which the group's samples share; writes use group slots instead of rows.
 
     Args:
         spec: initial spec.
@@ -239,17 +238,17 @@ class SharedField(Field):
 
     @property
     def row_count(self) -> int:
-        """The number of rows whose group has a cell, excluding failed rows."""
+        """Number of rows whose group has a cell, excluding failed rows."""
         groups, slots = self._groups, np.flatnonzero(self.cell[: self._groups.slots.count] >= 0)
         return int((groups.members[slots] - groups.cleared[slots] - groups.failed[slots]).sum())
 
     def cells_of(self, rows: slice | Indexes) -> Indexes:
-        """Return the cells of the rows' groups `(n,)`, `NOT_PRODUCED` if missing. Can be called from any thread."""
+        """Return the cell of each row's group `(n,)`, `NOT_PRODUCED` if missing. Can be called from any thread."""
         slots = self._groups.of_rows[rows]
         return np.where(slots < 0, NOT_PRODUCED, self.cell.data[slots])
 
     def lengths(self, rows: slice | Indexes) -> Indexes:
-        """Return the sizes of the cells of the groups of rows, see `Field.lengths`."""
+        """Return the size of the cell of each row's group; see `Field.lengths`."""
         slots = self._groups.of_rows[rows]
         return np.where(slots < 0, -1, super().lengths(slots))
 
@@ -265,22 +264,22 @@ def _length_column(name: str) -> NewColumn:
 class CellTable:
     """The fields of a partition and the locations of their cells.
 
-    A field exists while it has cells or is declared. When it loses its last cell, it forgets everything that it adopted
-    from puts.
+    A field exists while it is declared or has cells. When a field loses its last cell, it reverts to its declared spec,
+    or is removed if it was not declared.
 
     Args:
-        table: the rows.
-        declared: fields that exist from the start.
-        default_layout: layout of tensor fields that are not declared, or declared without one.
-        groups: groups of the rows; they have the cells of fields declared with the scope "group".
+        table: row table of the partition.
+        declared: declared specs; their fields always exist.
+        default_layout: layout of tensor fields that are not declared, or are declared without a layout.
+        groups: groups of the partition, which own the cells of fields declared with the scope "group".
 
     Attributes:
         fields: fields by name.
         extents: extents of grown cells.
         write_once: names of fields whose cells can be written only once.
         shared: names of fields whose cells belong to groups; all are declared.
-        former_specs: last specs of fields that lost all cells; the oldest are dropped. They describe the batch that a
-            rank requests after the samples of other ranks, or a field of its own samples, were cleared.
+        former_specs: last specs of fields that lost all cells, except the oldest ones. They describe a batch that a
+            rank requests after samples of other ranks, or a field of its own samples, were cleared.
     """
 
     __slots__ = (
@@ -311,11 +310,11 @@ class CellTable:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the values of all cells; for partly freed puts an estimate, see `PutTable`."""
+        """Bytes of the values of all cells, estimated for partly freed puts; see `PutTable`."""
         return self.puts.used_bytes
 
     def snapshot(self) -> CellsSnapshot:
-        """Return a snapshot of the samples' cells, to be passed to `live_cells`."""
+        """Return a snapshot of all cells for `live_cells`."""
         cells = {name: field.snapshot() for name, field in self.fields.items()}
         return CellsSnapshot(puts=self.puts.snapshot(), cells=cells, extents=self.extents.snapshot())
 
@@ -327,7 +326,7 @@ class CellTable:
             field.produced_count = int(np.count_nonzero(field.cell.data >= 0))
 
     def declare(self, spec: FieldSpec) -> Field:
-        """Return the field for a spec: a new one, or the existing one widened to fit it."""
+        """Create the field for a spec, or widen the existing field to fit the spec; return the field."""
         field = self.fields.get(spec.name)
         if field is None:
             is_shared = spec.scope is FieldScope.GROUP
@@ -339,15 +338,15 @@ class CellTable:
         return field
 
     def last_spec(self, name: str) -> FieldSpec | None:
-        """Return the spec of a field, its last one if it has lost all cells; None if it never existed."""
+        """Return the spec of a field, or its last spec if it has lost all cells; None if the field never existed."""
         field = self.fields.get(name)
         return self.former_specs.get(name) or (None if field is None else field.spec)
 
     def sequence_fields(self, names: Iterable[str]) -> list[Field]:
-        """Return those fields of `names` whose cells are sequences: tensors of one dimension, and not declared dense.
+        """Return the fields among `names` whose cells are sequences: one-dimensional tensors not declared as dense.
 
-        A field that is dense only because its cells have been equally long so far is one, too: whether a field counts
-        must not change when the first cell of another length is put.
+        A field that is dense only because all its cells have the same length is included. Otherwise, the result would
+        change when the first cell of a different length is put.
         """
         found = []
         for name in names:
@@ -358,7 +357,7 @@ class CellTable:
         return found
 
     def produced(self, names: Sequence[str], rows: slice | Indexes) -> NDArray[np.bool_]:
-        """Return which rows have cells of all these fields `(n,)`; an unknown field has no cells."""
+        """Return a mask `(n,)` of the rows that have cells of all these fields; an unknown field has no cells."""
         fields = [self.fields.get(name) for name in names]
         masks = [field.cells_of(rows) >= 0 for field in fields if field is not None]
         if len(masks) < len(fields) or not masks:
@@ -368,7 +367,7 @@ class CellTable:
         return masks[0]
 
     def produced_by(self, positions: Indexes) -> dict[str, NDArray[np.bool_]]:
-        """Return a mask `(n,)` of the rows with a cell, for each field that has a cell in at least one of the rows."""
+        """Return, for each field with a cell in at least one of the rows, a mask `(n,)` of the rows with a cell."""
         all_of_them = np.ones(positions.size, np.bool_)
         found: dict[str, NDArray[np.bool_]] = {}
         for name, field in self.fields.items():
@@ -379,11 +378,11 @@ class CellTable:
         return found
 
     def merged_specs(self, columns: Sequence[ColumnWrite], positions: Indexes | None) -> list[FieldSpec]:
-        """Return the specs of the fields after `columns` are written, or reject the columns.
+        """Return the specs of the fields after `columns` are written; raise FieldMismatchError if one does not fit.
 
         Args:
             columns: columns to write.
-            positions: rows, or group slots, to write to, -1 for new ones; None: all are new.
+            positions: rows or group slots to write to, -1 for new ones; None: all are new.
         """
         merged = []
         for column in columns:
@@ -396,14 +395,14 @@ class CellTable:
             if field is not None and (positions is None or not _replaces_all(field, positions)):
                 known = field.spec
             layout = declared.layout
-            if layout is None:  # scalars lack a dimension that could be ragged
+            if layout is None:  # scalars have no dimension that could be ragged
                 is_scalar = new.layout is Layout.DENSE and not new.row_shape
                 layout = Layout.AUTO if new.layout is Layout.OBJECT or is_scalar else self._default_layout
             merged.append(merge_specs(known, column, layout))
         return merged
 
     def appended_specs(self, columns: Sequence[ColumnWrite]) -> list[FieldSpec]:
-        """Return the specs of the fields after `columns` are appended to cells, or reject the columns."""
+        """Return the specs of the fields after `columns` are appended; raise FieldMismatchError if one does not fit."""
         specs = []
         for column, merged in zip(columns, self.merged_specs(columns, None), strict=True):
             spec = replace(merged, layout=Layout.JAGGED, row_shape=(-1, *(merged.row_shape or ())[1:]))
@@ -412,14 +411,14 @@ class CellTable:
                 raise _mismatch(
                     FieldSpec(spec.name) if field is None else field.spec,
                     column.spec,
-                    "append only to fields whose rows differ in just the first dimension; put the other fields again "
-                    "in full",
+                    "append only to fields whose rows differ only in the first dimension; put other fields again in "
+                    "full",
                 )
             specs.append(spec)
         return specs
 
     def lengths(self, name: str, positions: Indexes) -> Indexes:
-        """Return the sizes of a field's cells in their first dimension, 0 for missing cells."""
+        """Return the sizes of a field's cells, see `Field.lengths`; 0 for missing cells."""
         field = self.fields.get(name)
         return np.zeros(positions.size, np.int64) if field is None else np.maximum(field.lengths(positions), 0)
 
@@ -432,7 +431,7 @@ class CellTable:
         return np.where(cells < 0, 0, self.extents.chains.counts(cells))
 
     def new_columns(self, specs: Iterable[FieldSpec]) -> list[NewColumn]:
-        """Return the columns to be declared for fields with these specs."""
+        """Return the table columns that must be declared to write fields with these specs."""
         columns = []
         for spec in specs:
             field = self.fields.get(spec.name)
@@ -446,8 +445,7 @@ class CellTable:
               row_count: int) -> list[Freed]:  # fmt: skip
         """Point the cells at `positions` (a slice for new rows) to the rows of the put, in order.
 
-        For fields shared by groups, positions are group slots; either all or none of the columns of one write are
-        shared.
+        For fields shared by groups, positions are group slots. Either all columns of a write are shared or none.
 
         Return the replaced cells.
         """
@@ -472,7 +470,7 @@ class CellTable:
     ) -> list[Freed]:
         """Append the rows of the put, in order, to the cells at `positions`, whose current lengths are `lengths`.
 
-        Return the rows that did not become part of a cell because they are empty.
+        Return the rows that were not added to a cell because they are empty.
         """
         slot = self.puts.add(put, positions.size, columns)
         rows = cells_of(slot, positions.size)
@@ -495,9 +493,9 @@ class CellTable:
         return self._count_off(unused)
 
     def truncate(self, names: Iterable[str], positions: Indexes, lengths: Indexes) -> list[Freed]:
-        """Truncate the fields' cells at `positions` to `lengths` `(n,)`, at most their own; return the freed cells.
+        """Truncate the cells at `positions` to `lengths` `(n,)`, at most the current lengths; return the freed cells.
 
-        A cell that is truncated to length 0 is no longer produced.
+        A cell truncated to length 0 is removed.
         """
         fields = [field for name in dict.fromkeys(names) if (field := self.fields.get(name)) is not None]
         freed: list[Freed] = []
@@ -513,20 +511,20 @@ class CellTable:
         return freed + self.free(positions[lengths == 0], fields)
 
     def free_rows(self, positions: Indexes) -> list[Freed]:
-        """Mark all cells of rows, except shared ones, as not produced; return those that were, see `free`."""
+        """Remove all cells of rows, except shared cells, and return the removed cells; see `free`."""
         return self.free(positions, (field for field in self.fields.values() if not field.is_shared))
 
     def free_groups(self, slots: Indexes) -> list[Freed]:
-        """Mark all cells of groups as not produced; return those that were, see `free`."""
+        """Remove all cells of groups and return the removed cells; see `free`."""
         if not self.shared or not slots.size:
             return []
         return self.free(slots, (field for field in self.fields.values() if field.is_shared))
 
     def free(self, positions: Indexes, fields: Iterable[Field]) -> list[Freed]:
-        """Mark the cells of rows as not produced; return those that were. Fields without cells are reset or removed."""
+        """Remove the cells of rows and return them. Reset or remove fields that have no cells left."""
         looked_at = list(fields)
         freed = self._free_cells(positions, looked_at)
-        for field in looked_at:  # without cells, a field reverts to its declaration or is removed
+        for field in looked_at:  # a field without cells reverts to its declared spec, or is removed
             name = field.spec.name
             declared = self._declared.get(name)
             if field.produced_count or field.spec == declared:
@@ -555,7 +553,7 @@ class CellTable:
         return self._count_off(forgotten)
 
     def _count_off(self, forgotten: Iterable[tuple[str, Indexes]]) -> list[Freed]:
-        """Subtract cells that no longer belong to any sample, given by field, from their puts' counts; return them."""
+        """Subtract cells that no longer belong to any sample from the counts of their puts; return the cells by put."""
         freed: list[Freed] = []
         for slot, alike in _by_put(forgotten).items():
             put = self.puts.get(slot)
@@ -564,7 +562,10 @@ class CellTable:
         return freed
 
     def count_of_runs(self, positions: Indexes, most: int) -> int:
-        """Return the number of leading rows whose cells form at most `most` runs, each in one put; -1 means no row."""
+        """Return the number of leading rows whose cells form at most `most` runs; a position of -1 means no row.
+
+        Each run consists of consecutive rows of one put.
+        """
         breaks = np.zeros(max(0, positions.size - 1), np.int64)
         for field in self.fields.values():
             cells = np.where(positions < 0, NOT_PRODUCED, field.cells_of(positions))
@@ -575,12 +576,12 @@ class CellTable:
         return min(positions.size, int(np.searchsorted(heads, most)) + 1)
 
     def locate(self, names: Sequence[str], positions: Indexes) -> list[CellRuns]:
-        """Locate the cells of those fields that all rows have; fields with equal locations share their runs."""
+        """Locate the cells of the named fields, except fields missing from some row; group fields by location."""
         alike: dict[bytes, tuple[Indexes, Extents | None, list[str]]] = {}
         for name in names:
             cells, extents = self.fields[name].cells_of(positions), None
             key = cells.tobytes()
-            if not self.extents.is_empty and self.extents.has(cells):  # cells that have grown differ by field
+            if not self.extents.is_empty and self.extents.has(cells):  # numbers of grown cells differ between fields
                 extents = self.extents.chains.resolve(cells)
                 key = b"".join(
                     each.tobytes() for each in (extents.cells, extents.counts, self.extents.lengths(extents))
@@ -595,7 +596,7 @@ class CellTable:
     def _located(self, names: tuple[str, ...], cells: Indexes, extents: Extents | None) -> CellRuns:
         if extents is not None:
             return self._grown_runs(names, extents)
-        if names[0] not in self.shared:  # a shared field never shares locations with others
+        if names[0] not in self.shared:  # a shared field never has the same locations as another kind of field
             return self._runs(names, cells)
         heads = [0, *((cells[1:] != cells[:-1]).nonzero()[0] + 1).tolist()]
         counts = [end - start for start, end in pairwise((*heads, cells.size))]
@@ -636,7 +637,7 @@ class CellTable:
 def live_cells(snapshot: CellsSnapshot) -> Iterator[CellSet]:
     """Yield the cells that samples had at the time of a snapshot, grouped by put.
 
-    This may take a long time and may run on any thread; each step handles a few thousand slots or cells.
+    The iteration may be long and can run on any thread; each step handles a few thousand slots or cells.
     """
     partial: dict[int, Put] = {}
     masks: list[NDArray[np.bool_]] = []
@@ -666,17 +667,17 @@ def live_cells(snapshot: CellsSnapshot) -> Iterator[CellSet]:
 
 
 def _of_puts(cells: Indexes, is_meant: NDArray[np.bool_]) -> Indexes:
-    """Return the cells, including extents, whose puts are marked in a mask over slots."""
+    """Return the cells that have not grown and whose puts are selected by a mask over put slots."""
     cells = cells[plain(cells)]
     meant: Indexes = cells[is_meant[cells >> _SLOT_SHIFT]]
     return meant
 
 
 def _by_put(cells_of_fields: Iterable[tuple[str, Indexes]]) -> dict[int, dict[bytes, list[str]]]:
-    """Group cells by put slot and then by rows; map each set of rows to the fields that have cells in it."""
+    """Group cells by put slot and then by their rows; each set of rows maps to the fields with cells in these rows."""
     found: dict[int, dict[bytes, list[str]]] = {}
     for name, cells in cells_of_fields:
-        slots, rows = slots_and_rows(np.sort(cells, kind="stable"))  # quick if sorted already, which is common
+        slots, rows = slots_and_rows(np.sort(cells, kind="stable"))  # fast if already sorted, which is common
         starts = np.flatnonzero(np.diff(slots, prepend=-1))
         for slot, in_put in zip(slots[starts].tolist(), np.split(rows, starts[1:]), strict=False):
             found.setdefault(slot, {}).setdefault(in_put.tobytes(), []).append(name)
@@ -689,11 +690,11 @@ def _cell_sets(put: Put, alike: Mapping[bytes, Sequence[str]]) -> Iterator[CellS
 
 
 class PutTable(SlotTable):
-    """The puts that contain a partition's cells, with their numbers of cells and bytes; slots are reused.
+    """The puts that contain a partition's cells, with their cell counts and bytes.
 
     Attributes:
-        used_bytes: bytes of all cells. A freed cell counts as the mean of its field in its put, the last cell of a put
-            as all remaining bytes: only the storage service knows the sizes of single cells.
+        used_bytes: approximate bytes of all cells. Only the storage service knows the size of a single cell, so freeing
+            a cell subtracts the mean size of the field in the put. Freeing the last cell subtracts the rest.
     """
 
     __slots__ = ("_bytes", "_cell_bytes", "_cells", "_made", "used_bytes")
@@ -703,21 +704,21 @@ class PutTable(SlotTable):
         self._cells = self.column("cells", np.int64, 0)
         self._made = self.column("made", np.int64, 0)
         self._bytes = self.column("bytes", np.int64, 0)
-        self._cell_bytes: dict[str, Column] = {}  # mean size of the cells of each field
+        self._cell_bytes: dict[str, Column] = {}  # mean cell size of each field, by put
         self.used_bytes = 0
 
     def declare(self, field_name: str) -> None:
-        """Declare a field that puts may have cells of."""
+        """Declare a field, so that puts can contain cells of it."""
         if field_name not in self._cell_bytes:
             self._cell_bytes[field_name] = self.column(CELL_BYTES_COLUMN + field_name, np.float64, 0.0)
 
     def forget(self, field_name: str) -> None:
-        """Remove a field that has no cells."""
+        """Remove a field without cells from the table."""
         del self._cell_bytes[field_name]
         self.remove_column(CELL_BYTES_COLUMN + field_name)
 
     def add(self, put: Put, row_count: int, columns: Sequence[ColumnWrite]) -> int:
-        """Add a put with its columns; return its slot."""
+        """Add a put with its columns; return the slot of the put."""
         cells, value_bytes = len(columns) * row_count, sum(column.value_bytes for column in columns)
         self.used_bytes += value_bytes
         (slot,) = self.allocate(1)
@@ -731,14 +732,14 @@ class PutTable(SlotTable):
         return slot
 
     def get(self, slot: int) -> Put:
-        """Return the put of a slot in use."""
+        """Return the put in a slot; raise LookupError if the slot is free."""
         put: Put | None = self.occupants[slot]
         if put is None:
             raise LookupError(f"put slot {slot} is free")
         return put
 
     def count_off(self, slot: int, counts: Iterable[tuple[str, int]]) -> bool:
-        """Subtract numbers of cells by field; remove the put after its last cell. Return whether it was removed."""
+        """Subtract freed cells, counted by field, from a put; return whether this removed the put's last cell."""
         cells_left, bytes_left, gone_bytes = int(self._cells[slot]), int(self._bytes[slot]), 0.0
         for field_name, count in counts:
             cells_left -= count
@@ -753,7 +754,7 @@ class PutTable(SlotTable):
         return True
 
     def all(self) -> Iterable[Put]:
-        """Return all puts in use."""
+        """Return all puts in the table."""
         return [put for put in self.occupants[: self.count] if put is not None]
 
     def rebuild(self) -> None:
@@ -763,29 +764,29 @@ class PutTable(SlotTable):
 
 
 def _replaces_all(field: Field, positions: Indexes) -> bool:
-    """Whether a write to the given rows replaces all cells of a field."""
+    """Return whether a write to the given rows replaces all cells of a field."""
     count = field.produced_count
     return count <= positions.size and count == np.count_nonzero(field.cell[positions[positions >= 0]] >= 0)
 
 
 def merge_specs(known: FieldSpec, column: ColumnWrite, layout: Layout) -> FieldSpec:
-    """Return the spec of a field extended by the rows of a column, or raise FieldMismatchError with both specs.
+    """Widen the spec of a field to fit the rows of a column; raise FieldMismatchError if the column does not fit.
 
     Args:
-        known: spec of the field's rows, or the declared one if it has none.
+        known: spec of the field's rows; without rows, the declared spec.
         column: the new rows.
-        layout: declared layout of the field. A field declared as jagged accepts rows of equal shape; an "auto" field
-            becomes jagged with the first row of a different shape or the first jagged column.
+        layout: declared layout of the field. A jagged field also accepts rows of equal shape. An "auto" field becomes
+            jagged with the first row of a different shape or the first jagged column.
     """
     new = column.spec
     if new.row_shape is None:
         raise _mismatch(known, new, "specify the row shape of every column")
     is_of_tensors = bool(known.dtype) or not _TENSORS.isdisjoint((layout, known.layout))
     if is_of_tensors and new.layout is Layout.OBJECT:
-        hint = "it holds tensors: put tensors, arrays or lists of numbers, or declare the field as object beforehand"
+        hint = "the field contains tensors: put tensors, arrays or lists of numbers, or declare it as object first"
         raise _mismatch(known, new, hint)
     if new.layout is not Layout.OBJECT and Layout.OBJECT in (layout, known.layout):
-        hint = "it holds objects: put its rows as a list, or declare the field as dense or jagged beforehand"
+        hint = "the field contains objects: put its rows as a list, or declare it as dense or jagged first"
         raise _mismatch(known, new, hint)
     if new.layout is Layout.OBJECT:
         if known.encoding in {Encoding.TEXT, Encoding.BYTES} and new.encoding is not known.encoding:
@@ -800,13 +801,14 @@ def merge_specs(known: FieldSpec, column: ColumnWrite, layout: Layout) -> FieldS
         hint = "put rows with the same number of dimensions in every put: only scalars (n,), or only rows (n, 1)"
         raise _mismatch(known, new, hint)
     if layout is Layout.JAGGED and not shape:
-        raise _mismatch(known, new, "put rows of one or more dimensions, or declare the field dense for scalars")
+        raise _mismatch(known, new, "put rows of one or more dimensions, or declare the field as dense for scalars")
     widened = tuple(a if a == b else -1 for a, b in zip(shape, given, strict=True))
     if layout is Layout.DENSE and (new.layout is Layout.JAGGED or widened != given):
         raise _mismatch(known, new, "put rows of one shape, or declare the field as auto or jagged")
     is_jagged = -1 in widened or Layout.JAGGED in (layout, known.layout, new.layout)
-    if -1 not in widened and new.layout is Layout.JAGGED:  # nothing differs yet
-        # torch marks the first dimension as ragged even if all rows are equal; with more dimensions, ignore that mark.
+    if -1 not in widened and new.layout is Layout.JAGGED:  # all rows so far have the same shape
+        # torch marks the first dimension as ragged even if all rows have the same shape; ignore the mark if there are
+        # more dimensions.
         first = 0 if len(widened) == 1 else 1
         widened = (*widened[:first], *new.row_shape[first:])
     taken = Layout.JAGGED if is_jagged else Layout.DENSE
@@ -826,7 +828,7 @@ def _mismatch(known: FieldSpec, new: FieldSpec, hint: str) -> FieldMismatchError
 
 @dataclass(slots=True)
 class _MetaStore:
-    """A custom_meta column: its typed values and its JSON values, each None until a value is written."""
+    """The typed values and the JSON values of a custom_meta column, each None until a value is written."""
 
     values: Column | None = None
     present: Column | None = None
@@ -834,7 +836,7 @@ class _MetaStore:
 
     @property
     def kind(self) -> str:
-        """The kind of the typed values, "" if there are none."""
+        """Kind of the typed values (`i`, `f`, `b` or `O`); empty if the column has no typed values."""
         return "" if self.values is None else self.values.data.dtype.kind
 
 
@@ -849,22 +851,22 @@ class CustomMeta:
 
     @property
     def kinds(self) -> dict[str, str]:
-        """The kind of each column's typed values (`i`, `f`, `b` or `O`), if any, with `J` appended if some are JSON.
+        """Kind of each column by name, in order of first use.
 
-        In order of first use.
+        The kind is that of the typed values (`i`, `f`, `b` or `O`), if any, followed by `J` if some values are JSON.
         """
         return {name: stored.kind + _JSON * (stored.json is not None) for name, stored in self._columns.items()}
 
     @property
     def statuses(self) -> tuple[MetaColumnStatus, ...]:
-        """The status of each column."""
+        """Status of each custom_meta column, in order of first use."""
         return tuple(
             MetaColumnStatus(name=name, kind=KIND_NAMES.get(stored.kind, ""), has_json=stored.json is not None)
             for name, stored in self._columns.items()
         )
 
     def declare(self, kinds: Mapping[str, str]) -> None:
-        """Declare columns of the given kinds before their values are restored."""
+        """Declare columns with the given `kinds`, before a restore of their values."""
         for name, kind in kinds.items():
             stored = self._columns[name] = _MetaStore()
             if typed := kind.removesuffix(_JSON):
@@ -880,18 +882,20 @@ class CustomMeta:
         stored.json = self._table.column(f"meta_json/{name}", np.object_, None)
 
     def names(self) -> list[str]:
-        """Return the names of the columns in order of first use."""
+        """Return the names of the custom_meta columns in order of first use."""
         return list(self._columns)
 
     def has(self, name: str) -> bool:
-        """Whether any sample ever had a typed value for `name`."""
+        """Return whether any sample ever had a typed value in the column `name`."""
         return name in self._columns and self._columns[name].values is not None
 
     def check(self, columns: Sequence[MetaColumn], count: int) -> None:
-        """Reject columns that do not fit, before anything is written."""
+        """Raise InvalidArgumentError if columns to be written do not fit the stored columns or the sample count."""
         names = [column.name for column in columns]
         if len(set(names)) != len(names):
-            raise InvalidArgumentError(f"custom_meta names a column twice: {names}", field="custom_meta")
+            raise InvalidArgumentError(
+                f"custom_meta names a column twice: {names}; name each column once", field="custom_meta"
+            )
         for column in columns:
             if column.values.size != count:
                 raise InvalidArgumentError(
@@ -902,7 +906,7 @@ class CustomMeta:
             _fitted(column, self._columns.get(column.name))
 
     def write(self, columns: Sequence[MetaColumn], rows: slice | Indexes) -> None:
-        """Write values of samples, or remove them; samples without an entry in a column keep their value."""
+        """Write or remove the values of samples; a sample without an entry in a given column keeps its value."""
         for given in columns:
             stored = self._columns.get(given.name)
             column, kind = _fitted(given, stored)
@@ -927,7 +931,7 @@ class CustomMeta:
                 stored.json.write(where, None if column.json is None else column.json[is_written])
 
     def read(self, name: str, positions: Indexes) -> MetaColumn | None:
-        """Return one column at `positions`; None if no sample ever had a value."""
+        """Return the values of a column at `positions`, or None if no sample ever had a value in the column."""
         stored = self._columns.get(name)
         if stored is None:
             return None
@@ -941,12 +945,12 @@ class CustomMeta:
         return MetaColumn(name=name, values=values, present=present, json=texts)
 
     def read_all(self, positions: Indexes) -> list[MetaColumn]:
-        """Return all columns that have a value at `positions`."""
+        """Return all columns in which at least one of the rows at `positions` has a value."""
         columns = (self.read(name, positions) for name in self._columns)
         return [column for column in columns if column is not None and column.has_value.any()]
 
     def holds(self, condition: Condition, rows: slice | Indexes) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return two masks of rows: those for which the condition holds, and those with a value to compare."""
+        """Return two masks over rows: rows that satisfy the condition, and rows with a typed value to compare."""
         values, present = self.typed(condition.column, rows)
         holds = np.zeros(present.size, np.bool_)
         if present.any():
@@ -954,7 +958,7 @@ class CustomMeta:
         return holds, present
 
     def typed(self, name: str, rows: slice | Indexes) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-        """Return a column's typed values and a mask of the rows that have one."""
+        """Return a column's typed values and a mask of the rows that have a typed value."""
         arrays = self.arrays(name)
         if arrays is None:
             count = self._table.index[rows].size
@@ -962,7 +966,7 @@ class CustomMeta:
         return arrays[0][rows], arrays[1][rows]
 
     def json_values(self, name: str, rows: slice | Indexes) -> NDArray[np.object_] | None:
-        """Return a column's JSON by row, None for rows without JSON or with null; None if the column has no JSON."""
+        """Return a column's JSON texts, None in rows without JSON or with null; None if the column has no JSON."""
         stored = self._columns.get(name)
         if stored is None or stored.json is None:
             return None
@@ -971,7 +975,7 @@ class CustomMeta:
         return texts
 
     def arrays(self, name: str) -> tuple[NDArray[Any], NDArray[np.bool_]] | None:
-        """Return the table's arrays of typed values and presence; None for a column without typed values."""
+        """Return the stored arrays of a column's typed values and presence flags; None without typed values."""
         stored = self._columns.get(name)
         if stored is None or stored.values is None or stored.present is None:
             return None
@@ -979,12 +983,12 @@ class CustomMeta:
 
 
 def _chosen(rows: slice | Indexes, mask: NDArray[np.bool_]) -> slice | Indexes:
-    """Return the rows that a mask over them selects."""
+    """Return the rows that a mask over `rows` selects."""
     return as_slice(np.flatnonzero(mask) + rows.start if isinstance(rows, slice) else rows[mask])
 
 
 def _fitted(column: MetaColumn, stored: _MetaStore | None) -> tuple[MetaColumn, str]:
-    """Return a column with its typed values converted to the kind that will be stored, and that kind."""
+    """Convert a column's typed values to the kind in which they will be stored; return the column and the kind."""
     new: str = column.values.dtype.kind
     if stored is None or stored.values is None:
         column = column if column.json is None else fitted(column, new if column.present.any() else None)

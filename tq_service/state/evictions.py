@@ -1,4 +1,4 @@
-"""Evictions: the samples and groups that a claim evicts in the same change that records its plan."""
+"""Evictions: samples, rollouts and groups that a claim evicts because its task can never consume them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tq_service.state.plan import Indexes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evicted:
-    """The units that a claim evicts in one change: single samples, or groups or rollouts.
+    """The units that a claim evicts in one change: single samples, rollouts or groups.
 
     Attributes:
-        rows: global indexes, those of unit 0 first.
-        sizes: number of samples of each unit `(units,)`.
+        rows: global indexes of the samples, in the order of their units.
+        sizes: number of samples in each unit `(units,)`.
         reasons: reason for evicting each unit `(units,)`, as an `EvictionCode`.
-        is_group: whether each unit is a group or rollout `(units,)`.
-        unit: whether these are groups or rollouts.
+        is_group: whether each unit is a group or rollout rather than a single sample `(units,)`.
+        unit: whether units that are not single samples are groups or rollouts.
     """
 
     rows: Indexes

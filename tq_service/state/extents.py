@@ -1,9 +1,9 @@
-"""Cells that have grown: each consists of several extents, stored by one put and later appends.
+"""Grown cells: cells that consist of several extents, the first stored by a put and the others by appends.
 
-    cell of a row: GROWN | slot --> last extent -- previous --> the one before -- previous --> ... first extent
+    cell of a row: GROWN | slot --> last extent -- previous --> extent before it -- previous --> ... first extent
 
-A cell that was written only once is not stored here and costs nothing. An append adds an extent at the end and leaves
-the others unchanged; a truncation removes extents from the end and shortens the new last one.
+A cell that was written only once has no entry in this table. An append adds an extent at the end of a cell and leaves
+the other extents unchanged. A truncation removes extents from the end of a cell and shortens the last remaining extent.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from tq_service.state.plan import Indexes
 from tq_service.state.table import SlotTable
 
 GROWN: Final = 1 << 62
-"""Flag of a grown cell, whose other bits are the slot of its last extent. Cells of puts are smaller (slots < 2^30)."""
+"""Flag of a grown cell; the other bits are the slot of its last extent. Other cells are smaller (slots < 2^30)."""
 
 MOST_EXTENTS: Final = 1024
-"""Maximum number of extents per cell, since a read lists all of them."""
+"""Maximum number of extents per cell; limited because a read lists all extents of its cells."""
 
 _NONE: Final = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extents:
-    """The extents of several cells, in order within each cell.
+    """The extents of an array of cells, ordered by cell and then by offset.
 
     Attributes:
-        owners: position of each extent's cell among the given cells, ascending `(extents,)`.
-        slots: slot of each extent in the table, -1 for a cell that has not grown `(extents,)`.
-        cells: put and row of each extent, numbered like a cell that has not grown `(extents,)`.
+        owners: for each extent, the position of its cell in the array of cells, ascending `(extents,)`.
+        slots: slot of each extent in the extent table, -1 for a cell that has not grown `(extents,)`.
+        cells: put and row of each extent, encoded like a cell that has not grown `(extents,)`.
     """
 
     owners: Indexes
@@ -43,13 +43,13 @@ class Extents:
 
     @property
     def counts(self) -> Indexes:
-        """The number of extents per cell."""
+        """Number of extents per cell."""
         return np.diff(np.flatnonzero(np.diff(self.owners, prepend=_NONE)), append=self.owners.size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chains:
-    """The links between extents, by slot: either the current ones or those of a snapshot."""
+    """Columns that link extents, by slot, taken from the current table or from a snapshot."""
 
     cell: Indexes
     previous: Indexes
@@ -69,7 +69,7 @@ class Chains:
         slots, found = np.full(owners.size, _NONE), cells[owners]
         has_grown = cells >= GROWN
         places, current = np.cumsum(counts)[has_grown] - 1, cells[has_grown] - GROWN
-        while current.size:  # from the last extent of each to the first
+        while current.size:  # from the last extent of each cell to the first
             slots[places] = current
             found[places] = self.cell[current]
             current = self.previous[current]
@@ -79,7 +79,7 @@ class Chains:
 
 
 class ExtentTable(SlotTable):
-    """The extents of a partition's grown cells; each takes one slot, which stores the field's name."""
+    """The extents of a partition's grown cells. Each extent occupies one slot, which contains the field name."""
 
     __slots__ = ("_cell", "_depth", "_end", "_previous")
 
@@ -87,8 +87,8 @@ class ExtentTable(SlotTable):
         super().__init__("field")
         self._cell = self.column("cell", np.int64, _NONE)
         self._previous = self.column("previous", np.int64, _NONE)
-        self._end = self.column("end", np.int64, 0)  # length of the cell up to the end of the extent
-        self._depth = self.column("depth", np.int64, 0)  # number of extents up to and including this one
+        self._end = self.column("end", np.int64, 0)  # length of the cell up to the end of this extent
+        self._depth = self.column("depth", np.int64, 0)  # number of extents in the cell up to and including this extent
 
     @property
     def chains(self) -> Chains:
@@ -96,25 +96,25 @@ class ExtentTable(SlotTable):
         return Chains(cell=self._cell.data, previous=self._previous.data, depth=self._depth.data)
 
     def has(self, cells: Indexes) -> bool:
-        """Whether any of the cells has grown."""
+        """Return whether any of the cells has grown."""
         return not self.is_empty and bool((cells >= GROWN).any())
 
     def lengths(self, extents: Extents) -> Indexes:
-        """Return the length of each extent within its cell, `WHOLE_EXTENT` for cells that have not grown."""
+        """Return the length of each extent, or `WHOLE_EXTENT` for the extent of a cell that has not grown."""
         slots = extents.slots
         previous = self._previous[slots]
         starts = np.where(previous == _NONE, 0, self._end[previous])
         return np.where(slots == _NONE, WHOLE_EXTENT, self._end[slots] - starts)
 
     def append(self, name: str, cells: Indexes, lengths: Indexes, added: Indexes, ends: Indexes) -> Indexes:
-        """Add one extent to each given cell of a field; return the cells' new numbers.
+        """Add one extent to each of the given cells of a field; return the new cell numbers.
 
         Args:
-            name: the field.
-            cells: current cells `(n,)`.
+            name: field name.
+            cells: current cell numbers `(n,)`.
             lengths: current lengths of the cells `(n,)`.
-            added: the extents, as cells of a put `(n,)`.
-            ends: lengths of the cells with these extents `(n,)`.
+            added: extents to add, as cells of a put `(n,)`.
+            ends: lengths of the cells after the append `(n,)`.
         """
         previous = cells - GROWN
         is_first = previous < 0
@@ -134,9 +134,9 @@ class ExtentTable(SlotTable):
         return slots
 
     def truncate(self, name: str, cells: Indexes, lengths: Indexes) -> tuple[Indexes, Indexes]:
-        """Truncate cells of a field to `lengths` `(n,)`, each at least 1 and below the current length.
+        """Truncate cells of a field to `lengths` `(n,)`, each at least 1 and below the current length of the cell.
 
-        Return the cells' new numbers, and the removed extents as cells of puts.
+        Return the new cell numbers, and the removed extents as cells of puts.
         """
         last = cells - GROWN
         is_first = last < 0
@@ -155,7 +155,7 @@ class ExtentTable(SlotTable):
         return GROWN + last, freed
 
     def release(self, cells: Indexes) -> Indexes:
-        """Drop the extents of cells; return them as cells of puts, along with the cells that have not grown."""
+        """Remove the extents of grown cells; return these extents as cells of puts, and the other cells unchanged."""
         if not self.has(cells):
             return cells
         extents = self.chains.resolve(cells)
@@ -170,5 +170,5 @@ class ExtentTable(SlotTable):
 
 
 def plain(cells: Indexes) -> NDArray[np.bool_]:
-    """Return which cells exist and have not grown."""
+    """Return a mask of the cells that exist and have not grown."""
     return (cells >= 0) & (cells < GROWN)

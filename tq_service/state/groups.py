@@ -1,6 +1,6 @@
 """Groups (the responses to one prompt), rollouts (an agent's turns), and indexes that find rows and groups by name.
 
-`NameIndex` maps names to numbers like a dict, but every step is short, regardless of the number of names.
+`NameIndex` maps names to numbers like a dict, but no single operation is slow, even with very many names.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tq_service.state.table import Column, RowTable, SlotTable, as_slice, distin
 
 NO_GROUP = -1
 
-_MOST_IN_ONE_DICT: Final = 1 << 15  # names; moving them to other dicts takes about 10 ms
+_MOST_IN_ONE_DICT: Final = 1 << 15  # maximum number of names in a single dict; splitting it takes about 10 ms
 _PART_COUNT: Final = 256
 _HASH_MASK: Final = (1 << 16) - 1
-# Parts by the last bits of a hash: sizes grow evenly from the first part to the last, which has twice as many names.
+# Maps the last bits of a hash to a part. Sizes grow evenly from the first to the last part, which is twice as large.
 _PART_OF: Final = (_PART_COUNT * np.log2(1 + np.arange(_HASH_MASK + 1) / (_HASH_MASK + 1))).astype(np.uint8)
-_FEW: Final = 1 << 10  # names up to which arrays cost more than they save
+_FEW: Final = 1 << 10  # number of names up to which using arrays is slower than a loop
 _GAPS_FROM_BYTES: Final = 1 << 12
-_MOST_BYTES_PER_NAME: Final = 1 << 8  # of a dict; one that has just grown uses up to 90
+_MOST_BYTES_PER_NAME: Final = 1 << 8  # a dict with more bytes per name is copied; one that has just grown uses up to 90
 
 Part: TypeAlias = tuple[dict[str, int], Collection[str], Any]
 
@@ -37,13 +37,13 @@ Part: TypeAlias = tuple[dict[str, int], Collection[str], Any]
 class NameIndex(Collection[str]):
     """Maps names to numbers.
 
-    A dict that is full moves all its names at once. A large number of names is therefore split by hash over many dicts
-    of unequal sizes, which do not become full at the same time.
+    When a dict grows, it moves all its names at once. A large number of names is therefore distributed by hash over
+    many dicts of unequal sizes, which grow at different times.
     """
 
     def __init__(self) -> None:
         self._dicts: list[dict[str, int]] = [{}]
-        self._looked_at = 0  # the dict that was last checked for gaps
+        self._looked_at = 0  # number of the dict last checked for gaps
 
     def __len__(self) -> int:
         return sum(map(len, self._dicts))
@@ -55,10 +55,10 @@ class NameIndex(Collection[str]):
         return itertools.chain(*self._dicts)
 
     def find(self, names: Sequence[str]) -> Indexes:
-        """Return the number of each name `(n,)`, -1 for an unknown one."""
+        """Return the number of each name `(n,)`, -1 for an unknown name."""
         numbers = np.full(len(names), -1, np.int64)
         for known, some, positions in self._parts(names):
-            if not known.keys().isdisjoint(some):  # for new names this takes half the time
+            if not known.keys().isdisjoint(some):  # halves the time if all names are new
                 numbers[positions] = list(map(known.get, some, itertools.repeat(-1)))
         return numbers
 
@@ -72,7 +72,7 @@ class NameIndex(Collection[str]):
             known.update(zip(some, numbers[positions].tolist(), strict=True))
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove names, and free some memory of names removed earlier; unknown names are ignored."""
+        """Remove names, ignoring unknown ones, and free some memory of names that were removed earlier."""
         for known, some, _ in self._parts(names):
             deque(map(known.pop, some, itertools.repeat(None)), maxlen=0)
         if not self:
@@ -80,7 +80,7 @@ class NameIndex(Collection[str]):
         self._looked_at = number = (self._looked_at + 1) % len(self._dicts)
         known = self._dicts[number]
         if sys.getsizeof(known) > _GAPS_FROM_BYTES + _MOST_BYTES_PER_NAME * len(known):
-            self._dicts[number] = dict(known)  # a dict keeps the gaps of removed names, its copy does not
+            self._dicts[number] = dict(known)  # removed names leave gaps in a dict, but not in its copy
 
     def free(self) -> Iterator[None]:
         """Remove all names in steps."""
@@ -89,7 +89,7 @@ class NameIndex(Collection[str]):
             yield
 
     def _parts(self, names: Sequence[str]) -> Iterator[Part]:
-        """Yield each dict that some of the names belong to, with these names and their positions."""
+        """Split names by dict; yield each dict with its names and their positions in `names`."""
         if len(self._dicts) == 1:
             yield self._dicts[0], names, slice(None)
         elif len(names) <= _FEW:
@@ -105,10 +105,10 @@ class NameIndex(Collection[str]):
 
 
 class KeyIndex(NameIndex):
-    """The global indexes of rows by key; the keys are in the column `key` of the table.
+    """Maps keys to the global indexes of their rows. The column `key` of the row table contains the keys.
 
     Attributes:
-        column: the key of each row, None for a row without a key.
+        column: key of each row, None for a row without a key.
     """
 
     def __init__(self, table: RowTable) -> None:
@@ -125,13 +125,13 @@ class KeyIndex(NameIndex):
         return positions
 
     def on_rows_cleared(self, positions: Indexes) -> None:
-        """Remove the keys of rows that are still in the table."""
+        """Remove the keys of rows from the index, before the rows are removed from the table."""
         if self:
             keys = self.column[positions]
             self.remove(keys[keys != None].tolist())  # noqa: E711  (of each)
 
     def rebuild(self) -> None:
-        """Add the keys of restored rows."""
+        """Add the keys of restored rows to the index."""
         keys, indexes = self.column[: self._table.count], self._table.index[: self._table.count]
         is_there = keys != None  # noqa: E711  (of each)
         if not is_there.all():
@@ -141,12 +141,12 @@ class KeyIndex(NameIndex):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedNames:
-    """Names of the groups or rollouts of new samples, checked against the current table.
+    """The names of groups or rollouts of new samples, looked up in the current table.
 
     Attributes:
         names: the distinct names.
-        codes: for each new sample `(n,)` the position of its name in `names`, NO_GROUP for none.
-        slots: slots of the names `(names,)`, negative for a name that does not exist yet.
+        codes: position in `names` of each new sample's name `(n,)`, NO_GROUP for a sample without a name.
+        slots: slot of each name `(names,)`, negative for a name that does not exist yet.
         has_members: whether each name already has samples `(names,)`.
     """
 
@@ -157,7 +157,7 @@ class CheckedNames:
 
     @classmethod
     def of(cls, given: Sequence[str], known: NameIndex, members: Column) -> CheckedNames:
-        """Look up the name of each new sample, "" for none; `members` is the member count of each slot."""
+        """Look up names, one per new sample ("" for none); `members` is the column of member counts by slot."""
         names = list(filter(None, dict.fromkeys(given)))
         code_of = dict(zip(names, itertools.count()))
         codes = np.fromiter(map(code_of.get, given, itertools.repeat(NO_GROUP)), np.int64, len(given))
@@ -166,28 +166,28 @@ class CheckedNames:
 
     @property
     def new_names(self) -> list[str]:
-        """The names that do not exist yet."""
+        """Names that do not exist yet."""
         return list(itertools.compress(self.names, self.slots < 0))
 
     @property
     def names_without_members(self) -> list[str]:
-        """The names without samples so far."""
+        """Names that do not have samples yet."""
         return list(itertools.compress(self.names, ~self.has_members))
 
     def have_begun(self, codes: Indexes) -> NDArray[np.bool_]:
-        """Return which codes belong to names that already have samples; False for NO_GROUP."""
+        """Return a mask of the codes whose names already have samples; False for NO_GROUP."""
         return np.append(self.has_members, False)[codes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedGroups:
-    """Groups and rollouts of new samples, checked against the current table.
+    """The groups and rollouts of new samples, validated against the current table.
 
     Attributes:
-        groups: the named groups.
-        rollouts: the named rollouts, if any.
-        group_codes: for each new sample `(n,)` the position of its group in the names of the groups; NO_GROUP if it has
-            no group, or belongs to a rollout that has begun.
+        groups: names of the groups.
+        rollouts: names of the rollouts, or None.
+        group_codes: position in `groups.names` of each new sample's group `(n,)`; NO_GROUP for a sample without a
+            group, or in a rollout that already has samples.
     """
 
     groups: CheckedNames
@@ -196,14 +196,14 @@ class CheckedGroups:
 
     @property
     def begins(self) -> NDArray[np.bool_]:
-        """A mask `(n,)` of the new samples that do not belong to a group or rollout that has begun."""
+        """A mask `(n,)` of the new samples whose group and rollout, if any, do not have samples yet."""
         has_begun = self.groups.have_begun(self.group_codes)
         if self.rollouts is not None:
             has_begun |= self.rollouts.have_begun(self.rollouts.codes)
         return ~has_begun
 
     def count_units(self, unit: BatchUnit, samples: Indexes) -> int:
-        """Return the number of units of some new samples, given by their positions among all new samples."""
+        """Return the number of units among some of the new samples, given by their positions `samples`."""
         if unit == "sample":
             return samples.size
         ids, rollout_count = -2 - samples, 0
@@ -217,15 +217,14 @@ class CheckedGroups:
 
 
 class GroupTable:
-    """Counts the members of groups and rollouts by status.
+    """The groups and rollouts of a partition, with counts of their members by status.
 
-    A group is a slot in parallel columns; the slot is reused after the last member is cleared. A group may exist before
-    it has members, if its cells were put first (see `CellTable.shared`). A rollout is such a slot too. Its samples are
-    also members of the containing group; a rollout outside any group is a group itself.
+    Each group occupies a slot in parallel columns, which is reused after the last member is cleared. A group may exist
+    before it has members, if its cells were put first (see `CellTable.shared`). A rollout also occupies a slot. Its
+    samples are also members of the containing group; a rollout outside any group is itself a group.
 
-    - complete: a group has reached its declared size or is closed, and its rollouts are closed; a rollout is closed;
-    - broken: a member failed or was cleared;
-    - dead: it can no longer be delivered with all its members.
+    A rollout is complete when it is closed. A group is complete when it has reached its declared size or is closed, and
+    all its rollouts are closed.
     """
 
     __slots__ = (
@@ -238,24 +237,24 @@ class GroupTable:
         self.slots = SlotTable("name")
         self.slot_of = NameIndex()
         self.rollout_slot_of = NameIndex()
-        self.in_use = False  # set with the first named group or rollout, and kept even after all have been cleared
+        self.in_use = False  # becomes True with the first named group or rollout, and remains True
         self._members: Column = table.column("group", np.int64, NO_GROUP)
-        # The slot plus 1. The fill is thus 0, and memory stays untouched without rollouts.
+        # Contains the slot plus 1, so the fill is 0 and the memory is not touched if there are no rollouts.
         self._rollouts: Column = table.column("rollout", np.int64, 0)
         self._names = self.slots.occupants
         self.declared = self.slots.column("declared", np.int64, 0)
         self.members = self.slots.column("members", np.int64, 0)
         self.continuing = self.slots.column(
             "continuing", np.int64, 0
-        )  # of a group: members after the first of each rollout
+        )  # for a group: number of members that continue a rollout, that is, all but the first of each rollout
         self.failed = self.slots.column("failed", np.int64, 0)
         self.cleared = self.slots.column("cleared", np.int64, 0)
         self.closed = self.slots.column("closed", np.bool_, False)
         self.open_rollouts = self.slots.column(
             "open_rollouts", np.int64, 0
-        )  # of a group: its rollouts that are not closed
-        self.parent = self.slots.column("parent", np.int64, NO_GROUP)  # of a rollout: its group, or itself without one
-        self.first = self.slots.column("first", np.int64, -1)  # first and last global index of its members
+        )  # for a group: number of its rollouts that are not closed
+        self.parent = self.slots.column("parent", np.int64, NO_GROUP)  # for a rollout: slot of its group, or its own
+        self.first = self.slots.column("first", np.int64, -1)  # first and last global index of the members
         self.last = self.slots.column("last", np.int64, -1)
         self._index = table.index
 
@@ -264,7 +263,7 @@ class GroupTable:
 
     @property
     def rollout_count(self) -> int:
-        """The number of rollouts with members."""
+        """Number of rollouts with members."""
         return len(self.rollout_slot_of)
 
     @property
@@ -274,21 +273,21 @@ class GroupTable:
 
     @property
     def of_rows(self) -> NDArray[np.int64]:
-        """The group slot of each row of the table, NO_GROUP for a row without a group."""
+        """Group slot of each row of the table, NO_GROUP for a row without a group."""
         return self._members.data
 
     def of_unit(self, unit: BatchUnit, rows: slice | Indexes) -> Indexes:
-        """Return the group slot or rollout slot of each row, NO_GROUP for a row without one."""
+        """Return the group slot or rollout slot of each row, NO_GROUP for a row without a group or rollout."""
         slots: Indexes = self._rollouts[rows] - 1 if unit == "rollout" else self._members[rows]
         return slots
 
     def outermost(self, slots: Indexes) -> Indexes:
-        """Return the slots, with those of rollouts replaced by the slots of the containing groups."""
+        """Replace the slots of rollouts by the slots of their groups; slots of groups are unchanged."""
         parents = self.parent[slots]
         return np.where(parents < 0, slots, parents)
 
     def slots_of_unit(self, unit: BatchUnit) -> Indexes:
-        """Return the slots in use of all groups, or of all rollouts."""
+        """Return the slots of all groups, or of all rollouts, that have members."""
         slots = np.flatnonzero(self.members[: self.slots.count])
         if not self.has_rollouts:
             return slots if unit == "group" else slots[:0]
@@ -296,12 +295,12 @@ class GroupTable:
         return slots[parent >= 0] if unit == "rollout" else slots[(parent < 0) | (parent == slots)]
 
     def names_of(self, positions: Indexes) -> list[str | None]:
-        """Return the name of each row's group."""
+        """Return the name of each row's group, None for a row without a group."""
         slots = self._members[positions]
         return self._named(slots, slots < 0 if not self.has_rollouts else (slots < 0) | (self.parent[slots] >= 0))
 
     def rollout_names_of(self, positions: Indexes) -> list[str | None]:
-        """Return the name of each row's rollout."""
+        """Return the name of each row's rollout, None for a row without a rollout."""
         slots = self.of_unit("rollout", positions)
         return self._named(slots, slots < 0)
 
@@ -312,19 +311,23 @@ class GroupTable:
         return listed
 
     def count_units(self, positions: Indexes, unit: BatchUnit) -> int:
-        """Return the number of units that rows belong to; a row outside any unit counts as one."""
+        """Return the number of units to which rows belong; a row without a group or rollout counts as one unit."""
         if unit == "sample" or not self.in_use or (unit == "rollout" and not self.has_rollouts):
             return int(positions.size)
         slots = self.of_unit(unit, positions)
         return int(np.unique(slots[slots >= 0]).size + np.count_nonzero(slots < 0))
 
     def check(self, groups: Sequence[str], group_size: int, rollouts: Sequence[str] = ()) -> CheckedGroups:
-        """Check the groups and rollouts of new samples without writing; raise an error if they do not fit.
+        """Validate the groups and rollouts of new samples without changing the table.
 
         Args:
-            groups: the group of each sample; "" for none, or for the group of its rollout.
-            group_size: see `SampleWrite`.
-            rollouts: the rollout of each sample, "" for none; () if there are no rollouts.
+            groups: group of each sample; "" for no group, or for the group of the sample's rollout.
+            group_size: declared size of new groups; 0: unknown.
+            rollouts: rollout of each sample, "" for no rollout; () if no sample has a rollout.
+
+        Raises:
+            InvalidArgumentError: a size or a rollout's group differs from an earlier put, or `group_size` is negative.
+            PreconditionError: a group or rollout is closed, or a group would have too many members.
         """
         if group_size < 0:
             raise InvalidArgumentError(f"group_size is {group_size}; expected a positive number", field="group_size")
@@ -338,7 +341,7 @@ class GroupTable:
         return CheckedGroups(groups=named, rollouts=named_rollouts, group_codes=codes)
 
     def _check_sizes(self, named: CheckedNames, counts: Indexes, group_size: int) -> None:
-        """Reject groups that have no room for `counts` more samples and rollouts."""
+        """Raise an error if a group cannot accept `counts` more samples and rollouts."""
         names, slots = named.names, named.slots
         if group_size:
             too_many = np.flatnonzero((slots < 0) & (counts > group_size))
@@ -364,7 +367,7 @@ class GroupTable:
     def _check_rollouts(
         self, groups: Sequence[str], named: CheckedNames, rollouts: CheckedNames
     ) -> tuple[Indexes, Indexes]:
-        """Return `CheckedGroups.group_codes`, and the group codes of the samples and rollouts that groups gain.
+        """Return `CheckedGroups.group_codes`, and the group codes of new samples without a rollout and of new rollouts.
 
         Raises:
             PreconditionError: a rollout is closed.
@@ -399,9 +402,9 @@ class GroupTable:
         return codes, np.concatenate([named.codes[rollouts.codes < 0], group_of[~has_begun]])
 
     def add(self, checked: CheckedGroups, group_size: int, rows: slice) -> None:
-        """Add new rows as members of their groups and rollouts, which have been checked."""
+        """Add new rows as members of the groups and rollouts that `check` returned for them."""
         slots, codes = self._slots_for(checked.groups, self.slot_of), checked.group_codes
-        of_rows = np.append(slots, NO_GROUP)[codes]  # as an index, NO_GROUP is the last position
+        of_rows = np.append(slots, NO_GROUP)[codes]  # as an index, NO_GROUP (-1) selects the last element
         indexes, rollouts = self._index[rows], checked.rollouts
         if rollouts is not None:
             is_new, own = rollouts.slots < 0, self._slots_for(rollouts, self.rollout_slot_of)
@@ -425,11 +428,11 @@ class GroupTable:
             self.declared.write(slots, group_size)
 
     def named(self, names: Sequence[str]) -> CheckedNames:
-        """Look up groups by name, whether or not they exist."""
+        """Look up groups by name; the names may be unknown."""
         return CheckedNames.of(names, self.slot_of, self.members)
 
     def open(self, named: CheckedNames) -> Indexes:
-        """Return the slots of groups `(names,)`; missing groups are created without members."""
+        """Return the slots of groups `(names,)`, creating missing groups without members."""
         return self._slots_for(named, self.slot_of)
 
     def without_members(self) -> Indexes:
@@ -438,12 +441,12 @@ class GroupTable:
         return np.flatnonzero((self._names[: slots.count] != None) & (self.members[: slots.count] == 0))  # noqa: E711  (of each)
 
     def find(self, names: Sequence[str], rollouts: Sequence[str] = ()) -> Indexes:
-        """Return the slots of groups and of rollouts, -1 for those that do not exist or have no members."""
+        """Return the slots of groups and then of rollouts, -1 for names without members or unknown names."""
         slots = np.append(self.slot_of.find(names), self.rollout_slot_of.find(rollouts))
         return np.where(self.members[slots] > 0, slots, -1)
 
     def _slots_for(self, named: CheckedNames, index: NameIndex) -> Indexes:
-        """Return the slots of names; new names get new slots."""
+        """Return the slots of names, allocating slots for new names."""
         slots = named.slots.copy()
         if names := named.new_names:
             taken = slots[slots < 0] = np.array(self.slots.allocate(len(names)))
@@ -457,16 +460,16 @@ class GroupTable:
         fresh = self.first[slots] < 0
         self.first.write(
             slots[fresh][::-1], indexes[fresh][::-1]
-        )  # reversed, so that the first of several rows is written last
+        )  # in reverse order, so the first of several rows in a slot is written last
         self.last.write(slots, indexes)
         self.members.add(slots, 1)
 
     def is_complete(self, slots: NDArray[np.int64], default_size: int | None, *, no_more: bool) -> NDArray[np.bool_]:
-        """Return which groups or rollouts have all their members.
+        """Return a mask of the groups or rollouts that are complete.
 
         Args:
             slots: slots of the groups or rollouts.
-            default_size: size of groups without a declared size.
+            default_size: size of groups without a declared size; None: unknown.
             no_more: whether no new rows will be inserted, which completes rollouts and groups of unknown size.
         """
         size = self.declared[slots]
@@ -480,20 +483,17 @@ class GroupTable:
         return complete
 
     def members_of(self, slots: Indexes, table: RowTable, unit: BatchUnit = "group") -> Indexes:
-        """Return the positions of the members of groups or rollouts.
-
-        This scans the rows between their first and last member.
-        """
+        """Return the positions of the members of groups or rollouts by scanning from the first to the last member."""
         if not slots.size:
             return np.zeros(0, np.int64)
         start = table.position_from(int(self.first[slots].min()))
         end = table.position_from(int(self.last[slots].max()) + 1)
-        is_wanted = np.zeros(self.slots.count + 1, np.bool_)  # the last entry is for rows without a group
+        is_wanted = np.zeros(self.slots.count + 1, np.bool_)  # the last element is for rows without a group
         is_wanted[slots] = True
         return start + np.flatnonzero(is_wanted[self.of_unit(unit, slice(start, end))])
 
     def slots_of(self, names: Sequence[str], rollouts: Sequence[str] = ()) -> Indexes:
-        """Return the slots of groups and of rollouts, all of which must exist."""
+        """Return the slots of groups and then of rollouts; raise NotFoundError if one does not exist."""
         found = []
         for what, given, index in (("group", names, self.slot_of), ("rollout", rollouts, self.rollout_slot_of)):
             slots = index.find(given)
@@ -508,30 +508,30 @@ class GroupTable:
         return np.concatenate(found)
 
     def close(self, slots: Indexes) -> None:
-        """Close groups to further samples and rollouts, and rollouts to further samples."""
+        """Close groups and rollouts, so they accept no further members."""
         slots = distinct(slots, self.slots.count)
         self._count_not_open(slots)
         self.closed.write(slots, True)
 
     def close_rollouts_of(self, rows: slice | Indexes) -> None:
-        """Close the rollouts that contain rows."""
+        """Close the rollouts to which rows belong."""
         slots = self.of_unit("rollout", rows)
         self.close(slots[slots >= 0])
 
     def _count_not_open(self, slots: Indexes) -> None:
-        """Subtract the open rollouts among the slots from their groups' counts of open rollouts."""
+        """Subtract the open rollouts among `slots` from the open rollout counts of their groups."""
         if self.has_rollouts:
             parents = self.parent[slots]
             self.open_rollouts.add(parents[(parents >= 0) & (parents != slots) & ~self.closed[slots]], -1)
 
     def count_failed(self, rows: slice | Indexes, by: int) -> None:
-        """Count rows as failed and close their rollouts; if `by` is -1, only subtract them from the count."""
+        """Count rows as failed and close their rollouts; if `by` is -1, subtract the rows and close nothing."""
         self.failed.add(self._slots_of(rows), by)
         if by > 0 and self.has_rollouts:
             self.close_rollouts_of(rows)
 
     def count_cleared(self, positions: Indexes) -> Indexes:
-        """Count rows as cleared; return the slots of groups and rollouts without other members, for `remove`."""
+        """Count rows as cleared; return the slots of groups and rollouts that have no members left, for `remove`."""
         slots = self._slots_of(positions)
         self.cleared.add(slots, 1)
         slots = distinct(slots, self.slots.count)
@@ -547,7 +547,7 @@ class GroupTable:
         self.slots.free_slots(empty)
 
     def _slots_of(self, rows: slice | Indexes) -> Indexes:
-        """Return the group and rollout slots of rows, one entry per membership."""
+        """Return the group slots and rollout slots of rows, one slot per membership."""
         slots = self._members[rows]
         of_groups: Indexes = slots[slots >= 0]
         if not self.has_rollouts:
@@ -567,14 +567,14 @@ class GroupTable:
 
 
 class UnitCount:
-    """Counts the groups (or rollouts) that contain any row of a set, and the rows of the set that belong to none.
+    """Counts the groups or rollouts that contain any row of a set of rows.
 
     Args:
         groups: groups of the partition.
         unit: "group" or "rollout".
 
     Attributes:
-        count: the sum of both.
+        count: number of these groups or rollouts, plus the number of rows in the set without a group or rollout.
     """
 
     def __init__(self, groups: GroupTable, unit: BatchUnit) -> None:
@@ -597,7 +597,7 @@ class UnitCount:
         self.count += int(np.count_nonzero(after)) - int(np.count_nonzero(before))
 
     def clear(self) -> None:
-        """Empty the set."""
+        """Remove all rows from the set."""
         self._row_counts[:] = 0
         self.count = 0
 

@@ -1,33 +1,33 @@
-"""The ledger of one task: which samples of a partition its claims have consumed, leased or lost.
+"""The ledger of one task, which records the samples of a partition that the task has consumed, leased or lost.
 
-The column `claim` contains the status of each row; only the ledger writes it:
+The ledger stores the status of each row in the column `claim`:
 
 - 0: claimable;
 - 1: consumed in an earlier epoch;
-- n (3 or more): consumed for good by the claim with serial n: delivered without a lease, or acknowledged;
+- n (3 or more): consumed by the claim with serial n, that is, delivered without a lease or acknowledged;
 - -n: leased to the claim with serial n and not yet acknowledged;
-- -1: dead-lettered: delivered too often without being acknowledged;
-- -2: dropped: a plan excluded it from its batch for good.
+- -1: dead-lettered, because the row was delivered too often without an acknowledgement;
+- -2: dropped, because a plan permanently excluded the row from its batch.
 
-The column `skipped` marks rows at 0 whose group lost a member for good, while the task accepts only complete groups.
-Skipped rows do not count as pending. Samplers still see them, so a task that accepts the rest of such groups can claim
+If a task accepts only complete groups, the column `skipped` marks claimable rows (0) whose group has lost a member for
+good. Skipped rows are not pending. Samplers still see skipped rows, so a task that accepts incomplete groups can claim
 them.
 
     0 --deliver----------------------------------------------> n    (nack of a claim without a lease: back to 0)
-    0 --deliver with a lease--------> -n --ack, row is gone--> n
-                                      -n --nack, expire------> 0    (expire of one delivered too often: -1)
+    0 --deliver with a lease--------> -n --ack, row closed---> n
+                                      -n --nack, expire------> 0    (expire after too many deliveries: -1)
     -1 --requeue--> 0
-    0 --deliver, dropped by the plan-------------------------> -2   (under a lease: -n, and -2 with its ack)
+    0 --deliver, dropped by the plan-------------------------> -2   (under a lease: -n, and -2 when acknowledged)
     any --reset--> 0, or 1 for a consumed row that stays consumed
 
-The samples that a plan consumes may differ from those that it delivers (`RecordedPlan.consumed`). A sample that is
-delivered but not consumed stays at 0, or returns to 0 when its lease is acknowledged; the column `uses` counts these
-deliveries. Such a row does not identify the records that contain it, so these records are not dropped with their rows.
-Only the most recent of these records are kept.
+A plan can deliver samples without consuming them (`RecordedPlan.consumed`). The status of such a sample stays 0, or
+returns to 0 when its lease is acknowledged, and the column `uses` counts these deliveries. The status then does not
+identify the claims of the row, so the records of these claims are not dropped with their rows. Instead, the ledger
+keeps only the most recent of these records.
 
-Methods that change the ledger validate nothing and read no clock. Their arguments were resolved and checked beforehand,
-so a claim has the same effect live and in a replay of the log. The timer of the instance that serves the partition
-decides when a lease expires; the expiry reaches the ledger as a change.
+Methods that change the ledger do not validate their arguments and do not read a clock. Callers resolve and check the
+arguments first, so a claim has the same effect live and when the log is replayed. A timer in the instance that serves
+the partition decides when a lease expires, and the ledger receives the expiry as a change.
 """
 
 from __future__ import annotations
@@ -87,21 +87,21 @@ from tq_service.state.table import (
 
 _ENDED_SECONDS = 900.0
 _MOST_ENDED = 131_072
-_DERIVED = {"is_encoded": False}  # rebuilt from the columns, or local to this instance of the service
+_DERIVED = {"is_encoded": False}  # not encoded: rebuilt from the columns, or specific to this service instance
 _MOST_REMEMBERED_ROWS, _MOST_REMEMBERED_PACKS = 1 << 13, 512  # per rank; 256 steps of this size take about 40 MB
 _MOST_RECENT: Final = 16
-_MOST_BATCHES_WITHOUT_ROWS = 16  # short batches come at the end of an epoch: rarely more than one
-_MOST_REUSING, _MOST_REUSING_ROWS = 1 << 10, 1 << 22  # records of plans that deliver without consuming
+_MOST_BATCHES_WITHOUT_ROWS = 16  # short batches occur at the end of an epoch, and rarely more than one
+_MOST_REUSING, _MOST_REUSING_ROWS = 1 << 10, 1 << 22  # limits for the records of plans that deliver without consuming
 _NO_ROWS: Final = np.zeros(0, np.int64)
 _NOT_FOLLOWED: Final = nullcontext()
-_OTHER_DP_SIZE: Final = ". To continue with another number of ranks, restart the ranks (docs/asynchronous_rl.md)"
+_OTHER_DP_SIZE: Final = ". To change the number of ranks, restart the ranks (docs/asynchronous_rl.md)"
 
 KEPT_ROLLOUTS: Final = -1
-"""Marks a task or claim that keeps rollouts together instead of groups."""
+"""Value of `kept_groups` for a task or claim that keeps rollouts together instead of groups."""
 MOST_EVICTED: Final = 65_536
-"""Maximum number of evicted units recorded per task; the oldest are forgotten."""
+"""Maximum number of evicted units recorded per task; further units replace the oldest records."""
 MOST_PAST_NAMES: Final = 65_536
-"""Maximum number of names recorded per task that no longer refer to a claim; the oldest are forgotten."""
+"""Maximum number of ended claim names recorded per task; further names replace the oldest."""
 
 Loss: TypeAlias = Literal["cleared", "released", "expired", "forgotten"]
 _LOSSES: Final[Mapping[Loss, tuple[type[TqError], str]]] = {
@@ -121,20 +121,20 @@ _LOSSES: Final[Mapping[Loss, tuple[type[TqError], str]]] = {
     ),
     "forgotten": (
         BatchForgottenError,
-        "this batch or claim of task {task!r} was planned but is no longer on record: only the last {most} plans that "
-        "deliver samples without consuming them are kept. Continue with a later batch_index (the next to be planned "
-        "is {next}) or, as a queue worker, with another claim_name",
+        "the record of this batch or claim of task {task!r} was dropped, since only the last {most} plans that deliver "
+        "samples without consuming them are kept. Continue with a later batch_index (the next to be planned is {next}) "
+        "or, as a queue worker, with another claim_name",
     ),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastName:
-    """A name that does not refer to a claim: its call returned the end, or its claim was lost.
+    """The record of a claim name without a claim: the named call returned the end, or the named claim was lost.
 
     Attributes:
-        end: the end that the call returned; None if the name referred to a claim.
-        loss: how samples of the claim were lost.
+        end: the end that the call returned; None if the call returned a claim.
+        loss: how the claim was lost; None if the call returned the end.
     """
 
     end: EndCounts | None = None
@@ -146,17 +146,17 @@ Steps: TypeAlias = tuple[tuple[Pack, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedPlan:
-    """A plan as recorded. Hundreds of thousands are kept, so each has few objects and omits derived values.
+    """The compact record of a plan. A ledger keeps hundreds of thousands, so a record omits derived values.
 
     Attributes:
-        rows: global indexes of all ranks' samples `(sum(sizes),)`, those of rank 0 first.
-        sizes: number of rows of each rank.
+        rows: global indexes of the samples for all ranks `(sum(sizes),)`, in rank order.
+        sizes: number of rows for each rank.
         steps: steps of each rank, see `RankPlan`; empty if the sampler returned none.
-        micro_batch_size: samples per micro-batch, or None; for a plan without steps.
-        consumed: global indexes of the consumed samples, see `Plan`; None: all rows, each of them once.
+        micro_batch_size: samples per micro-batch of a plan without steps, or None.
+        consumed: global indexes of the consumed samples, see `Plan`; None: each row is consumed.
         dropped: global indexes of the samples that each rank's part drops, see `RankPlan`; empty if none is dropped.
         totals: totals of each step over all ranks; empty for a queue worker.
-        summed: the columns whose sums the totals contain.
+        summed: names of the columns whose sums `totals` contains.
     """
 
     rows: Indexes
@@ -170,7 +170,7 @@ class RecordedPlan:
 
     @classmethod
     def of(cls, plan: Plan, micro_batch_size: int | None = None) -> RecordedPlan:
-        """Create the record of a plan."""
+        """Create the record of a plan without its totals."""
         steps = tuple(part.steps for part in plan.ranks)
         dropped = tuple(part.dropped for part in plan.ranks)
         return cls(
@@ -189,31 +189,31 @@ class RecordedPlan:
 
     @property
     def used(self) -> Indexes:
-        """The samples that the plan delivers or consumes, each once."""
+        """Global indexes of the samples that the plan delivers or consumes, each once."""
         return self.rows if self.consumed is None else np.union1d(self.rows, self.consumed)
 
     @property
     def named(self) -> Indexes:
-        """The samples that the plan delivers or consumes, followed by those that it drops, each once."""
+        """Global indexes of all samples in the plan, each once: first `used`, then the dropped samples."""
         return np.concatenate([self.used, *self.dropped]) if self.dropped else self.used
 
     @property
     def dropped_count(self) -> int:
-        """The number of samples that the plan drops."""
+        """Number of samples that the plan drops."""
         return sum(map(len, self.dropped))
 
     def drops(self, rows: Indexes) -> NDArray[np.bool_]:
-        """Return which samples the plan drops."""
+        """Return a mask `(n,)` of the given samples that the plan drops."""
         return np.isin(rows, np.concatenate(self.dropped)) if self.dropped else np.zeros(rows.size, np.bool_)
 
     def consumes(self, rows: Indexes) -> NDArray[np.bool_]:
-        """Return which samples the plan consumes."""
+        """Return a mask `(n,)` of the given samples that the plan consumes."""
         return np.ones(rows.size, np.bool_) if self.consumed is None else np.isin(rows, self.consumed)
 
     def part(self, dp_rank: int = 0) -> RankPlan:
-        """Return a rank's part of the plan.
+        """Return the part of the plan for one rank.
 
-        If the plan has no steps, the part consists of micro-batches, equally many on every rank; some may be empty.
+        Without steps, the part consists of micro-batches. Every rank gets the same number, so some may be empty.
         """
         start, size = sum(self.sizes[:dp_rank]), self.sizes[dp_rank]
         if self.steps:
@@ -228,7 +228,7 @@ class RecordedPlan:
 
 
 def _one_step(count: int, largest: int, micro_batch_size: int | None) -> Steps:
-    """Return the micro-batches of a rank with `count` rows, given the row count of the largest rank."""
+    """Split the `count` rows of a rank into micro-batches; `largest` is the highest row count of any rank."""
     positions = np.arange(count)
     positions.flags.writeable = False
     size = micro_batch_size or max(1, largest)
@@ -240,28 +240,27 @@ _remembered_step = lru_cache(maxsize=256)(_one_step)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Claim:
-    """The delivery of one plan: to all ranks as a batch, or to a queue worker.
+    """The delivery of one plan, either to all ranks as a batch or to one queue worker.
 
     Attributes:
         serial: number of the claim within its task.
-        plan: the samples and their use.
+        plan: the delivered samples and how they are used.
         request_id: id of the queue worker's call; empty for a batch.
         batch_index: index of the batch; -1 for a queue worker.
-        name: claim name given by the queue worker's caller; empty if unnamed.
-        batch_spec: arguments on which all ranks, or all calls under its name, must agree; None for an unnamed claim of
-            a queue worker.
-        lease: the lease terms, kept after the last lease ends; None: the samples were done on delivery.
-        delivery_counts: number of deliveries of each sample of a claim with a lease, including this one.
-        returned: samples of a claim with a lease that were acknowledged but not consumed, or None.
-        remaining: number of its samples that are neither cleared nor released. For a plan that may deliver without
-            consuming, and without a lease: number of its consumed samples.
-        leased_count: number of its samples under a lease: neither acknowledged, failed, cleared nor released.
-        deadline: when these leases expire, on the event loop's clock; set by the lease timer, which does not run in a
-            replay.
-        delivered_at: when its lease first began in this service instance, on the same clock; also set by the lease
-            timer.
-        answer_count: number of calls that this service instance answered with the claim. If a client disconnects before
-            its answer is sent, the claim is released only if no retry received the same answer.
+        name: claim name passed by the queue worker; empty for an unnamed claim.
+        batch_spec: arguments that must be the same for all ranks, or for all calls with this claim name; None for an
+            unnamed claim of a queue worker.
+        lease: the lease terms, kept after the lease ends; None: the samples were done on delivery.
+        delivery_counts: number of deliveries of each sample under a lease, including this one; None without a lease.
+        returned: global indexes of leased samples that were acknowledged but not consumed, or None.
+        remaining: number of samples of the claim that are neither cleared nor released. If the plan may deliver without
+            consuming and the claim has no lease: number of consumed samples.
+        leased_count: number of leased samples, that is, neither acknowledged, failed, cleared nor released.
+        deadline: when the lease expires, on the event loop's clock. The lease timer sets it, except during replay.
+        delivered_at: when the lease first began in this service instance, on the event loop's clock; set by the lease
+            timer too.
+        answer_count: number of calls to which this service instance returned the claim. If a client disconnects before
+            it gets the answer, the claim is released only if no retry received the same answer.
     """
 
     serial: int
@@ -286,54 +285,54 @@ class Claim:
 
     @property
     def goes_with_rows(self) -> bool:
-        """Whether the claim's rows are marked with its serial; such a claim is dropped with the last of its rows."""
+        """Whether the claim's serial marks its rows, so that the claim is dropped together with its last row."""
         return self.lease is not None or not self.plan.is_reusing
 
     @property
     def may_change(self) -> bool:
-        """Whether not only derived values may change, but also the lease terms, or the returned or reused samples."""
+        """Whether encoded attributes may still change: the lease terms, or the returned or reused samples."""
         return self.lease is not None or self.plan.is_reusing
 
     @property
     def mark(self) -> int:
-        """The value that marks the claim's samples in the `claim` column."""
+        """Value of the `claim` column for the claim's samples after delivery."""
         return self.serial if self.lease is None else -self.serial
 
     def leased_seconds(self, now: float) -> float:
-        """Return the seconds left until the worker's lease expires; 0 if no samples are leased."""
+        """Return the number of seconds until the worker's lease expires, or 0 if no samples are leased."""
         return max(0.0, self.deadline - now) if self.leased_count else 0.0
 
 
 class EndedClaims(OrderedDict[bytes, tuple[float, bool]]):
-    """Request ids of released and expired claims, oldest first, for rejecting a late GetMeta.
+    """Request ids of released and expired claims, oldest first; used to reject late GetMeta calls with these ids.
 
-    Maps each id to the time when the claim ended and whether it expired, even if it was also released.
+    The value for a request id is the time when the claim ended, and whether any of its leases expired.
     """
 
     def add(self, request_id: bytes, at_seconds: float, *, is_expired: bool) -> None:
-        """Add an id; times must not decrease. Forget ids that are too old to matter."""
+        """Add the request id of a claim that ended at `at_seconds`, the latest time so far, and remove old ids."""
         self[request_id] = (at_seconds, is_expired or self.has_expired(request_id))
         self.move_to_end(request_id)
         while len(self) > _MOST_ENDED or next(iter(self.values()))[0] < at_seconds - _ENDED_SECONDS:
             self.popitem(last=False)
 
     def has_expired(self, request_id: bytes) -> bool:
-        """Whether some samples of the claim were not acknowledged in time."""
+        """Return whether the lease on any sample of the claim expired."""
         return request_id in self and self[request_id][1]
 
 
 @dataclass(slots=True, kw_only=True)
 class TaskTotals:
-    """Counters of a task's samples over all epochs, for the changes that this process has applied.
+    """Sample counters of a task over all epochs, counted since this process started.
 
-    They never decrease and are not part of snapshots.
+    The counters never decrease and are not part of snapshots.
 
     Attributes:
-        delivered: deliveries of samples, including repeated ones.
+        delivered: sample deliveries, including redeliveries.
         redelivered: deliveries of samples whose earlier lease expired.
         expired: samples whose leases expired.
-        dead_lettered: expired samples that are not delivered again.
-        unmatched: units that the task's claims evicted because their `where` excludes them.
+        dead_lettered: samples whose leases expired and that are not delivered again.
+        unmatched: units that the task's claims evicted because the `where` of the claims excludes them.
         too_small: groups that the task's claims evicted because too few members were left.
         late: samples and groups that the task's claims evicted because they would have become too stale.
         overflow: samples and groups that were cleared to admit new ones.
@@ -351,34 +350,34 @@ class TaskTotals:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TaskFacts:
-    """The plain values of a task, without its columns and records; snapshots store them unchanged.
+    """The scalar values of a task, which snapshots store unchanged; columns and records are stored separately.
 
     Attributes:
-        end: the task's end; None until it is reached.
-        consumed_count: rows consumed in this epoch, including leased and cleared ones.
-        kept_count: how many of these rows were consumed in earlier epochs and stayed consumed at the last reset.
-        backlog: rows that are live or held, and neither consumed, dead-lettered, dropped nor skipped.
-        skipped_count: rows that are live or held and skipped; rows cleared since are not counted.
-        kept_groups: how the last request kept groups together: `KEPT_ROLLOUTS`, 0 for named groups, or the length of
-            the blocks that replace groups if none is named. None: the request took single samples or the rest of
-            incomplete groups, or this epoch had no request.
-        dead_lettered_count: rows dead-lettered in this epoch, including cleared ones.
-        dropped_count: rows that plans of this epoch dropped, including cleared ones.
-        last_forgotten: the last batch_index whose record was dropped before its rows; -1: none.
-        serial: the serial of the latest claim.
-        trained: all batches up to this batch_index are trained; -1: none.
-        saved: a checkpoint of the trainer covers all batches up to this batch_index; -1: none.
-        delivered_units: if the admission gives places back after delivery, the number of units of each of the last
-            batches that still hold their places.
-        done_units: units acknowledged, or delivered to queue workers without a lease, that give their places back at
-            the next publication.
-        unmatched_count: units that the task's claims evicted because their `where` excludes them, in all epochs.
+        end: the end of the task in this epoch; None until the task reaches it.
+        consumed_count: rows consumed in this epoch, including leased rows and rows cleared later.
+        kept_count: number of consumed rows that were consumed in earlier epochs and stayed consumed at the last reset.
+        backlog: live or held rows that are neither consumed, dead-lettered, dropped nor skipped.
+        skipped_count: live or held rows that are skipped; rows cleared later are not counted.
+        kept_groups: how the last request kept groups together: `KEPT_ROLLOUTS`, 0 for named groups, or the block length
+            if blocks of rows replace named groups. None: the request took single samples or the rest of incomplete
+            groups, or there was no request in this epoch.
+        dead_lettered_count: rows dead-lettered in this epoch, including rows cleared later.
+        dropped_count: rows dropped by plans of this epoch, including rows cleared later.
+        last_forgotten: highest batch_index whose record was dropped before its rows; -1: none.
+        serial: serial of the latest claim.
+        trained: last trained batch_index, which implies that all earlier batches are trained; -1: none.
+        saved: last batch_index covered by a trainer checkpoint, which also covers all earlier batches; -1: none.
+        delivered_units: number of units in each of the last batches that still occupy capacity; empty if the admission
+            frees capacity on delivery.
+        done_units: units that were acknowledged, or delivered to queue workers without a lease, and occupy capacity
+            until the next publication.
+        unmatched_count: units that the task's claims evicted because the claims' `where` excludes them, in all epochs.
         too_small_count: groups that the task's claims evicted because too few members were left, in all epochs.
         late_count: samples and groups that the task's claims evicted because they would have become too stale.
         overflow_count: samples and groups that were cleared to admit new ones, in all epochs.
-        delivered_count: deliveries of samples in all epochs, including repeated but not released ones.
+        delivered_count: sample deliveries in all epochs, including redeliveries but not released deliveries.
         refilled_count: rows that evictions made claimable again for this task, in all epochs.
-        released: the last batch_index of this epoch with samples that may have been released; -1: none.
+        released: last batch_index of this epoch with samples that may have been released; -1: none.
     """
 
     name: str
@@ -409,20 +408,20 @@ class TaskFacts:
 
     @property
     def evicted_count(self) -> int:
-        """The number of units evicted in all epochs."""
+        """Number of units evicted in all epochs."""
         return self.unmatched_count + self.too_small_count + self.late_count + self.overflow_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSnapshot:
-    """A task at one moment, without its columns, from which the number of rows left of each record is counted."""
+    """A snapshot of a task without its columns; `TaskLedger.restore` counts the remaining rows from the columns."""
 
     facts: TaskFacts
     batches: list[Claim] = field(default_factory=list)
     claims: list[Claim] = field(default_factory=list)
     names: list[tuple[str, bytes]] = field(default_factory=list)
     past_names: list[tuple[str, PastName]] = field(default_factory=list)
-    reusing: list[int] = field(default_factory=list)  # serials of records, the oldest first
+    reusing: list[int] = field(default_factory=list)  # serials of claims whose rows can be reused, oldest first
     ended: list[tuple[bytes, tuple[float, bool]]] = field(default_factory=list)
     evicted: list[EvictedUnit] = field(default_factory=list)
 
@@ -430,27 +429,29 @@ class TaskSnapshot:
 class TaskLedger(TaskFacts):
     """The progress of one named consumer in a partition: its claims, leases, epoch and end.
 
-    The record of a claim is dropped with the last of its rows, so memory is bounded by the stored samples. Two kinds of
-    records may outlive their rows. A short batch in which a rank received nothing is kept, since that rank may request
-    it late. Of the records whose rows other claims may also receive, only the latest are kept.
+    The record of a claim is dropped with its last row, so the number of stored samples bounds the memory. Two kinds of
+    records may outlive their rows. A short batch in which a rank received no samples is kept, since that rank may
+    request it late. If other claims may receive the same rows, only the latest records are kept.
 
-    Attributes, like those of `TaskFacts`, may be read anywhere and are changed only here:
+    Other modules may read these attributes and those of `TaskFacts`, but must not change them.
+
+    Attributes:
         claim: status of each row, see the module docstring.
-        deliveries: how often each row was delivered under a lease in this epoch without being acknowledged.
-        uses: how often each row was delivered (and acknowledged, if leased) without being consumed.
-        skipped: which rows are skipped, see the module docstring.
+        deliveries: number of deliveries of each row under a lease in this epoch since the last acknowledgement.
+        uses: number of deliveries of each row that did not consume it; leased rows count when acknowledged.
+        skipped: whether each row is skipped, see the module docstring.
         refills: how often an eviction made each row claimable again in this epoch. Negative: the row becomes claimable
-            once its current worker acknowledges it. more than once in this epoch, see `deliveries`.
+            when its current worker acknowledges it.
         batches: recorded batches by batch_index, in ascending order, including the few kept without rows.
         claims: claims of queue workers by request_id.
-        leases: those of the queue workers' claims that lease samples, in order of delivery.
-        names: request_id of the queue claim that each caller-given name refers to.
-        past_names: names that no longer refer to a claim, the oldest first.
-        ended: ids of claims that were released or have expired.
-        evicted: the latest units that the task's claims have evicted, over all epochs, in order.
-        totals: counters of this process, over all epochs.
+        leases: claims of queue workers that currently lease samples, by request_id, in order of delivery.
+        names: request_id of the queue claim for each claim name.
+        past_names: names that no longer refer to a claim, oldest first.
+        ended: request ids of claims that were released or have expired.
+        evicted: units most recently evicted by the task's claims in any epoch, oldest first.
+        totals: counters since this process started, over all epochs.
         recent_batches: statistics of the last batches of this epoch that this process planned.
-        state: state of each row; the partition writes it.
+        state: state of each row; the partition writes this column.
         outstanding: counter of the task's outstanding units; None without an admission.
     """
 
@@ -476,14 +477,14 @@ class TaskLedger(TaskFacts):
             outstanding.recount(self, table.count)
 
     def _forget_records(self) -> None:
-        """Drop all records, as at the start of an epoch."""
+        """Drop all records of batches and claims, as needed at the start of an epoch."""
         self.batches: dict[int, Claim] = {}
         self.claims: dict[bytes, Claim] = {}
         self.leases: dict[bytes, Claim] = {}
         self.names: dict[str, bytes] = {}
         self.past_names: OrderedDict[str, PastName] = OrderedDict()
         self._without_rows: list[int] = []  # batch indexes, ascending
-        self._reusing: dict[int, Claim] = {}  # claims that lease nothing, by serial
+        self._reusing: dict[int, Claim] = {}  # claims without leased rows whose rows can be reused, by serial
         self._reusing_row_count = 0
         self._by_serial: dict[int, Claim] = {}
         self.recent_batches: deque[RecentBatch] = deque(maxlen=_MOST_RECENT)
@@ -498,13 +499,13 @@ class TaskLedger(TaskFacts):
 
     @property
     def facts(self) -> TaskFacts:
-        """The task's plain values, without its columns and records."""
+        """Copy of the task's scalar values, without its columns and records."""
         return TaskFacts(**{each.name: getattr(self, each.name) for each in fields(TaskFacts)})
 
     def snapshot(self) -> TaskSnapshot:
-        """Return a snapshot of the task: references to its records, and copies of those that may change.
+        """Return a snapshot of the task, which copies records that may change and references all others.
 
-        The table's snapshot contains the task's columns.
+        The task's columns are part of the table's snapshot.
         """
         return TaskSnapshot(
             facts=self.facts,
@@ -518,21 +519,21 @@ class TaskLedger(TaskFacts):
         )
 
     def restore(self, snapshot: TaskSnapshot) -> None:
-        """Load the facts and records of a snapshot. The task must be new, and its columns already restored."""
+        """Load the facts and records of a snapshot into a new task whose columns have already been restored."""
         for each in fields(TaskFacts):
             setattr(self, each.name, getattr(snapshot.facts, each.name))
         self.ended.update(snapshot.ended)
         self.evicted.extend(snapshot.evicted)
         self.names.update(snapshot.names)
         self.past_names.update(snapshot.past_names)
-        specs: dict[BatchSpec | None, BatchSpec | None] = {}  # thousands of claims share a few
+        specs: dict[BatchSpec | None, BatchSpec | None] = {}  # thousands of claims share a few batch specs
         serials, counts = count_values(self.claim[: self._table.count])
         rows_of = dict(zip(serials.tolist(), counts.tolist(), strict=True))
         self.redelivered_count = int(np.count_nonzero(self.deliveries[: self._table.count] > 1))
         for claim in chain(snapshot.batches, snapshot.claims):
             claim.batch_spec = specs.setdefault(claim.batch_spec, claim.batch_spec)
             self._add(claim)
-            claim.leased_count = 0  # in a snapshot that was never written to disk it is the count of another ledger
+            claim.leased_count = 0  # in a snapshot that was not encoded, the claim has the count of another ledger
             self._count_leased(claim, rows_of.get(-claim.serial, 0))
             claim.remaining = rows_of.get(claim.serial, 0) + claim.leased_count
             if claim.plan.consumed is not None and claim.lease is None:
@@ -548,7 +549,7 @@ class TaskLedger(TaskFacts):
     # Recorded answers
 
     def check_epoch(self, epoch: int | None) -> None:
-        """Reject a caller that expects a different epoch."""
+        """Raise StaleEpochError if a caller expects a different epoch; None matches any epoch."""
         check_epoch(self.name, self.epoch, epoch)
 
     def recorded(self, request: ClaimRequest) -> RankPlan | Claim | EndCounts | None:
@@ -601,18 +602,18 @@ class TaskLedger(TaskFacts):
         return claim
 
     def _check_alike(self, request: ClaimRequest, claim: Claim, what: str) -> None:
-        """Reject a call whose arguments differ from those of the recorded answer."""
+        """Raise an error if the arguments of a call differ from the arguments for which the answer was recorded."""
         differs = None if claim.batch_spec is None else request.batch_spec.disagreement(claim.batch_spec)
         if differs is not None:
             raise _disagreement(*differs, f"{what} of task {self.name!r}")
 
     def check_present(self, rows: Indexes) -> None:
-        """Raise an error if any sample of a recorded answer has been cleared."""
+        """Raise SamplesClearedError if any of these samples of a recorded answer has been cleared."""
         if bool((self._table.find(rows) < 0).any()):
             raise self._loss_error("cleared")
 
     def check_not_released(self, batch_index: int) -> None:
-        """Raise an error if samples of a batch, or of a later one, may have been released."""
+        """Raise SamplesClearedError if samples of this batch or of a later batch may have been released."""
         if batch_index <= self.released:
             raise SamplesClearedError(
                 f"batch_index is {batch_index}; expected {self.released + 1} or more, since samples of earlier "
@@ -637,10 +638,9 @@ class TaskLedger(TaskFacts):
     # Claims
 
     def using_up(self, plan: RecordedPlan, max_uses: int) -> RecordedPlan:
-        """Return the plan, extended to consume samples at their last use as well as those that its sampler consumes.
+        """Return the plan, changed to also consume the samples that it delivers for the last of their `max_uses` uses.
 
-        If `max_uses` is 1, the plan consumes the rows that the sampler lists as consumed, or all rows without such a
-        list.
+        If `max_uses` is 1, the plan consumes the rows that the sampler listed as consumed; without a list, all rows.
         """
         if max_uses == 1:
             spent = plan.rows if plan.consumed is None else plan.consumed
@@ -661,15 +661,15 @@ class TaskLedger(TaskFacts):
         lease: LeaseTerms | None = None,
         name: str = "",
     ) -> Claim:
-        """Record the delivery of a plan, as the ranks' next batch or to a queue worker, and consume its samples.
+        """Record that a plan was delivered as the ranks' next batch or to a queue worker; consume or lease its samples.
 
         Args:
             plan: plan to record.
-            positions: positions of `plan.named`.
+            positions: positions of the rows in `plan.named`.
             request_id: id of the queue worker's call; empty for a batch.
             batch_spec: requested arguments of a batch or a named claim.
-            lease: lease terms of the samples; None: they are done on delivery.
-            name: claim name; empty if unnamed.
+            lease: lease terms; None: the samples are done on delivery.
+            name: claim name; empty for an unnamed claim.
         """
         self.serial += 1
         claim = Claim(
@@ -716,30 +716,30 @@ class TaskLedger(TaskFacts):
 
     @property
     def outstanding_count(self) -> int | None:
-        """Outstanding units as the admission counts them; None without an admission."""
+        """Number of outstanding units, in the units of the admission; None without an admission."""
         return None if self.outstanding is None else self.outstanding.count(self)
 
     def _followed(self, positions: Indexes) -> AbstractContextManager[None]:
-        """Update the admission's count, if any, for rows that change within the `with` block."""
+        """Return a context manager that updates the count of outstanding units for rows changed in its block."""
         return _NOT_FOLLOWED if self.outstanding is None else self.outstanding.following(self, positions)
 
     def _count_delivered(self, outstanding: Outstanding, positions: Indexes, *, is_batch: bool) -> None:
-        """Count rows that are delivered for good, until they give their places back."""
+        """Count rows that occupy capacity after their delivery, until the admission frees it."""
         admission, given_back = outstanding.admission, outstanding.admission.given_back
         if given_back != "delivered" and is_batch:
-            # With bounded staleness, a batch takes as many places as a full global batch, even if it is short.
+            # With bounded staleness, a short batch occupies as much capacity as a full global batch.
             count = outstanding.units_of(positions) if admission.max_staleness is None else admission.global_batch
             self.delivered_units = (*self.delivered_units, count)
         elif given_back == "published":
             self.done_units += outstanding.units_of(positions)
 
     def reach_end(self, dp_size: int, end: EndCounts) -> None:
-        """Record the end for all ranks, from the next batch index on."""
+        """Record that all ranks reach the end at the next batch index."""
         self.dp_size = dp_size
         self.end = end
 
     def _lease(self, claim: Claim, positions: Indexes, dropped: Indexes) -> None:
-        """Lease the samples that a claim delivers or drops; those that it only consumes are done at once."""
+        """Lease the samples that a claim delivers or drops; consume samples that it does not deliver immediately."""
         delivered = positions
         if claim.plan.is_reusing:
             is_delivered = np.isin(claim.plan.used, claim.rows)
@@ -748,7 +748,7 @@ class TaskLedger(TaskFacts):
         claim.delivery_counts = self.deliveries[delivered] + np.int32(1)
         self.totals.redelivered += int(np.count_nonzero(claim.delivery_counts > 1))
         self._write_deliveries(delivered, claim.delivery_counts)
-        if claim.plan.is_reusing:  # a sample may occur in it twice
+        if claim.plan.is_reusing:  # a sample may occur twice in the plan
             claim.delivery_counts = self.deliveries[self._table.find(claim.rows)]
         if dropped.size:
             self._write_deliveries(dropped, self.deliveries[dropped] + np.int32(1))
@@ -757,34 +757,34 @@ class TaskLedger(TaskFacts):
         self._consume(delivered, claim.mark)
 
     def _write_deliveries(self, positions: Indexes, counts: NDArray[np.int32]) -> None:
-        """Write the delivery counts of rows, and update the count of redelivered rows."""
+        """Write the delivery counts of rows and update `redelivered_count`."""
         before = self.deliveries[positions]
         self.redelivered_count += int(np.count_nonzero(counts > 1)) - int(np.count_nonzero(before > 1))
         self.deliveries.write(positions, counts)
 
     def _count_uses(self, rows: Indexes, by: int) -> None:
-        """Add `by` to the uses of each row, once per occurrence; rows that no longer exist are ignored."""
+        """Add `by` to the use count of each row, once per occurrence of the row; ignore rows that no longer exist."""
         positions = self._table.find(rows)
         self.uses.add(positions[positions >= 0], by)
 
     def reach_named_end(self, name: str, end: EndCounts) -> None:
-        """Record that the call with this name returned the end."""
+        """Record that the call with this claim name returned the end."""
         self._remember(name, PastName(end=end))
 
     def _lose_name(self, claim: Claim, loss: Loss) -> None:
-        """Detach the name of a claim, if it still refers to the claim."""
+        """Record the loss of a claim under its claim name, if the name still refers to the claim."""
         if self.names.get(claim.name) == claim.request_id:
             del self.names[claim.name]
             self._remember(claim.name, PastName(loss=loss))
 
     def _remember(self, name: str, past: PastName) -> None:
-        """Record a name that no longer refers to a claim."""
+        """Record a claim name that does not refer to a claim, and drop the oldest such name above the limit."""
         self.past_names[name] = past
         if len(self.past_names) > MOST_PAST_NAMES:
             self.past_names.popitem(last=False)
 
     def _consume(self, positions: Indexes, mark: int) -> None:
-        """Mark rows as consumed; with the mark `DROPPED`, as no longer pending but not consumed."""
+        """Write a mark to the `claim` column of rows and count them as consumed, or as dropped for `DROPPED`."""
         if not positions.size:
             return
         self.claim.write(positions, mark)
@@ -795,7 +795,7 @@ class TaskLedger(TaskFacts):
             self.consumed_count += positions.size
 
     def _keep_reusing(self, claim: Claim) -> None:
-        """Keep a claim whose rows other claims may also receive; drop the oldest such claims above the limits."""
+        """Keep the record of a claim whose rows can be reused; drop the oldest such records above the limits."""
         self._reusing[claim.serial] = claim
         self._reusing_row_count += claim.rows.size
         while len(self._reusing) > 1 and (
@@ -807,23 +807,23 @@ class TaskLedger(TaskFacts):
             self._forget(oldest, "forgotten")
 
     def advance(self, trained: int, saved: int) -> None:
-        """Record the trainer's progress, which never decreases. Saved batches count as trained."""
+        """Record the trainer's progress; lower values than before are ignored. Saved batches count as trained."""
         self.trained, self.saved = max(self.trained, trained, saved), max(self.saved, saved)
         if self.outstanding is not None and self.outstanding.admission.given_back == "trained":
             self._give_back_trained()
 
     def give_back_published(self) -> None:
-        """Give back the places of all trained or acknowledged units, since the version trained on them is published."""
+        """Free the capacity of all trained or acknowledged units, after the version trained on them was published."""
         self._give_back_trained()
         self.done_units = 0
 
     def unpublished_count(self, trained: int = -1) -> int:
-        """Return the number of trained batches (those up to `trained` included) that still hold their places."""
+        """Return the number of trained batches that still occupy capacity; batches up to `trained` count as trained."""
         first_index = self.next_batch_index - len(self.delivered_units)
         return min(max(0, max(self.trained, trained) + 1 - first_index), len(self.delivered_units))
 
     def untrained(self) -> list[Claim]:
-        """Return the ranks' batches that are not reported as trained, latest first."""
+        """Return the recorded batches not yet reported as trained, latest first."""
         return list(takewhile(lambda batch: batch.batch_index > self.trained, reversed(self.batches.values())))
 
     def _give_back_trained(self) -> None:
@@ -832,7 +832,7 @@ class TaskLedger(TaskFacts):
     # Acknowledgement, release and expiry
 
     def left(self, claim: Claim) -> Indexes:
-        """Return the positions of the samples that a claim holds: those leased or, without a lease, not cleared."""
+        """Return the positions of a claim's samples that are still leased or, without a lease, not cleared."""
         rows = claim.plan.named
         positions = self._table.find(rows)
         is_held = (positions >= 0) & (self.claim[positions] == claim.mark)
@@ -842,7 +842,7 @@ class TaskLedger(TaskFacts):
         return held
 
     def ack(self, claim: Claim, positions: Indexes) -> Indexes:
-        """Mark leased rows as consumed, dropped or used once more; return those that can be claimed again."""
+        """Acknowledge leased rows, which consumes or drops them or counts a use; return the rows claimable again."""
         with self._followed(positions):
             consumed, returned = self._ack(claim, positions)
         if self.outstanding is not None:
@@ -850,7 +850,7 @@ class TaskLedger(TaskFacts):
         return returned
 
     def _ack(self, claim: Claim, positions: Indexes) -> tuple[Indexes, Indexes]:
-        """Acknowledge rows; return the consumed ones and those that can be claimed again."""
+        """Acknowledge leased rows; return the consumed rows and the rows that can be claimed again."""
         plan, dropped = claim.plan, positions[:0]
         if plan.dropped:
             is_dropped = plan.drops(self._table.index[positions])
@@ -877,10 +877,10 @@ class TaskLedger(TaskFacts):
         return consumed, returned
 
     def nack(self, claim: Claim, positions: Indexes) -> None:
-        """Release rows of a claim as if they had not been delivered; without a lease, release all remaining rows."""
+        """Undo the delivery of rows of a claim; without a lease, `positions` must contain all remaining rows."""
         count = positions.size
         self._lose_name(claim, "released")
-        if claim.lease is None:  # rows cleared since then count as cleared before delivery
+        if claim.lease is None:  # rows cleared after their delivery are counted as cleared before it
             count = claim.remaining = claim.rows.size if claim.plan.consumed is None else claim.plan.consumed.size
             self.dropped_count -= claim.plan.dropped_count
             self.delivered_count -= claim.rows.size
@@ -894,7 +894,7 @@ class TaskLedger(TaskFacts):
         self._lose(claim, count)
 
     def expire(self, claim: Claim, positions: Indexes, at_seconds: float) -> Indexes:
-        """Expire leased rows; return the positions that can be claimed again, which excludes dead-lettered rows."""
+        """Expire the lease on rows; return the rows that can be claimed again, which excludes dead-lettered rows."""
         most = None if claim.lease is None else claim.lease.max_deliveries
         is_spent = self.deliveries[positions] >= (np.iinfo(np.int32).max if most is None else most)
         reopened, spent = positions[~is_spent], positions[is_spent]
@@ -917,7 +917,7 @@ class TaskLedger(TaskFacts):
         self.backlog += int(np.count_nonzero(is_open(states)))
 
     def _count_leased(self, claim: Claim, count: int) -> None:
-        """Add to the count of leased rows; a negative count subtracts."""
+        """Add `count`, which may be negative, to the number of leased rows of the task and of a claim."""
         self.leased_count += count
         claim.leased_count += count
         if not claim.leased_count:
@@ -926,7 +926,7 @@ class TaskLedger(TaskFacts):
             self.leases[claim.request_id] = claim
 
     def _lose(self, claim: Claim, count: int) -> None:
-        """Subtract rows that are no longer consumed by a claim or leased to it."""
+        """Subtract rows that a claim no longer consumes or leases from the counts of the task and of the claim."""
         if claim.lease is not None:
             self._count_leased(claim, -count)
         self.consumed_count -= count
@@ -934,10 +934,10 @@ class TaskLedger(TaskFacts):
         self._on_fewer_rows(claim)
 
     def _on_fewer_rows(self, claim: Claim) -> None:
-        """Drop a claim without remaining rows, unless it returned some, which other claims may receive.
+        """Drop the record of a claim without remaining rows, unless some of its rows can be reused.
 
-        The last few batches in which some rank received nothing are also kept, so that rank can still request its
-        answer.
+        The last few batches in which a rank received no samples are also kept, since that rank may request its part
+        later.
         """
         if claim.remaining == 0 and claim.returned is None:
             if not claim.request_id and 0 in claim.plan.sizes:
@@ -964,13 +964,13 @@ class TaskLedger(TaskFacts):
             del self.batches[claim.batch_index]
 
     def dead_lettered(self) -> Indexes:
-        """Return the positions of the rows that are dead-lettered and not cleared."""
+        """Return the positions of dead-lettered rows, except cleared ones."""
         if self.dead_lettered_count == 0:
             return np.zeros(0, np.int64)
         return np.flatnonzero(self.claim[: self._table.count] == DEAD_LETTERED)
 
     def requeue(self, positions: Indexes) -> None:
-        """Make dead-lettered rows claimable, as if they had never been delivered."""
+        """Make dead-lettered rows claimable again and reset their delivery counts."""
         self._write_deliveries(positions, np.zeros(positions.size, np.int32))
         self.dead_lettered_count -= positions.size
         with self._followed(positions):
@@ -979,7 +979,7 @@ class TaskLedger(TaskFacts):
     # Evicted rows
 
     def note_evicted(self, units: Sequence[EvictedUnit]) -> None:
-        """Record the units that a claim of the task evicted; the oldest records may be forgotten."""
+        """Record the units that a claim of the task evicted, replacing the oldest records above the limit."""
         for unit in units:
             count = f"{unit.reason}_count"
             setattr(self, count, getattr(self, count) + 1)
@@ -987,16 +987,16 @@ class TaskLedger(TaskFacts):
         self.evicted.extend(units)
 
     def evicted_after(self, serial: int, most: int) -> list[EvictedUnit]:
-        """Return up to `most` recorded units with serials above `serial`, the oldest first."""
+        """Return up to `most` recorded evicted units with serials above `serial`, oldest first."""
         forgotten_count = self.evicted_count - len(self.evicted)
         start = max(0, serial - forgotten_count)
         return list(islice(self.evicted, start, start + most))
 
     def refill(self, positions: Indexes, most: int) -> tuple[list[RefillOutcome], Indexes]:
-        """Make rows claimable again to replace evicted units; return the outcomes and the rows that are now claimable.
+        """Make rows claimable again to replace evicted units; return each row's outcome and the claimable rows.
 
         Args:
-            positions: positions of the rows, -1 for a row that does not exist.
+            positions: positions of the rows; -1 for a row that does not exist.
             most: maximum number of refills per row and epoch.
         """
         outcomes: list[RefillOutcome] = []
@@ -1029,7 +1029,7 @@ class TaskLedger(TaskFacts):
         return outcomes, reopened
 
     def _refill(self, position: int, most: int) -> RefillOutcome:
-        """Count a refill of a row if another refill is allowed; return the outcome."""
+        """Count a refill of a row if the limit allows another refill; return the outcome."""
         mark, count = int(self.claim[position]), int(self.refills[position])
         is_skipped = mark == UNCLAIMED and bool(self.skipped[position])
         is_lost = not is_open(self.state[position]) or mark in {DEAD_LETTERED, DROPPED} or is_skipped
@@ -1045,7 +1045,7 @@ class TaskLedger(TaskFacts):
     # Skipped rows
 
     def skip(self, positions: Indexes) -> int:
-        """Skip those of the given rows that are pending; return their number."""
+        """Mark the pending rows among the given rows as skipped; return the number of rows marked."""
         skipped = positions[self.is_pending(positions)]
         with self._followed(skipped):
             self.skipped.write(skipped, True)
@@ -1054,7 +1054,7 @@ class TaskLedger(TaskFacts):
         return int(skipped.size)
 
     def unskip(self) -> Indexes:
-        """Unskip all rows; return the positions of those that were skipped."""
+        """Remove the skipped mark from all rows; return the positions of the rows that had it."""
         if not self.skipped_count:
             return np.zeros(0, np.int64)
         positions = np.flatnonzero(self.skipped[: self._table.count])
@@ -1063,7 +1063,7 @@ class TaskLedger(TaskFacts):
         return positions
 
     def _unmark(self, positions: Indexes) -> int:
-        """Unskip rows without counting them as pending; return the number of rows that were skipped."""
+        """Remove the skipped mark from rows without adding them to the backlog; return the number of marks removed."""
         if not self.skipped_count:
             return 0
         marked = positions[self.skipped[positions]]
@@ -1072,20 +1072,20 @@ class TaskLedger(TaskFacts):
         return int(marked.size)
 
     def is_left(self, rows: slice | Indexes) -> NDArray[np.bool_]:
-        """Return which rows are still to be claimed, skipped or not: live or held, and without a mark in `claim`."""
+        """Return a mask of the rows that are unclaimed and live or held, whether skipped or not."""
         left = is_open(self.state[rows])
         left &= self.claim[rows] == UNCLAIMED
         return left
 
     def is_pending(self, rows: slice | Indexes) -> NDArray[np.bool_]:
-        """Return which rows are still to be claimed and not skipped."""
+        """Return a mask of the rows that are unclaimed, live or held, and not skipped."""
         pending = self.is_left(rows)
         if self.skipped_count:
             pending &= ~self.skipped[rows]
         return pending
 
     def is_lost(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return which rows the task never receives: those failed before a claim, dead-lettered, dropped or skipped."""
+        """Return a mask of rows the task never receives: failed before a claim, dead-lettered, dropped or skipped."""
         claims = self.claim[positions]
         is_failed = (self.state[positions] == FAILED) & (claims == UNCLAIMED)
         is_given_up = (claims == DEAD_LETTERED) | (claims == DROPPED)
@@ -1095,7 +1095,7 @@ class TaskLedger(TaskFacts):
     # Released rows
 
     def _batches_after(self, index: int) -> list[Claim]:
-        """Return the recorded batches after an index, latest first."""
+        """Return the recorded batches with a batch_index above `index`, latest first."""
         found = []
         for batch_index, batch in reversed(self.batches.items()):
             if batch_index <= index:
@@ -1104,33 +1104,33 @@ class TaskLedger(TaskFacts):
         return found
 
     def rows_of_batches(self, index: int, last: int) -> Indexes:
-        """Return the positions of the stored samples of the batches after `index`, up to and including `last`.
+        """Return the positions of the stored samples in the batches from `index + 1` to `last`, inclusive.
 
-        A sample that is in several batches occurs once. Samples that the batches dropped are included.
+        The result includes dropped samples, and contains a sample of several batches only once.
         """
         batches = [batch for batch in self._batches_after(index) if batch.batch_index <= last]
         positions = self._table.find(np.concatenate([_NO_ROWS, *(batch.plan.named for batch in batches)]))
         return distinct(positions[positions >= 0], self._table.count)
 
     def is_under_way(self, positions: Indexes, *, until_saved: bool) -> NDArray[np.bool_]:
-        """Return which rows are in a batch that is yet to be trained or, if `until_saved`, yet to be saved."""
+        """Return a mask of the rows in batches that are not yet trained or, with `until_saved`, not yet saved."""
         claims = self.claim[positions]
         batches = self._batches_after(self.saved if until_saved else self.trained)
         is_under_way = np.isin(claims, [batch.serial for batch in batches])
         for batch in batches:
-            if batch.plan.is_reusing or batch.plan.dropped:  # the marks of its rows do not identify it
+            if batch.plan.is_reusing or batch.plan.dropped:  # the marks of its rows may not identify the batch
                 is_under_way |= np.isin(self._table.index[positions], batch.plan.named)
         return is_under_way
 
     def is_done(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return which rows the task has consumed or dropped, or never receives, except dead-lettered ones."""
+        """Return a mask of the rows that are consumed, dropped, failed or skipped; dead-lettered rows are not done."""
         claims = self.claim[positions]
         is_done: NDArray[np.bool_] = (claims > UNCLAIMED) | (claims == DROPPED)
         is_done |= (self.state[positions] == FAILED) | self.skipped[positions]
         return is_done
 
     def note_released(self, positions: Indexes) -> None:
-        """Record the last batch whose samples are being released; ranks cannot return to it or to an earlier batch."""
+        """Record the last batch whose samples are being released; ranks can resume only after this batch."""
         last = int(self.claim[positions].max(initial=UNCLAIMED))
         for batch in reversed(self.batches.values()) if last > LAST_RESERVED else ():
             if batch.serial <= last:
@@ -1140,8 +1140,8 @@ class TaskLedger(TaskFacts):
     def reset(self, *, keep_consumed: bool, open_count: int) -> Indexes:
         """Start the next epoch; return the positions of rows that were leased, dead-lettered, dropped or skipped.
 
-        The task was not done with these rows, so they always become claimable. Without `keep_consumed`, all other rows
-        do too, and the backlog becomes `open_count`, the number of rows that are live or held.
+        These rows become claimable. Without `keep_consumed`, all other rows become claimable too, and the backlog is
+        set to `open_count`, the number of live or held rows.
         """
         self.epoch += 1
         self.dp_size = None
@@ -1174,18 +1174,18 @@ class TaskLedger(TaskFacts):
         return reopened
 
     def restart_ranks(self, dp_size: int, trained: int) -> Indexes:
-        """Start the next epoch for a new set of ranks and keep trained batches; return the positions of reopened rows.
+        """Start the next epoch for new ranks and undo all batches after `trained`; return the positions of their rows.
 
         Args:
             dp_size: number of new ranks.
-            trained: the last batch_index that was trained; later batches are planned again, from the next index on.
+            trained: last trained batch_index; the next batch planned has index `trained + 1`.
         """
         reopened, dropped_count = [np.zeros(0, np.int64)], self.next_batch_index - trained - 1
         for index in range(trained + 1, self.next_batch_index):
             if (batch := self.batches.get(index)) is not None:
                 reopened.append(self.left(batch))
                 self.nack(batch, reopened[-1])
-                if index in self.batches:  # its record has outlived its rows
+                if index in self.batches:  # the record was kept although the batch has no rows left
                     self._forget(batch, "cleared")
         self._without_rows = [index for index in self._without_rows if index <= trained]
         recent = [batch for batch in self.recent_batches if batch.batch_index <= trained]
@@ -1200,15 +1200,15 @@ class TaskLedger(TaskFacts):
     # Added and removed rows
 
     def on_rows_added(self, added: slice) -> None:
-        """Count new rows that are live or held."""
+        """Add new live or held rows to the backlog and to the outstanding units."""
         self.backlog += added.stop - added.start
         if self.outstanding is not None:
             self.outstanding.add(np.arange(added.start, added.stop), 1)
 
     def on_rows_closed(self, positions: Indexes) -> None:
-        """Subtract rows that were live or held and have failed or are being cleared.
+        """Update the counts for live or held rows that have failed or are being cleared.
 
-        Leased rows among them are consumed for good: no other worker will process them.
+        Leased rows among them count as consumed for good, because no other worker will process them.
         """
         claims = self.claim[positions]
         if self.outstanding is not None:
@@ -1225,7 +1225,7 @@ class TaskLedger(TaskFacts):
             self._on_fewer_rows(claim)
 
     def on_rows_cleared(self, positions: Indexes) -> None:
-        """Drop the records whose last rows are being cleared."""
+        """Drop the records of claims whose last rows are being cleared."""
         if self.redelivered_count:
             self._write_deliveries(positions, np.zeros(positions.size, np.int32))
         serials, counts = count_values(self.claim[positions])
@@ -1236,16 +1236,16 @@ class TaskLedger(TaskFacts):
 
 
 def task_columns(name: str) -> tuple[str, str, str, str, str]:
-    """Return the names of a task's columns: `claim`, `deliveries`, `uses`, `skipped` and `refills`."""
+    """Return the table names of a task's columns `claim`, `deliveries`, `uses`, `skipped` and `refills`."""
     return f"claim/{name}", f"deliveries/{name}", f"uses/{name}", f"skipped/{name}", f"refills/{name}"
 
 
 def check_epoch(name: str, epoch: int, got: int | None) -> None:
-    """Reject a caller that expects a different epoch from the task's; None matches any."""
+    """Raise StaleEpochError if a caller expects an epoch other than the task's epoch; None matches any."""
     if got is not None and got != epoch:
         raise StaleEpochError(
-            f"task {name!r} is at epoch {epoch}, got epoch {got}: its consumption was reset. Use the epoch that "
-            f"CheckConsumption returns",
+            f"task {name!r} is at epoch {epoch}, got epoch {got}, because its consumption was reset. Use the epoch "
+            f"that CheckConsumption returns",
             metadata={"task_name": name, "got": str(got), "expected": str(epoch)},
         )
 

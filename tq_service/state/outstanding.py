@@ -1,8 +1,8 @@
-"""Counts the outstanding units (samples, rollouts or groups) of a task with an admission.
+"""The counter of outstanding units (samples, rollouts or groups) of a task with an admission.
 
-A unit is outstanding while the task holds it, and from its delivery until it gives its place back. A task holds its
-pending units and, unless places are given back on delivery, its leased ones. `TaskLedger` changes the status of rows;
-this module counts the units.
+A unit is outstanding while the task holds it, and after delivery until the admission frees its capacity. A task holds
+its pending units. It also holds its leased units, unless the admission frees capacity on delivery. `TaskLedger` changes
+the status of rows, and this module counts the units.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tq_service.state.table import DROPPED, Column, is_open
 
 
 class Held(Protocol):
-    """The state of a task's rows; see `TaskLedger`."""
+    """The part of a `TaskLedger` that is needed to count outstanding units."""
 
     backlog: int
     leased_count: int
@@ -31,7 +31,7 @@ class Held(Protocol):
     state: Column
 
     def is_pending(self, rows: slice | Indexes) -> NDArray[np.bool_]:
-        """Return which rows are still to be claimed and not skipped."""
+        """Return a mask of the rows that are unclaimed, live or held, and not skipped."""
         ...
 
 
@@ -40,7 +40,7 @@ class Outstanding:
 
     Args:
         admission: admission of the task.
-        groups: groups of its partition.
+        groups: groups of the task's partition.
     """
 
     def __init__(self, admission: Admission, groups: GroupTable) -> None:
@@ -52,7 +52,7 @@ class Outstanding:
         )  # units that the task holds
 
     def bounds_staleness_by(self, policy: str) -> bool:
-        """Whether staleness is bounded in versions of this policy."""
+        """Return whether the admission bounds staleness in versions of this policy."""
         return self.admission.max_staleness is not None and self.admission.policy == policy
 
     def count(self, task: Held) -> int:
@@ -64,11 +64,11 @@ class Outstanding:
         return held + sum(task.delivered_units) + task.done_units
 
     def units_of(self, positions: Indexes) -> int:
-        """Return the number of units that rows belong to."""
+        """Return the number of distinct units to which rows belong."""
         return self._groups.count_units(positions, self.admission.unit)
 
     def is_held(self, task: Held, rows: slice | Indexes) -> NDArray[np.bool_]:
-        """Return which rows the task holds."""
+        """Return a mask of the rows that the task holds."""
         claims = task.claim[rows]
         held = task.is_pending(rows)
         if self._holds_leased:
@@ -77,7 +77,7 @@ class Outstanding:
 
     @contextlib.contextmanager
     def following(self, task: Held, positions: Indexes) -> Iterator[None]:
-        """Update the count for rows that change within the `with` block; each row must be given once."""
+        """Update the count for rows changed within the `with` block; `positions` must not contain duplicates."""
         if self._held is None or not positions.size:
             yield
             return
@@ -88,12 +88,12 @@ class Outstanding:
         self.add(positions[before & ~after], -1)
 
     def add(self, positions: Indexes, by: int) -> None:
-        """Count rows that the task has started to hold or, if `by` is -1, no longer holds."""
+        """Add rows that the task now holds to the count; if `by` is -1, subtract rows that it no longer holds."""
         if self._held is not None and positions.size:
             self._held.add(positions, by)
 
     def recount(self, task: Held, row_count: int) -> None:
-        """Recount all rows."""
+        """Count the units of all rows again."""
         if self._held is not None:
             self._held.clear()
             self._held.add(np.flatnonzero(self.is_held(task, slice(0, row_count))), 1)

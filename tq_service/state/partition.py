@@ -1,6 +1,6 @@
 """A partition: a table of rows and fields with states, keys, groups and custom_meta, and the tasks that consume it.
 
-This module contains the state and the code that reads it; changes are made in `machine/`.
+This module contains the state of a partition and the code that reads the state. The package `machine` changes it.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionSettings:
-    """The settings fixed by CreatePartition.
+    """The settings of a partition, which are fixed when it is created.
 
     Attributes:
-        default_layout: layout of tensor fields without a layout in `fields`.
-        fields: declared fields, sorted by name, so equal sets compare equal.
-        max_bytes: maximum bytes of all cells; new samples beyond it must wait. None: no limit.
-        admissions: limits on the outstanding work of its tasks, sorted by task, so equal sets compare equal.
-        tasks: the tasks that may consume it, sorted; empty: any.
-        samples_per_round: number of samples per round; a round of this size is complete without being sealed. None: no
+        default_layout: layout of tensor fields for which `fields` does not specify a layout.
+        fields: declared fields, sorted by name so that equal sets compare equal.
+        max_bytes: maximum bytes of all cells; puts of new samples wait while the limit is exceeded. None: no limit.
+        admissions: limits on the outstanding work of tasks, sorted by task so that equal sets compare equal.
+        tasks: sorted names of the tasks that may consume the partition; empty: any task.
+        samples_per_round: number of samples per round; a round is complete at this size without a seal. None: no
             rounds.
         release: when samples are cleared automatically; None: never. A release that names no tasks waits for all
             `tasks`.
@@ -118,13 +118,13 @@ class PartitionSettings:
             self._set_release(self.release)
 
     def _set_release(self, release: Release) -> None:
-        """Set the tasks that the release waits for: those it names, or else all tasks."""
+        """Set the tasks for which the release waits: the tasks that it names or, if it names none, all tasks."""
         release = release if release.tasks else replace(release, tasks=self.tasks)
         object.__setattr__(self, "release", release)
         if not release.tasks:
             raise InvalidArgumentError(
-                f"release names no tasks, but it releases samples once they are {release.when} by its tasks. Name "
-                f"these tasks, or declare the partition's tasks",
+                f"release names no tasks, but it releases samples when tasks have {release.when} them. Name these "
+                f"tasks, or declare the partition's tasks",
                 field="release",
             )
         for name in [name for name in release.tasks if self.tasks and name not in self.tasks]:
@@ -134,22 +134,22 @@ class PartitionSettings:
 
     @property
     def known_tasks(self) -> Iterable[str]:
-        """All tasks that the settings name; they exist from the start, so their counts begin with the first sample."""
+        """Names of all tasks in the settings. These tasks exist from the start, so they count every sample."""
         admitted = (admission.task_name for admission in self.admissions)
         return dict.fromkeys((*self.tasks, *admitted, *self.releasing_tasks))
 
     @property
     def releasing_tasks(self) -> Sequence[str]:
-        """The tasks that must be done with a sample before it is released; empty if releases do not depend on tasks."""
+        """Tasks that must be done with a sample before it is released; empty if releases do not depend on tasks."""
         return () if self.release is None else self.release.tasks
 
     @property
     def keeps_until_saved(self) -> bool:
-        """Whether samples are kept until a checkpoint covers their batch, not only until the batch is trained."""
+        """Whether samples are kept until a trainer checkpoint covers their batch, rather than until it is trained."""
         return self.release is not None and self.release.when == "saved"
 
     def describe_difference(self, other: PartitionSettings) -> str:
-        """Describe the differences from other settings, for an error message."""
+        """Describe the differences between these settings and `other` for an error message."""
         return ", ".join(f"{name} is {shown(own)}, got {shown(got)}" for name, own, got in differences(self, other))
 
     @property
@@ -159,24 +159,24 @@ class PartitionSettings:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether new samples may have to wait."""
+        """Whether a limit can make puts of new samples wait."""
         return self.max_bytes is not None or bool(self.admissions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionFacts:
-    """The plain values of a partition, without its tables and tasks.
+    """The scalar values and specs of a partition, without its tables and tasks.
 
     Attributes:
-        insert_size_gcd: greatest common divisor of the sizes of all puts of new samples.
-        next_index: global index of the next sample.
-        sample_count: number of samples, for callers that do not need the tables.
-        has_groups: whether groups or rollouts were ever named.
+        insert_size_gcd: greatest common divisor of the numbers of new samples in all puts so far.
+        next_index: global index of the next new sample.
+        sample_count: number of samples, for callers that do not read the tables.
+        has_groups: whether any group or rollout was ever named.
         meta_kinds: kinds of the values in each custom_meta column, see `CustomMeta.kinds`.
         fields: current specs of the fields.
         former_fields: last specs of fields that lost all cells, see `CellTable.former_specs`.
-        released_count: samples released because all releasing tasks were done with them.
-        expired_count: samples released because of their age.
+        released_count: number of samples released because all releasing tasks were done with them.
+        expired_count: number of samples released because of their age.
     """
 
     partition_id: str
@@ -196,9 +196,9 @@ class PartitionFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionSnapshot:
-    """A partition at one moment, for another thread to read and write to a file, and for restoring from that file.
+    """A snapshot of a partition, which another thread can write to a file and which can be restored later.
 
-    Derived state is omitted: scan positions, key indexes, free slots, and the number of remaining rows of each claim.
+    A snapshot omits derived state: scan positions, key indexes, free slots, and the remaining row count of each claim.
     """
 
     facts: PartitionFacts
@@ -210,27 +210,27 @@ class Listeners(list[Callable[..., object]]):
     """Callbacks for an event, called in the order in which they were added."""
 
     def __call__(self, *what: Any) -> None:
-        """Call all callbacks."""
+        """Call each callback with the arguments of the event."""
         for notify in self:
             notify(*what)
 
     def discard(self, listener: Callable[..., object]) -> None:
-        """Remove a callback, if present."""
+        """Remove a callback; do nothing if it was not added."""
         if listener in self:
             self.remove(listener)
 
 
 class Partition:
-    """One incarnation of a named set of samples.
+    """One incarnation of a partition.
 
     Attributes:
-        on_change: called after a change that may matter to waiting claims.
-        on_consumed: called after the number of samples left for a task to consume has decreased.
-        on_rows: called while a change is applied, with the global indexes of written or reopened rows, as a range if
-            all of them are new.
-        on_reset: called while a change is applied, with the name of a task that restarts from all rows.
-        policies: policies of the service, for conditions that compare with a published version; set by its owner.
-        all_partitions: partitions of the service, for claims that share a lease across partitions; set by its owner.
+        on_change: callbacks called after a change that may allow a waiting claim to proceed.
+        on_consumed: callbacks called after the number of samples left for some task has decreased.
+        on_rows: callbacks called while a change is applied, with the global indexes of rows that were written or can be
+            claimed again. The indexes are a range if all rows are new.
+        on_reset: callbacks called while a change is applied, with the name of a task that can claim all rows again.
+        policies: all policies of the service, for conditions that compare with a published version; set by `State`.
+        all_partitions: all partitions of the service, for claims that share a lease across partitions; set by `State`.
     """
 
     def __init__(self, partition_id: str, settings: PartitionSettings, incarnation: bytes = b"") -> None:
@@ -246,17 +246,17 @@ class Partition:
         self.meta = CustomMeta(self.table)
         self.cells = CellTable(self.table, settings.fields, settings.default_layout, groups=self.groups)
         self.tasks: dict[str, TaskLedger] = {}
-        self.state_counts = [0, 0, 0, 0]  # of rows in the table, by state code
+        self.state_counts = [0, 0, 0, 0]  # number of rows in the table, by state code
         self._held_units = {
             each.unit: UnitCount(self.groups, each.unit)
             for each in settings.admissions
             if each.most_running and each.unit != "sample"
         }
-        self.since = self.table.column("since", np.float64, 0.0)  # time when each row was put or became live, for a ttl
+        self.since = self.table.column("since", np.float64, 0.0)  # when each row was put or became live, for the ttl
         self.released_count = self.expired_count = 0
-        self.insert_size_gcd = 0  # greatest common divisor of the sizes of all puts of new rows
-        self.row_version = 0  # rows written so far, for claims that wait for a number of rows
-        self.state_version = 0  # other changes that may matter to waiting claims
+        self.insert_size_gcd = 0  # greatest common divisor of the numbers of new rows in all puts so far
+        self.row_version = 0  # number of rows written so far, for claims that wait for a number of rows
+        self.state_version = 0  # number of other changes that may allow a waiting claim to proceed
         self.on_change = Listeners()
         self.on_consumed = Listeners()
         self.on_rows = Listeners()
@@ -268,16 +268,16 @@ class Partition:
 
     @property
     def inserted_count(self) -> int:
-        """The number of samples ever inserted."""
+        """Number of samples ever inserted."""
         return self.table.next_index
 
     def check_incarnation(self, incarnation: bytes) -> None:
-        """Reject a caller that refers to an earlier incarnation of the partition; empty matches any."""
+        """Raise StaleIncarnationError if a caller refers to another incarnation; empty matches any."""
         if incarnation and incarnation != self.incarnation:
             check_passed_on("incarnation", incarnation)
             raise StaleIncarnationError(
                 f"partition {self.partition_id!r} was cleared and created again: got incarnation {incarnation.hex()}, "
-                f"but the current one is {self.incarnation.hex()}. Discard all metadata of the old incarnation",
+                f"but the current incarnation is {self.incarnation.hex()}. Discard all metadata of the old incarnation",
                 metadata={
                     "partition_id": self.partition_id,
                     "got": incarnation.hex(),
@@ -286,7 +286,7 @@ class Partition:
             )
 
     def count_states(self, rows: slice | Indexes, by: int) -> None:
-        """Add rows to the per-state counts of the partition and of their groups, or subtract them if `by` is -1."""
+        """Add rows to the counts by state of the partition and of groups, or subtract the rows if `by` is -1."""
         states = self.state[rows]
         counts = np.bincount(states, minlength=len(self.state_counts)).tolist()
         self.state_counts = [known + by * count for known, count in zip(self.state_counts, counts, strict=True)]
@@ -297,7 +297,7 @@ class Partition:
                 held.add(_in_state(rows, states, HELD), by)
 
     def begin_age(self, rows: slice | Indexes, at_seconds: float) -> None:
-        """Set the time from which rows age, if samples are released by age."""
+        """Record the time at which the age of rows begins, if the partition releases samples by age."""
         if self.settings.release is not None and self.settings.release.ttl_seconds is not None:
             self.since.write(rows, at_seconds)
 
@@ -313,13 +313,13 @@ class Partition:
         return task
 
     def forget_task(self, name: str) -> None:
-        """Remove a task, which must have no records."""
+        """Remove a task without records, together with its columns."""
         del self.tasks[name]
         for column in task_columns(name):
             self.table.remove_column(column)
 
     def check_task(self, name: str) -> None:
-        """Reject an undeclared task if the partition declares its tasks."""
+        """Raise TaskNotFoundError if the partition declares its tasks and this task is not among them."""
         if self.settings.tasks and name not in self.settings.tasks:
             raise TaskNotFoundError(
                 f"partition {self.partition_id!r} was not created for task {name!r}; "
@@ -328,7 +328,7 @@ class Partition:
             )
 
     def known_task(self, name: str) -> TaskLedger:
-        """Return a task that was declared or has requested samples before."""
+        """Return the ledger of a task; raise TaskNotFoundError if the task is not declared and made no request yet."""
         self.check_task(name)
         if name not in self.tasks:
             raise TaskNotFoundError(
@@ -340,50 +340,50 @@ class Partition:
 
     @property
     def version(self) -> tuple[int, int]:
-        """Counters, at least one of which increases with every change that may matter to waiting claims."""
+        """Two counters; every change that may allow a waiting claim to proceed increases at least one of them."""
         return self.state_version, self.row_version
 
     @property
     def mark(self) -> tuple[object, ...]:
-        """The version and the row layout; while they are unchanged, checks made for a write stay valid."""
+        """A value that changes with the version and the row layout; the check of a write is valid until it changes."""
         return *self.version, self.table.layout
 
     @property
     def expected_count(self) -> int | None:
-        """The number of samples in all rounds that have begun, at least one round; None without rounds."""
+        """Number of samples in all rounds that have begun, counting at least one round; None without rounds."""
         size = self.settings.samples_per_round
         return None if size is None else max(1, -(-self.inserted_count // size)) * size
 
     @property
     def is_whole(self) -> bool:
-        """Whether no more samples will be inserted, or none before the next round."""
+        """Whether the partition is sealed, or the current round is complete and the next has not begun."""
         return self.sealed or self.inserted_count == self.expected_count
 
     @property
     def may_end_finite(self) -> bool:
-        """Whether `finite` claims may end now: not before the first sample, nor in the middle of a round."""
+        """Whether `finite` claims may end now, that is, after the first sample and not in the middle of a round."""
         return self.inserted_count > 0 and (self.settings.samples_per_round is None or self.is_whole)
 
     @property
     def open_count(self) -> int:
-        """The number of live or held samples."""
+        """Number of live or held samples."""
         return self.state_counts[LIVE] + self.state_counts[HELD]
 
     def held_count(self, unit: BatchUnit) -> int:
-        """Return the number of held samples, or of groups or rollouts that contain a held sample.
+        """Return the number of held samples, or of groups or rollouts with at least one held sample.
 
-        Groups and rollouts are counted only if an admission sets `most_running` for them.
+        If no admission sets `most_running` for groups or rollouts, held samples are counted instead.
         """
         return self._held_units[unit].count if unit in self._held_units else self.state_counts[HELD]
 
     # Reading
 
     def resolved(self, where: Sequence[Condition]) -> tuple[Condition, ...]:
-        """Return the conditions with the currently published versions filled in."""
+        """Replace references to published versions in conditions with the current versions."""
         return tuple(condition.resolved(self.policies) for condition in where)
 
     def is_leased(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return which rows are leased to a worker of any task."""
+        """Return a mask of the rows that are leased to a worker of any task."""
         is_leased = np.zeros(positions.size, np.bool_)
         for task in self.tasks.values():
             if task.leased_count:
@@ -391,15 +391,15 @@ class Partition:
         return is_leased
 
     def in_use(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return which rows are held, leased to a worker of any task, or in a batch that is not trained yet."""
+        """Return a mask of the rows that are held, leased to a worker of any task, or in an untrained batch."""
         planned = [batch.rows for task in self.tasks.values() for batch in task.untrained()]
         in_use: NDArray[np.bool_] = (self.state[positions] == HELD) | self.is_leased(positions)
         return in_use | np.isin(self.table.index[positions], np.concatenate(planned)) if planned else in_use
 
     def in_use_count(self, task: TaskLedger, unit: BatchUnit) -> int:
-        """Return an upper bound on a task's outstanding units that are in use, see `in_use`.
+        """Return an upper bound on the number of a task's outstanding units that are in use, see `in_use`.
 
-        Incomplete groups and rollouts also count as in use, as do delivered units that still hold their places.
+        Incomplete groups and rollouts also count as in use, as do delivered units that still occupy capacity.
         """
         count = self.held_count(unit) + sum(task.delivered_units) + task.done_units
         for each in self.tasks.values():
@@ -411,14 +411,14 @@ class Partition:
         return count
 
     def is_done(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return which rows every releasing task has consumed or dropped, or will never receive."""
+        """Return a mask of the rows with which all releasing tasks are done; see `TaskLedger.is_done`."""
         is_done = np.ones(positions.size, np.bool_)
         for name in self.settings.releasing_tasks:
             is_done &= self.tasks[name].is_done(positions)
         return is_done
 
     def may_release(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return which rows are neither held nor leased, nor in a batch that is yet to be trained or saved."""
+        """Return a mask of the rows that are neither held nor leased, nor in a batch not yet trained or saved."""
         is_needed = self.is_leased(positions)
         is_needed |= self.state[positions] == HELD
         until_saved = self.settings.keeps_until_saved
@@ -427,14 +427,19 @@ class Partition:
         return ~is_needed
 
     def positions_of(self, indexes: Indexes, *, may_repeat: bool = False) -> Indexes:
-        """Return the positions of samples. All must exist, and each must be listed once unless `may_repeat` is set."""
+        """Return the positions of samples, given by global index.
+
+        Raises:
+            SampleNotFoundError: a sample does not exist.
+            InvalidArgumentError: a sample is listed twice, and `may_repeat` is not set.
+        """
         positions = self.table.find(indexes)
         if bool((positions < 0).any()):
             missing = indexes[positions < 0]
             raise SampleNotFoundError(
                 f"partition {self.partition_id!r} has no sample {int(missing[0])} ({missing.size} of {indexes.size} "
-                f"are missing); {self.table.present_count} of its {self.inserted_count} inserted samples remain, the "
-                f"others were cleared",
+                f"are missing); {self.table.present_count} of its {self.inserted_count} inserted samples remain, and "
+                f"the others were cleared",
                 metadata={"partition_id": self.partition_id, "global_index": str(missing[0])},
             )
         if not may_repeat and distinct(positions, self.table.count).size != positions.size:
@@ -445,7 +450,7 @@ class Partition:
 
     @property
     def tables(self) -> dict[str, Table]:
-        """All tables of the partition by name."""
+        """The tables of the partition by name."""
         return {
             "rows": self.table,
             "groups": self.groups.slots,
@@ -455,7 +460,7 @@ class Partition:
 
     @property
     def facts(self) -> PartitionFacts:
-        """The plain values of the partition, without its tables and tasks."""
+        """Copy of the partition's scalar values and specs, without its tables and tasks."""
         return PartitionFacts(
             partition_id=self.partition_id,
             incarnation=self.incarnation,
@@ -473,7 +478,7 @@ class Partition:
         )
 
     def snapshot(self) -> PartitionSnapshot:
-        """Return a snapshot of the partition; the cost does not depend on the number of samples."""
+        """Return a snapshot of the partition, in a time that does not depend on the number of samples."""
         return PartitionSnapshot(
             facts=self.facts,
             tables={name: table.snapshot() for name, table in self.tables.items()},
@@ -482,10 +487,10 @@ class Partition:
 
     @classmethod
     def restore(cls, snapshot: PartitionSnapshot) -> Partition:
-        """Create a partition from a snapshot, which cannot be used again.
+        """Create a partition from a snapshot; the snapshot cannot be used again.
 
         Raises:
-            NewerVersionError: the snapshot has a table or column that is unknown to this version.
+            NewerVersionError: the snapshot has a table or column that this version does not support.
         """
         facts = snapshot.facts
         partition = cls(facts.partition_id, facts.settings, facts.incarnation)
@@ -516,7 +521,7 @@ class Partition:
     def _restore_tables(self, snapshots: Mapping[str, TableSnapshot]) -> None:
         tables = self.tables
         for unknown in snapshots.keys() - tables.keys():
-            raise _newer(self.partition_id, f"it has the unknown table {unknown!r}")
+            raise _newer(self.partition_id, f"it contains the unknown table {unknown!r}")
         for name, table in tables.items():
             try:
                 missing = table.restore(snapshots.get(name, TableSnapshot(size=0, columns={})))
@@ -525,7 +530,7 @@ class Partition:
             for column in missing:
                 _log.warning(
                     LogMessage(
-                        "snapshot lacks a column; set its rows to the default",
+                        "set a column that is missing from the snapshot to its default",
                         partition=self.partition_id,
                         table=name,
                         column=column,
@@ -534,7 +539,7 @@ class Partition:
                 )
 
     def free(self) -> Iterator[None]:
-        """Release all names and objects of a removed partition in steps; its snapshots stay readable."""
+        """Release the names and objects of a removed partition in steps; its snapshots remain readable."""
         for names in (self.key_index, self.groups.slot_of, self.groups.rollout_slot_of):
             yield from names.free()
         for table in self.tables.values():
@@ -543,18 +548,18 @@ class Partition:
     # Change notices
 
     def notify_rows(self, indexes: Indexes | range) -> None:
-        """Count rows that were written or are claimable again, and call the listeners."""
+        """Count rows that were written or can be claimed again, and call the `on_rows` callbacks."""
         self.row_version += len(indexes)
         self.on_rows(indexes)
 
     def forget_listeners(self) -> None:
-        """Drop the listeners; their references would keep the partition alive until a full garbage collection."""
+        """Remove all callbacks, whose references would keep the partition in memory until a full garbage collection."""
         for listeners in (self.on_change, self.on_consumed, self.on_rows, self.on_reset):
             listeners.clear()
 
 
 def _in_state(rows: slice | Indexes, states: NDArray[np.uint8], code: int) -> Indexes:
-    """Return the positions of the rows that are in the given state."""
+    """Return the positions of the rows whose state, given in `states`, is `code`."""
     positions: Indexes = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
     found: Indexes = positions[states == code]
     return found

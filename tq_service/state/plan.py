@@ -1,8 +1,8 @@
-"""Claims and plans: a consumer's request, the view that a sampler reads, and the plan that the sampler returns.
+"""Claims and plans: the request of a consumer, the view that a sampler reads, and the plan that the sampler returns.
 
-Everything up to and including `Sampler` is public API, exported by `tq_service.samplers`: user-defined samplers are
-subclasses of `Sampler`. The rest describes a claim: conditions and order, the specification shared by all ranks, and
-the call.
+The definitions up to and including `Sampler` are public API, exported by `tq_service.samplers`, because users define
+samplers as subclasses of `Sampler`. The other definitions describe a claim: conditions, order, the arguments on which
+all ranks agree, and the call itself.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from tq_service.state.policies import Policies
 MAX_LEASE_SECONDS: Final = 86_400.0
 MOST_RANKS: Final = 65_536
 TOTAL_LENGTHS: Final = "total_lengths"
-"""The custom_meta column with the token counts of samples, unless a sampler names another."""
-_MOST_BATCHES: Final = 64  # per call
-_MOST_SUMS: Final = 4  # summed columns in the totals of a batch
+"""Default custom_meta column for the token counts of samples; a sampler can name a different column."""
+_MOST_BATCHES: Final = 64  # maximum number of batches per call
+_MOST_SUMS: Final = 4  # maximum number of summed columns in the totals of a batch
 
 Indexes = NDArray[np.int64]
 TotalsOfStep: TypeAlias = tuple[int, int, int, int | None, tuple[float, ...]]
-"""Samples, rollouts, groups, tokens, and column sums; see `StepTotals`."""
+"""Totals of a step: samples, rollouts, groups, tokens, and column sums; see `StepTotals`."""
 
 _NO_ROWS = np.zeros(0, np.int64)
 
@@ -58,10 +58,10 @@ class LengthSource:
     """The source of a sample's token count: a custom_meta column, or the length of a row.
 
     Attributes:
-        key: custom_meta column with the count; None: `total_lengths`.
-        field: field whose row length is used if the column has no value. None: without a `key` the longest sequence of
-            the sample among the requested fields, otherwise no field. Sequences are rows of one dimension, except those
-            of fields declared dense.
+        key: custom_meta column that contains the count; None: `total_lengths`.
+        field: field whose row length is used if the column has no value. None: without a `key`, the sample's longest
+            sequence in the requested fields; with a `key`, no field. A sequence is a one-dimensional row, except in a
+            field declared as dense.
     """
 
     key: str | None = None
@@ -69,12 +69,12 @@ class LengthSource:
 
     @property
     def column(self) -> str:
-        """The custom_meta column with the count."""
+        """Name of the custom_meta column that contains the count."""
         return TOTAL_LENGTHS if self.key is None else self.key
 
     @property
     def is_longest_sequence(self) -> bool:
-        """Whether a sample without a value in the column counts as its longest sequence."""
+        """Whether the length of a sample without a value in the column is that of its longest sequence."""
         return self.key is None and self.field is None
 
 
@@ -83,15 +83,15 @@ class PlanRequest:
     """A request to a sampler for one plan.
 
     Attributes:
-        batch_size: samples, rollouts or groups (`batch_unit`) for each rank.
-        min_size: minimum number of units over all ranks; return None if fewer are ready. The planner lowers it to 1
-            when no more units can become ready, so samplers need not handle the end.
-        batch_unit: unit of the two sizes.
+        batch_size: number of samples, rollouts or groups (see `batch_unit`) per rank.
+        min_size: minimum number of units over all ranks. A sampler returns None if fewer units are ready. The planner
+            lowers this value to 1 when no more units can become ready, so samplers need not handle the end.
+        batch_unit: unit of `batch_size` and `min_size`.
         rank_count: number of ranks; 1 for a queue worker.
         ranked: whether the request comes from trainer ranks rather than from a queue worker.
         micro_batch_size: samples per micro-batch, or None. If the sampler returns no steps, the planner splits the
             batch into micro-batches of this size.
-        data_fields: the requested fields.
+        data_fields: names of the requested fields.
     """
 
     batch_size: int
@@ -104,20 +104,20 @@ class PlanRequest:
 
     @property
     def total_size(self) -> int:
-        """The maximum number of units in a plan, over all ranks."""
+        """Maximum number of units in a plan, over all ranks."""
         return self.batch_size * self.rank_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """Samples in groups: `rows` lists the members of group 0, then those of group 1, ...; `sizes` counts them."""
+    """Samples in groups: `rows` lists the members group by group, and `sizes` contains the size of each group."""
 
     rows: Indexes
     sizes: Indexes
 
     @property
     def starts(self) -> Indexes:
-        """Position in `rows` of each group's first member."""
+        """Position in `rows` of the first member of each group."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes)[:-1]]) if self.sizes.size else self.sizes
 
     def __len__(self) -> int:
@@ -129,9 +129,9 @@ class Pack:
     """The samples of one forward/backward pass.
 
     Attributes:
-        positions: positions in the rank's `rows`.
-        lengths: token counts of these samples, or None if the sampler does not know them.
-        padding_tokens: tokens that pad the pack.
+        positions: positions of the samples in the rank's `rows`.
+        lengths: token counts of the samples, or None if the sampler does not know them.
+        padding_tokens: number of tokens added to pad the pack.
     """
 
     positions: Indexes
@@ -141,15 +141,15 @@ class Pack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """One rank's part of a plan.
+    """The part of a plan for one rank.
 
     Attributes:
         rows: global indexes, in batch order.
-        steps: packs of each optimizer step; if empty, the planner creates micro-batches, which form one step.
-        dropped: global indexes of ready rows that the batch excludes, such as overlong ones; disjoint from `rows`. The
-            task never receives them; they count as skipped (`EndCounts.overlong_count`).
-        totals: totals of each step over all ranks; the service sets them.
-        summed: the custom_meta columns whose sums the totals contain.
+        steps: packs of each optimizer step; if empty, the planner creates one step that consists of micro-batches.
+        dropped: global indexes of ready rows that the batch excludes, such as overlong rows; disjoint from `rows`. The
+            task never receives these rows, which count as skipped (`EndCounts.overlong_count`).
+        totals: totals of each step over all ranks; set by the service.
+        summed: names of the custom_meta columns whose sums `totals` contains.
     """
 
     rows: Indexes
@@ -161,13 +161,13 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A sampler's decision for one batch: one part for each rank.
+    """A sampler's decision for one batch, with one part per rank.
 
     Attributes:
         ranks: the part of each rank.
-        consumed: the rows that the batch consumes, each once. None: all delivered rows, each delivered once. If given,
-            a row may be delivered more than once. Delivered rows that are not consumed stay ready for later batches
-            (sampling with replacement), and consumed rows that are not delivered are dropped.
+        consumed: rows that the batch consumes, each once. None: the batch delivers each row once and consumes it. If
+            `consumed` is given, a row may be delivered more than once. Delivered rows that are not consumed stay ready
+            for later batches (sampling with replacement), and consumed rows that are not delivered are dropped.
     """
 
     ranks: tuple[RankPlan, ...]
@@ -175,7 +175,7 @@ class Plan:
 
     @classmethod
     def of(cls, parts: Sequence[Indexes], consumed: Indexes | None = None) -> Plan:
-        """Return a plan that assigns `parts[rank]` to each rank, in plain micro-batches."""
+        """Return a plan without steps that assigns the rows `parts[rank]` to each rank."""
         return cls(
             ranks=tuple(RankPlan(rows=np.asarray(part, dtype=np.int64)) for part in parts),
             consumed=None if consumed is None else np.asarray(consumed, dtype=np.int64),
@@ -185,13 +185,13 @@ class Plan:
 class View(Protocol):
     """A sampler's view of a partition, for one task.
 
-    Rows are always given as global indexes. A ready row is live, has all data fields produced, is not consumed by the
-    task, passes the request's `where`, and has the length that the sampler declares. A sampler's thread may read the
-    view while the partition changes. If rows of its plan are gone by then, the batch is planned again.
+    Rows are identified by their global index. A row is ready if it is live, has all requested fields, is not consumed
+    by the task, satisfies the request's `where`, and has the length that the sampler needs. A sampler's thread may read
+    the view while the partition changes. If rows in the resulting plan have been cleared, the batch is planned again.
 
     Attributes:
-        plan_count: number of plans recorded for the task so far, in all epochs. Use it as the seed of random draws,
-            since everything else may be identical for two batches.
+        plan_count: number of plans recorded for the task so far, in all epochs. Use this number as a random seed, since
+            everything else may be identical for two batches.
     """
 
     @property
@@ -200,7 +200,7 @@ class View(Protocol):
         ...
 
     def ready(self, limit: int | None = None) -> Indexes:
-        """Return up to `limit` ready rows in index order, or in the order of the request's `order_by`."""
+        """Return up to `limit` ready rows in index order, or in the order given by the request's `order_by`."""
         ...
 
     def ready_groups(
@@ -212,20 +212,20 @@ class View(Protocol):
         take_incomplete: bool = False,
         blocks: Blocks = "aligned",
     ) -> Groups:
-        """Return the groups whose members are all ready, in the order of their first member.
+        """Return the groups whose members are all ready, in the order of their first members.
 
         Args:
             limit: stop before the group that would exceed this number of units; None: no limit.
-            unit: unit of `limit`; with "rollout" the groups are rollouts, and samples without a rollout.
-            block_size: number of members that completes a group without a declared size. If the partition has no
-                explicit groups, blocks of this many consecutive indexes are the groups; None then makes each sample a
-                group.
-            take_incomplete: deliver the rest of a group after members failed or were cleared, instead of skipping it.
-            blocks: where blocks begin: at multiples of `block_size` ("aligned"), or anywhere. In the latter case, any
-                `block_size` ready rows with consecutive indexes form a group, the earliest first.
+            unit: unit of `limit`. With "rollout", each rollout is a group, as is each sample without a rollout.
+            block_size: size at which a group without a declared size is complete. If the partition has no named groups,
+                each block of `block_size` consecutive indexes is a group; with None, each sample is a group.
+            take_incomplete: whether to deliver the remaining members of a group after members failed or were cleared,
+                rather than skip them.
+            blocks: where blocks begin: at multiples of `block_size` ("aligned") or anywhere ("anywhere"). In the latter
+                case, any `block_size` ready rows with consecutive indexes form a group, starting with the earliest.
 
         Raises:
-            InvalidArgumentError: blocks are aligned, and the size of some put of new rows was not a multiple of
+            InvalidArgumentError: blocks are aligned, and some put added a number of new rows that is not a multiple of
                 `block_size`.
         """
         ...
@@ -233,35 +233,35 @@ class View(Protocol):
     def left(self, limit: int | None = None) -> Indexes:
         """Return up to `limit` rows that the task may still consume, ready or not, in index order.
 
-        These rows are live or held, not consumed, not leased, and not excluded by the request's `where`.
+        These rows are live or held, neither consumed nor leased, and not excluded by the request's `where`.
         """
         ...
 
     def lengths(self, rows: Indexes) -> Indexes:
-        """Return token counts `(n,)` from the sampler's `length` source; -1 if unknown."""
+        """Return the token counts of rows `(n,)` from the sampler's `length` source; -1 if unknown."""
         ...
 
     def field_lengths(self, field: str, rows: Indexes) -> Indexes:
-        """Return the row lengths `(n,)` of a field; -1 for a missing cell, or if rows are scalars or objects.
+        """Return the lengths of rows `(n,)` in a field; -1 for missing cells, scalars and objects.
 
         The length is a row's size in the first dimension that varies between rows, or in dimension 0 if none varies.
         """
         ...
 
     def values(self, column: str, rows: Indexes) -> tuple[NDArray[np.generic], NDArray[np.bool_]]:
-        """Return a custom_meta column `(n,)` and a mask of its values `(n,)`, all False for an unknown column."""
+        """Return the values of a custom_meta column `(n,)`, and a mask of rows with a value (all False if unknown)."""
         ...
 
     def group_names(self, rows: Indexes) -> list[str | None]:
-        """Return the explicit group of each row."""
+        """Return the name of each row's group; None for a row without a named group."""
         ...
 
     def rollout_names(self, rows: Indexes) -> list[str | None]:
-        """Return the rollout of each row."""
+        """Return the name of each row's rollout; None for a row without a rollout."""
         ...
 
     def use_counts(self, rows: Indexes) -> Indexes:
-        """Return how often each row was delivered to the task but not consumed `(n,)`; see `get_meta(max_uses=)`."""
+        """Return the number of deliveries of each row that did not consume it `(n,)`; see `get_meta(max_uses=)`."""
         ...
 
     def states(self, rows: Indexes) -> list[str]:
@@ -269,48 +269,50 @@ class View(Protocol):
         ...
 
     def rows(self) -> Indexes:
-        """Return all rows of the partition that are not cleared, ready or not."""
+        """Return all rows of the partition, ready or not, except cleared rows."""
         ...
 
 
 class MustBeAwaited(BaseException):
-    """The plan is not available at once: its sampler is a coroutine function, or does not run on the event loop.
+    """Signal that a plan must be awaited, because its sampler is a coroutine function or runs on a thread.
 
-    A view also raises it, through the sampler that reads it, if a scan would block the event loop for too long. It is
-    not an error and not an `Exception`, so samplers do not catch it.
+    A view also raises this signal through its sampler if a scan would block the event loop for too long. It is not an
+    error and not an `Exception`, so samplers do not catch it.
     """
 
 
 class Sampler(ABC):
-    """Decides which ready samples form a batch and how they are spread over the ranks.
+    """Decides which ready samples form a batch and how the samples are distributed over the ranks.
 
-    A sampler's only state is its options, the keyword arguments of its constructor (a frozen dataclass works well). The
-    constructor raises ValueError for invalid values. The same view and request must give the same plan.
+    The only state of a sampler is its options, which are the keyword arguments of its constructor. A frozen dataclass
+    works well. The constructor raises ValueError for invalid options. Equal views and requests must lead to equal
+    plans.
     """
 
     name: ClassVar[str] = ""
     plans_below_min_size: ClassVar[bool] = False
     """Whether `plan` may return a batch of fewer than `request.min_size` units although more may become ready.
 
-    Such a sampler is called after each change; others are called only when enough rows are ready for a plan.
+    Such a sampler is called after each change of the partition. Other samplers are called only when enough rows are
+    ready.
     """
 
     def __init_subclass__(cls, **kwargs: object) -> None:
-        """Set the class name as the default `name`, for use in messages."""
+        """Use the class name as the default `name` in messages."""
         super().__init_subclass__(**kwargs)
         if not cls.name:
             cls.name = cls.__name__
 
     @property
     def length(self) -> LengthSource | None:
-        """The source of the length that a sample needs to be ready; None if no length is needed."""
+        """Source of the sample length. A sample is ready only if its length is known; None: no length is needed."""
         return None
 
     def check(self, request: PlanRequest) -> None:  # noqa: B027  (optional hook)
-        """Raise InvalidArgumentError if the request does not fit the sampler's options."""
+        """Raise InvalidArgumentError if the sampler with its options cannot serve the request."""
 
     def runs_inline(self, request: PlanRequest) -> bool:
-        """Whether `plan` takes well under a millisecond and may run on the event loop instead of a thread."""
+        """Return whether `plan` may run on the event loop rather than a thread, since it takes well under 1 ms."""
         return False
 
     @abstractmethod
@@ -318,17 +320,17 @@ class Sampler(ABC):
         """Return the plan of one batch, or None if fewer than `request.min_size` units are ready."""
 
 
-# Comparisons that hold for more samples, or for fewer, as the published version increases.
+# Comparisons that more samples (or fewer samples) satisfy as the published version increases.
 _GROWING: Final = frozenset({"<", "<="})
 _SHRINKING: Final = frozenset({">", ">="})
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A condition on samples; a sample without a value does not satisfy it.
+    """A condition on a custom_meta column; a sample without a value in the column does not satisfy the condition.
 
     Attributes:
-        published: the policy version to compare with instead of values, as published when samples are examined.
+        published: policy whose published version, at the time when samples are examined, is compared instead of values.
 
     Raises:
         InvalidArgumentError: an argument is missing, the values have different types, or there are more values than the
@@ -346,7 +348,8 @@ class Condition:
             return
         if not self.operator or not self.column:
             raise InvalidArgumentError(
-                f"where: got column {self.column!r} and operator {self.operator!r}; expected both", field="where"
+                f"where: got column {self.column!r} and operator {self.operator!r}; expected both to be set",
+                field="where",
             )
         given = [value for value in self.values if value is not None]
         if len(given) != len(self.values) or (self.operator != "in" and len(given) != 1):
@@ -371,7 +374,7 @@ class Condition:
             )
 
     def resolved(self, policies: Policies) -> Condition:
-        """Return the condition with the currently published version as its value; without one, it never holds."""
+        """Replace a reference to a published version by that version; if none is published, the result never holds."""
         if self.published is None:
             return self
         policy = policies.get(self.published.policy)
@@ -379,25 +382,25 @@ class Condition:
         return Condition(self.column, self.operator, (version,))
 
     def may_hold_later(self, policies: Policies) -> bool:
-        """Whether a value that fails the condition now may satisfy it later, since published versions grow."""
+        """Return whether values that do not satisfy the condition now may satisfy it after a version is published."""
         published = self.published
         return published is not None and (self.operator in _GROWING or published.policy not in policies)
 
     def holds(self, data: NDArray[Any]) -> NDArray[np.bool_]:
-        """Return a mask `(n,)` of the values that satisfy the condition; all values are present."""
+        """Return a mask `(n,)` of the values that satisfy the condition; `data` must not contain missing values."""
         kind = data.dtype.kind
         for value in self.values:
             is_text = isinstance(value, str)
             if is_text != (kind == "O"):
                 raise InvalidArgumentError(
-                    f"where: column {self.column!r} holds {KIND_NAMES[kind]} values, got {value!r}; compare it with a "
-                    f"{KIND_NAMES[kind]}",
+                    f"where: column {self.column!r} contains {KIND_NAMES[kind]} values, got {value!r}; compare it with "
+                    f"a {KIND_NAMES[kind]}",
                     field="where",
                 )
         if kind == "O":
-            if self.operator == "in":  # isin compares each text with each value
+            if self.operator == "in":  # np.isin would compare each string with each value
                 return np.fromiter(map(frozenset(self.values).__contains__, data), np.bool_, data.size)
-            # Compare strings as objects: in an array of a string dtype, each would take as much space as the longest.
+            # Compare strings as objects. In an array with a string dtype, each string would be padded to the longest.
             other = np.array(self.values[0], dtype=np.object_)
             return np.asarray(_COMPARE[self.operator](data, other), dtype=np.bool_)
         if kind == "b":
@@ -416,16 +419,16 @@ _INT64: Final = np.iinfo(np.int64)
 
 
 def _neighbours(value: float, kind: str) -> tuple[float, float]:
-    """Return the largest number of a kind at or below a value, and the smallest at or above it.
+    """Return the largest number of a kind that is at most `value`, and the smallest that is at least `value`.
 
-    They are equal if the kind can represent the value. Integers and floats are thus compared exactly, whereas numpy
-    converts integers to floats, which cannot represent 2**53 + 1. Infinity stands for numbers outside int64 and is
-    compared as a float. Neither neighbour of NaN is a number.
+    The two numbers are equal if the kind can represent the value. They allow an exact comparison of integers and
+    floats, whereas numpy converts integers to floats, which cannot represent 2**53 + 1. A number outside the range of
+    int64 is replaced by infinity, which is compared as a float. For NaN, both results are NaN.
     """
     if kind == "f":
         try:
             nearest = float(value)
-        except OverflowError:  # an integer of more than 1,024 bits
+        except OverflowError:  # an integer with more than 1,024 bits
             nearest = math.inf if value > 0 else -math.inf
         below = nearest if not nearest > value else math.nextafter(nearest, -math.inf)
         above = nearest if not nearest < value else math.nextafter(nearest, math.inf)
@@ -453,7 +456,7 @@ _COMPARE: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A column that orders ready samples; samples without a value come last."""
+    """A custom_meta column by which ready samples are sorted; samples without a value are last."""
 
     column: str
     descending: bool = False
@@ -461,13 +464,13 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refill:
-    """The task that regenerates evicted units from the samples of its partition whose keys are the units' names.
+    """The task that regenerates evicted units. In its partition, the key of a sample is the name of the unit.
 
     Attributes:
-        max_refills: maximum number of times that a sample is made claimable again, per epoch of the task.
+        max_refills: maximum number of times per epoch that a sample is made claimable again.
 
     Raises:
-        InvalidArgumentError: a name is invalid, or the number is less than 1.
+        InvalidArgumentError: a name is invalid, or `max_refills` is less than 1.
     """
 
     partition_id: str
@@ -482,15 +485,17 @@ class Refill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSpec:
-    """The arguments that the first plan of a batch_index fixes for all ranks.
+    """The claim arguments that must be equal for all ranks of a batch; the first plan of a batch_index fixes them.
 
-    Attributes, in addition to those documented with GetMeta:
-        max_uses: how often a sample is delivered before it counts as consumed.
+    GetMeta documents the attributes that are not listed here.
+
+    Attributes:
+        max_uses: number of deliveries after which a sample is consumed.
         unmatched: whether samples that `where` excludes wait or are evicted.
-        least_members: a group with fewer members left is evicted; 0: no minimum.
+        least_members: minimum number of members left in a group; a smaller group is evicted. 0: no minimum.
         refill: task that regenerates evicted units, if any.
-        held: whether held samples are delivered instead of live ones.
-        totals: custom_meta columns that are summed for the batches of ranks.
+        held: whether held samples are delivered instead of live samples.
+        totals: custom_meta columns whose sums are part of the totals that ranks receive.
 
     Raises:
         InvalidArgumentError: the micro-batch size or `max_uses` is out of range, `order_by` or `totals` has an empty or
@@ -515,12 +520,12 @@ class BatchSpec:
     totals: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_range("max_uses", self.max_uses, 1, hint=", or 0 for once")
+        check_range("max_uses", self.max_uses, 1, hint=", or 0 for a single use")
         check_range("least_members", self.least_members, 0)
         for name, value in (("least_members", self.least_members), ("refill", self.refill)):
             if value and not self.evicts:
                 raise InvalidArgumentError(
-                    f"{name} is {shown(value)} and unmatched is {self.unmatched!r}, so nothing is evicted. Set "
+                    f"{name} is {shown(value)}, but unmatched is {self.unmatched!r}, so nothing is evicted. Set "
                     f"unmatched to 'fail' or 'clear'",
                     field=name,
                 )
@@ -535,8 +540,8 @@ class BatchSpec:
             check_unique(name, columns)
         if len(self.totals) > _MOST_SUMS:
             raise InvalidArgumentError(
-                f"totals names {len(self.totals)} columns, expected at most {_MOST_SUMS}; sum the others from the "
-                f"samples",
+                f"totals names {len(self.totals)} columns, expected at most {_MOST_SUMS}; compute other sums from "
+                f"the samples",
                 field="totals",
             )
 
@@ -546,19 +551,19 @@ class BatchSpec:
         return self.unmatched != "wait"
 
     def disagreement(self, other: BatchSpec) -> tuple[str, object, object] | None:
-        """Return the first argument that differs, with both values."""
+        """Return the name and both values of the first argument that differs, or None if all are equal."""
         return None if self is other else next(differences(self, other), None)
 
 
 def differences(one: Any, other: Any) -> Iterator[tuple[str, object, object]]:
-    """Yield the fields that differ between two dataclasses, with both values."""
+    """Yield the name and both values of each field that differs between two objects of the same dataclass."""
     for name in (each.name for each in fields(one)):
         if getattr(one, name) != getattr(other, name):
             yield name, getattr(one, name), getattr(other, name)
 
 
 def shown(value: object) -> str:
-    """Format a claim argument or a setting for an error message, independent of the client's language."""
+    """Format a claim argument or a setting for an error message that clients in any language can read."""
     match value:
         case None:
             return "unset"
@@ -580,12 +585,12 @@ def shown(value: object) -> str:
             place = f"{value.given_back} by {value.policy}" if value.given_back == "published" else value.given_back
             bound = "" if value.max_staleness is None else f", at most {value.max_staleness} versions late"
             running = f", at most {value.most_running} running" if value.most_running else ""
-            drops = f", then the lowest {value.priority_key or 'age'} goes" if value.overflow == "drop_lowest" else ""
+            drops = f", dropping the lowest {value.priority_key or 'age'}" if value.overflow == "drop_lowest" else ""
             ratio = ""
             if value.samples_per_insert:
                 ratio = (
                     f", {value.samples_per_insert:g} deliveries per insert after {value.min_size_to_sample}, "
-                    f"{value.error_buffer} more or less"
+                    f"plus or minus {value.error_buffer}"
                 )
             return f"{value.task_name}: {value.most} {value.unit}s until {place}{bound}{running}{drops}{ratio}"
         case Release():
@@ -599,7 +604,7 @@ def shown(value: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """The part of a batch that a trainer rank requests.
+    """Identifies the part of a batch that a trainer rank requests.
 
     Raises:
         InvalidArgumentError: a number is out of range.
@@ -616,10 +621,10 @@ class Rank:
 
     @classmethod
     def of(cls, **numbers: int | None) -> Rank | None:
-        """Return the rank with these numbers, or None if all are None.
+        """Create a rank from `dp_rank`, `dp_size` and `batch_index`; return None if all of them are None.
 
         Raises:
-            InvalidArgumentError: only some are None, or one is out of range.
+            InvalidArgumentError: only some of the numbers are None, or a number is out of range.
         """
         given = {name: number for name, number in numbers.items() if number is not None}
         missing = [name for name in numbers if name not in given]
@@ -637,15 +642,16 @@ class LeaseTerms:
     """The terms of a queue worker's lease on samples.
 
     Attributes:
-        seconds: samples not acknowledged within this time can be claimed by other workers.
-        max_deliveries: a sample delivered this often without being acknowledged is dead-lettered; None: no limit.
-        group_block_size: how a claim that acknowledges, releases and redelivers groups as units identifies these
-            groups: 0 for named groups, `KEPT_ROLLOUTS` for rollouts, or the length of the blocks of consecutive indexes
-            that replace groups. None: samples are handled one by one.
+        seconds: time after which other workers can claim samples that were not acknowledged.
+        max_deliveries: number of deliveries without an acknowledgement after which a sample is dead-lettered; None: no
+            limit.
+        group_block_size: how a claim identifies the groups that it acknowledges, releases and redelivers as units: 0
+            for named groups, `KEPT_ROLLOUTS` for rollouts, or the length of blocks of consecutive indexes that replace
+            groups. None: samples are handled one by one.
         blocks: where these blocks begin: at multiples of their length, or anywhere.
-        on_lost: for a claim of slots: action on slots still held when the lease expires; slots released without data
-            are removed. None: a claim of existing samples.
-        shared_with: the partition of the claim (of the same task and request id) that shares the lease. The claim of
+        on_lost: for a claim of slots: the action on slots that are still held when the lease expires; slots released
+            without data are removed. None: the claim is of existing samples.
+        shared_with: partition of the claim that shares the lease and has the same task and request id. The claim of
             prompts names the partition of their slots, and vice versa. Empty: the lease is not shared.
 
     Raises:
@@ -660,23 +666,23 @@ class LeaseTerms:
     shared_with: str = ""
 
     def __post_init__(self) -> None:
-        if not 0 < self.seconds <= MAX_LEASE_SECONDS:  # NaN fails this too
+        if not 0 < self.seconds <= MAX_LEASE_SECONDS:  # also rejects NaN
             raise InvalidArgumentError(
                 f"lease is {self.seconds}; expected a positive number of seconds, at most {MAX_LEASE_SECONDS:g} (a "
                 f"day). Extend the lease if the work takes longer",
                 field="lease",
             )
         if self.max_deliveries is not None:
-            hint = ": a positive number, or 0 for no bound"
+            hint = ": a positive number, or 0 for no limit"
             check_range("max_deliveries", self.max_deliveries, 0, hint=hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasedClaim:
-    """The leased claim that protects a change of samples.
+    """Identifies the leased claim that a caller must still hold to change samples.
 
     Raises:
-        InvalidArgumentError: the name or the id is malformed.
+        InvalidArgumentError: the task name or the request id is malformed.
     """
 
     task_name: str
@@ -689,15 +695,15 @@ class LeasedClaim:
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimSpec:
-    """The arguments that are the same for all ranks of a task and all batches.
+    """The claim arguments that are the same for all ranks and all batches of a task.
 
     Calls with equal specs are served by the same plans.
 
     Attributes:
-        data_fields: fields that the answer locates; `batch_spec.data_fields` has the same names in an order that all
-            ranks share.
-        min_batch_size: minimum batch size of a queue worker; 0 means the full `batch_size`.
-        dp_size: number of ranks, None for queue workers.
+        data_fields: fields whose cells the answer locates; `batch_spec.data_fields` contains the same names in an order
+            that is the same for all ranks.
+        min_batch_size: minimum batch size of a queue worker; 0: the full `batch_size`.
+        dp_size: number of ranks; None for queue workers.
         admit: the slots that a rollout worker receives with its prompts, if any.
 
     Raises:
@@ -731,7 +737,7 @@ class ClaimSpec:
 
     @cached_property
     def plan_request(self) -> PlanRequest:
-        """The request to the sampler: a full batch for all ranks, or at least a queue worker's minimum."""
+        """Request to the sampler, with a full batch for all ranks or a queue worker's minimum as `min_size`."""
         batch_spec, rank_count = self.batch_spec, self.dp_size or 1
         return PlanRequest(
             batch_size=batch_spec.batch_size,
@@ -744,7 +750,7 @@ class ClaimSpec:
         )
 
     @cached_property
-    def _hash(self) -> int:  # `where` may list thousands of values
+    def _hash(self) -> int:  # cached, since `where` may contain thousands of values
         return hash((self.batch_spec, self.min_batch_size, self.dp_size, self.admit))
 
     def __hash__(self) -> int:
@@ -752,7 +758,7 @@ class ClaimSpec:
 
 
 def check_data_fields(names: Sequence[str]) -> None:
-    """Reject an empty list of fields, and empty or repeated names."""
+    """Raise InvalidArgumentError if `names` is empty, or contains an empty or repeated field name."""
     if not names:
         raise InvalidArgumentError("data_fields is empty; name at least one field", field="data_fields")
     if "" in names:
@@ -762,7 +768,7 @@ def check_data_fields(names: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotBefore:
-    """A version of a policy that must be published before a batch is planned."""
+    """The policy version that must be published before a batch is planned."""
 
     policy: str
     version: int
@@ -777,18 +783,18 @@ class ClaimRequest:
     """The arguments of a GetMeta call.
 
     Attributes:
-        rank: the calling rank, None for a queue worker; its `dp_size` equals that of `spec`.
-        epoch: the epoch that the caller expects, None for any.
-        lease: lease terms of a queue worker; None: its samples are done on delivery.
+        rank: the calling rank, with the same `dp_size` as `spec`; None for a queue worker.
+        epoch: the epoch that the caller expects; None: any epoch.
+        lease: lease terms of a queue worker; None: the samples are done on delivery.
         claim_name: name of a queue worker's claim; later calls with this name return the same claim. Empty: unnamed.
         not_before: policy version that must be published first, if any.
-        batch_count: maximum number of batches for a rank, starting with that of `rank`.
-        make_slots: creates the slots of `spec.admit` for the prompts of a plan, in the same step as their claim. If it
-            raises, the prompts are not claimed.
+        batch_count: maximum number of batches for a rank, starting with `rank.batch_index`.
+        make_slots: function that creates the slots of `spec.admit` for the prompts of a plan, in the same step in which
+            the prompts are claimed. If it raises an exception, the prompts are not claimed.
 
     Raises:
-        InvalidArgumentError: the id or a name is invalid, a rank requests a lease or a named claim, or a queue worker
-            requests several batches.
+        InvalidArgumentError: the request id or a name is invalid, a rank requests a lease or a named claim, or a queue
+            worker requests several batches.
     """
 
     request_id: bytes
@@ -816,8 +822,8 @@ class ClaimRequest:
                 )
         if self.rank is None and self.batch_spec.totals:
             raise InvalidArgumentError(
-                f"totals is {shown(self.batch_spec.totals)}, but totals are only for ranks, since each receives a "
-                f"part of a batch. Omit totals: a queue worker has all samples of its batch",
+                f"totals is {shown(self.batch_spec.totals)}, but totals are only for ranks, since each rank receives "
+                f"a part of a batch. Omit totals, since a queue worker receives all samples of its batch",
                 field="totals",
             )
         if self.rank is not None and self.lease is not None:
@@ -828,8 +834,8 @@ class ClaimRequest:
             )
         if self.batch_spec.held and self.lease is None:
             raise InvalidArgumentError(
-                "held samples are claimed without a lease. Set a lease, since rollout workers continue held samples "
-                "under one",
+                "held samples are claimed without a lease. Set a lease, which rollout workers need to continue held "
+                "samples",
                 field="lease",
             )
         if self.spec.admit is not None:
@@ -844,7 +850,7 @@ class ClaimRequest:
                 )
 
     def _check_admit(self) -> None:
-        """Reject slots unless the claim leases live prompts one by one, each for a single use."""
+        """Raise InvalidArgumentError if the claim does not lease live prompts one by one, each for a single use."""
         spec = self.batch_spec
         for name, got, expected in (
             ("lease", "unset" if self.lease is None else "set", "set"),
@@ -862,27 +868,27 @@ class ClaimRequest:
 
     @property
     def batch_spec(self) -> BatchSpec:
-        """The arguments that the first plan of a batch_index fixes."""
+        """Arguments that must be equal for all ranks of a batch."""
         return self.spec.batch_spec
 
     @property
     def policy(self) -> str | None:
-        """The policy whose version the request compares samples with or, failing that, waits for; None if neither."""
+        """Name of the policy whose version `where` compares or, without one, `not_before` requires; None if neither."""
         compared = (each.published.policy for each in self.batch_spec.where if each.published is not None)
         return next(compared, None if self.not_before is None else self.not_before.policy)
 
     @property
     def plan_request(self) -> PlanRequest:
-        """The request to the sampler."""
+        """Request to the sampler for one plan."""
         return self.spec.plan_request
 
     @property
     def batch_index(self) -> int:
-        """The first batch that a rank requests; -1 for a queue worker."""
+        """Index of the first batch that a rank requests; -1 for a queue worker."""
         return -1 if self.rank is None else self.rank.batch_index
 
     def following(self) -> Iterator[ClaimRequest]:
-        """Yield a request for each requested batch except the first."""
+        """Yield a separate request for each requested batch after the first."""
         if self.rank is not None:
             for index in range(self.rank.batch_index + 1, self.rank.batch_index + self.batch_count):
                 yield replace(self, rank=replace(self.rank, batch_index=index), batch_count=1)

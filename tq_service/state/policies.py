@@ -13,7 +13,7 @@ class Policy:
 
     Attributes:
         name: name of the policy, including the publishing client's namespace, as in a partition id.
-        version: number of the weights in use.
+        version: number of the published weights.
         published_at: time of publication, in seconds since 1970.
     """
 

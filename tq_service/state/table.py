@@ -1,35 +1,35 @@
-"""Tables: columns of equal length, each declared once by name, dtype and fill.
+"""Tables: columns of equal length, each declared once by name, dtype and fill value.
 
 Growth, compaction, snapshots, restores and comparisons in tests iterate over the declared columns, so a new column
-needs only its declaration.
+only needs a declaration.
 
-Column names: a column that every table of its kind has is named by a plain word without a slash, such as `state`. A
-column for something that a user named is called `KIND/NAME`, such as `cell/tokens`, `meta/reward` or
-`claim/update_actor`. The kind is a plain word; everything after the first slash is the user's name, unchanged, slashes
-included. Names given by users thus cannot collide with other columns.
+A column that every table of its kind has is named by a plain word without a slash, such as `state`. A column for an
+object named by a user is called `KIND/NAME`, such as `cell/tokens`, `meta/reward` or `claim/update_actor`. The kind is
+a plain word, and the rest is the unchanged name from the user, which may contain slashes. User-given names therefore
+cannot collide with other columns.
 
-Taking a snapshot of a column copies nothing. A later change of the column first saves the blocks that it is about to
-modify. This copies a few thousand values at most, regardless of the column's length, and only while a snapshot is still
-being read.
+Taking a snapshot of a column copies no values. While the snapshot is being read, a change of the column first saves the
+blocks that it modifies. Each block contains a few thousand values, however long the column is.
 
-`RowTable`: rows in order of their global index. A removed row stays as a gap until gaps outnumber rows; then the gaps
-are closed. Each step that adds or removes rows then also moves other rows to the front: at least a few thousand, and
-about twice the number added or removed. Every step is short, and the gaps are closed before the table has grown much. A
-gap keeps its index, which is needed to find the rows around it; positions vacated by moved rows have no index. Rows are
-not moved while a reader on another thread needs stable positions (`pinned`). If there are many gaps (`has_many_gaps`),
-such a reader first waits for the others to finish; otherwise overlapping readers could preserve gaps forever. A reader
-that reads rows in slices, yielding to others in between, pins nothing (`slices`).
+A `RowTable` contains rows in order of their global index. A removed row leaves a gap. When gaps outnumber rows, each
+step that adds or removes rows also moves other rows forward, which closes the gaps. A step examines at least a few
+thousand positions, or twice the number of rows added or removed. Every step is therefore short, and the gaps are closed
+before the table has grown much. A gap keeps its index, so rows around it can still be found by binary search. The index
+of positions vacated by moved rows is -1. Rows are not moved while a reader on another thread needs stable positions
+(`pinned`). If there are many gaps (`has_many_gaps`), a new reader first waits until the other readers have finished;
+otherwise, overlapping readers could keep the gaps forever. A reader that yields control between slices does not pin the
+table (`slices`).
 
-Large numbers of rows are added in two phases. Capacity is reserved in steps, with other work in between; the step that
-adds the rows then only writes their values (`reserve_capacity`). Columns that this step will declare are also created
-in advance.
+Large numbers of rows are added in two phases. First, capacity is reserved in several steps between which other work can
+run (`reserve_capacity`). Columns that the rows need are also created. A single step then adds the rows and only writes
+their values.
 
-`SlotTable`: slots for transient objects; free slots are reused.
+A `SlotTable` allocates slots for transient objects and reuses free slots.
 
-Long columns grow in place, without copying. Numbers are stored in reserved memory: Linux allocates the pages of an
-anonymous mapping on first write. Reserving far more than needed therefore costs only address space, and readers' views
-keep their memory. numpy cannot do this for objects, so a long column of objects consists of chunks (`ObjectChunks`);
-growing adds a chunk.
+Long columns grow in place, without copying. Numbers are stored in reserved memory, whose pages Linux allocates on first
+write. A reservation far larger than needed therefore only uses address space, and readers' views remain valid. numpy
+cannot reserve memory for objects, so a long column of objects consists of chunks (`ObjectChunks`), and growth adds a
+chunk.
 """
 
 from __future__ import annotations
@@ -54,44 +54,44 @@ from tq_service.state.plan import Indexes
 
 CLEARED, LIVE, HELD, FAILED = 0, 1, 2, 3
 STATE_NAMES = ("cleared", "live", "held", "failed")
-# Values in the `claim` column of a task other than the serials of its claims; see `ledger.py`.
-UNCLAIMED = 0  # zero, so a new task costs the same for any number of rows
+# Reserved values in the `claim` column of a task; all other values are serials of claims, see `ledger.py`.
+UNCLAIMED = 0  # zero, so adding a task takes the same time for any number of rows
 CONSUMED_EARLIER = 1
 DEAD_LETTERED = -1
 DROPPED = -2
-LAST_RESERVED = 2  # serials are larger, so the marks of leased rows are below all others
+LAST_RESERVED = 2  # serials are larger, so the negative marks of leased rows are below all other values
 _GROWTH: Final = 1 << 14  # minimum growth of a long column, in values
 _CAPACITY_STEP: Final = 1 << 16  # rows for which capacity is reserved per step
 _FIRST_CAPACITY = 64
 _LEAST_GAPS = 1024
-_MANY_GAPS = 1 << 13  # in addition to two per row
+_MANY_GAPS = 1 << 13  # minimum number of gaps, in addition to two per row, that counts as many
 _FEW = 64
 _MARKED_SHARE = 16
-_NO_INDEX = -1  # of positions vacated while gaps are closed
-_LEAST_CLOSED = 1 << 14  # minimum number of rows examined per step
-_CLOSED_SHARE = 2  # examined rows per row that the step adds or removes
+_NO_INDEX = -1  # index of a position vacated while gaps are being closed
+_LEAST_CLOSED = 1 << 14  # minimum number of positions examined per step
+_CLOSED_SHARE = 2  # positions examined per row that the step adds or removes
 
 BLOCK_SHIFT: Final = 12
 BLOCK_ROWS: Final = 1 << BLOCK_SHIFT
-"""The number of column values per block, the unit saved for snapshots."""
-RESERVED_FROM: Final = 1 << 16  # minimum size, in values, of a column that grows in place
-_RESERVED: Final = 1 << 26  # values for which such a column reserves memory; a larger one reserves four times its size
+"""Number of column values per block. Blocks are the units in which values are saved for snapshots."""
+RESERVED_FROM: Final = 1 << 16  # minimum number of values in a column that grows in place
+_RESERVED: Final = 1 << 26  # number of values for which a column reserves memory; a longer column reserves four times
 _OVERCOMMIT: Final = Path("/proc/sys/vm/overcommit_memory")
 _NEVER: Final = "2"
-_MAP_NORESERVE: Final = 0x4000  # Linux; missing in the mmap module of Python 3.11
+_MAP_NORESERVE: Final = 0x4000  # the value on Linux; missing in the mmap module of Python 3.11
 _HUGE_PAGE_BYTES: Final = 2 << 20
-_HUGE_PAGES_FROM: Final = 4 << 20  # from this size on, a mostly unused huge page is a small share
-_offsets = itertools.count(0, 83)  # so columns that grow together do not all need their next huge page at once
+_HUGE_PAGES_FROM: Final = 4 << 20  # from this size, a mostly unused huge page is a small share of the memory
+_offsets = itertools.count(0, 83)  # in pages; columns that grow together thus need huge pages at different times
 _CHUNK_SHIFT: Final = 16
 _CHUNK_MASK: Final = (1 << _CHUNK_SHIFT) - 1
 Where = slice | Indexes | int
 
 
 class ObjectChunks:
-    """An array of objects in chunks that are allocated on first write; growing does not move objects.
+    """An array of objects, stored in chunks that are allocated on first write; growth does not move objects.
 
     Attributes:
-        size: number of objects; those never written are `fill`.
+        size: number of elements; elements never written contain the fill.
     """
 
     __slots__ = ("_chunks", "_fill", "size")
@@ -115,7 +115,7 @@ class ObjectChunks:
         return found
 
     def assign(self, where: Where, values: Any) -> None:
-        """Write objects: one for each position, or one for all."""
+        """Write one object per position, or the same object to all positions."""
         if isinstance(where, int | np.integer):
             self._chunk(int(where) >> _CHUNK_SHIFT)[int(where) & _CHUNK_MASK] = values
             return
@@ -131,7 +131,7 @@ class ObjectChunks:
                 self._chunk(number)[there] = values if is_one else given[here]
 
     def _reset(self, number: int, there: Any) -> None:
-        """Reset to the fill; a chunk that is reset completely is freed."""
+        """Reset elements of a chunk to the fill; free the chunk if all its elements are reset."""
         if isinstance(there, slice) and there.stop - there.start > _CHUNK_MASK:
             self._chunks.pop(number, None)
         elif number in self._chunks:
@@ -144,7 +144,7 @@ class ObjectChunks:
         return chunk
 
     def _parts(self, where: Any) -> tuple[int, Iterable[tuple[int, Any, Any]]]:
-        """Return the number of positions and, for each chunk, the positions it contains and their offsets."""
+        """Return the number of positions and, per chunk, its number, the positions in it, and their offsets in it."""
         if isinstance(where, slice):
             start, stop, step = where.indices(self.size)
             if step == 1:
@@ -154,7 +154,7 @@ class ObjectChunks:
 
 
 def blocks_of(where: Where, size: int) -> Iterable[int]:
-    """Return the numbers of the blocks, among the first `size` rows, that contain the given positions or mask."""
+    """Return the numbers of the blocks that contain the given positions (or a mask), ignoring rows from `size` on."""
     if isinstance(where, int | np.integer):
         return (int(where) >> BLOCK_SHIFT,) if where < size else ()
     if not isinstance(where, slice):
@@ -187,7 +187,7 @@ def _parts_of_positions(positions: Indexes) -> Iterator[tuple[int, Any, Indexes]
 
 
 def zeros(count: int, dtype: np.dtype[Any], fill: Any) -> NDArray[Any] | ObjectChunks:
-    """Return zeros (for objects: None or the fill) in untouched memory; more than `count` if `count` is large."""
+    """Allocate at least `count` zeros in untouched memory; for objects, the values are None or the fill instead."""
     if count < RESERVED_FROM:
         return np.zeros(count, dtype) if dtype.kind != "O" else np.empty(count, dtype)
     if dtype.kind == "O":
@@ -197,9 +197,9 @@ def zeros(count: int, dtype: np.dtype[Any], fill: Any) -> NDArray[Any] | ObjectC
 
 
 def reserved_zeros(count: int, dtype: DTypeLike) -> NDArray[Any] | None:
-    """Return `count` zeros that use memory only once they are written; None if the system cannot reserve it.
+    """Return `count` zeros that use memory only after they are written, or None if the system cannot reserve memory.
 
-    The memory is freed with the last array that refers to it.
+    The memory is freed together with the last array that refers to it.
     """
     if not _can_reserve():
         return None
@@ -210,23 +210,23 @@ def reserved_zeros(count: int, dtype: DTypeLike) -> NDArray[Any] | None:
             offset + count * np.dtype(dtype).itemsize,
             flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE,
         )
-    except (OSError, ValueError, OverflowError):  # a limit of the process or of the machine
+    except (OSError, ValueError, OverflowError):  # the size exceeds a limit of the process or of the machine
         return None
     if len(memory) > _HUGE_PAGES_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
+        with contextlib.suppress(OSError):  # the kernel does not support huge pages
             memory.madvise(mmap.MADV_HUGEPAGE, _HUGE_PAGES_FROM)
     return np.frombuffer(memory, dtype, count, offset)
 
 
 def reserved_memory(values: NDArray[Any] | ObjectChunks) -> mmap.mmap | None:
-    """Return the reserved memory that contains the values, or None if they are in other memory."""
+    """Return the reserved memory that contains the values, or None if the values are in ordinary memory."""
     base: Any = getattr(values, "base", None)
     base = base.obj if isinstance(base, memoryview) else base
     return base if isinstance(base, mmap.mmap) else None
 
 
 def release_pages(values: NDArray[Any], memory: mmap.mmap, start: int, stop: int) -> None:
-    """Return the full pages of some values to the kernel; these values become zeros."""
+    """Return the full pages within values `start` to `stop` to the kernel; the values in these pages become zeros."""
     offset = values.ctypes.data - np.frombuffer(memory, np.uint8).ctypes.data
     first = -(-(offset + start * values.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
     end = offset + stop * values.itemsize
@@ -236,7 +236,7 @@ def release_pages(values: NDArray[Any], memory: mmap.mmap, start: int, stop: int
 
 @cache
 def _can_reserve() -> bool:
-    """Whether reserving memory costs nothing; a machine that never overcommits counts it as used."""
+    """Return whether reserved memory is free of charge; a system that never overcommits counts it as used."""
     if sys.platform != "linux":
         return False
     try:
@@ -249,21 +249,21 @@ STATE_CODES = {SampleState.LIVE: LIVE, SampleState.HELD: HELD, SampleState.FAILE
 
 
 def is_open(states: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    """Return which states are live or held: such rows can be claimed now or later."""
+    """Return a mask of the states that are live or held, whose rows can be claimed now or later."""
     mask: NDArray[np.bool_] = states == LIVE
     mask |= states == HELD
     return mask
 
 
 NewColumn: TypeAlias = tuple[str, DTypeLike, Any]
-"""A column to be declared: its name, dtype and fill."""
+"""Name, dtype and fill of a column to be declared."""
 
 
 class ColumnSnapshot:
-    """The first `size` values of a column at the time of the snapshot; can be read once, in order, on any thread.
+    """The first `size` values of a column at the time of the snapshot, for reading once, in order, on any thread.
 
-    The column saves a block before changing it (on its own thread). The reader copies the column's block first and then
-    looks for a saved one. If none exists, the block had not started to change when it was copied.
+    The column's thread saves a block before changing it. The reader first copies the block from the column and then
+    looks for a saved block. Without a saved block, the column had not started to change the block during the copy.
     """
 
     __slots__ = ("__weakref__", "_array", "_kept", "_next_block", "size")
@@ -276,11 +276,11 @@ class ColumnSnapshot:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Type of the values."""
+        """Data type of the values."""
         return self._array.dtype
 
     def blocks(self) -> Iterator[NDArray[Any]]:
-        """Yield the values, a few thousand at a time."""
+        """Yield the values in blocks of a few thousand."""
         for number in range(-(-self.size // BLOCK_ROWS)):
             block = self._block(number)
             self._next_block = number + 1
@@ -297,7 +297,7 @@ class ColumnSnapshot:
         return values
 
     def keep(self, where: Where) -> None:
-        """Save the unread blocks that are about to change; called by the column."""
+        """Save the unread blocks at positions that are about to change. The column calls this method before a write."""
         for number in blocks_of(where, self.size):
             if number >= self._next_block and number not in self._kept:
                 self._kept[number] = self._block(number)
@@ -309,13 +309,13 @@ class ColumnSnapshot:
 
 
 class Column:
-    """One value per row or slot.
+    """A table column, with one value per row or slot.
 
     Attributes:
-        data: the values up to the capacity; read-only, and replaced whenever the column grows or is compacted. A
-            reader's earlier view shows the same memory, unless the column moved.
+        data: read-only array of the values up to the capacity, replaced when the column grows or is compacted. An array
+            obtained earlier shows the same memory, unless the column has moved to new memory.
         fill: value of positions that were never written.
-        is_blank: whether the column was never written, so it contains only the fill.
+        is_blank: whether the column was never written and thus contains only the fill.
     """
 
     __slots__ = ("_array", "_memory", "_snapshots", "data", "fill", "is_blank")
@@ -335,7 +335,7 @@ class Column:
         return self.data[where]
 
     def write(self, where: Where, values: Any) -> None:
-        """Write values; positions must be unique and not negative."""
+        """Write values to positions, which must be unique and not negative."""
         if self._snapshots:
             self._keep(where)
         if isinstance(self._memory, ObjectChunks):
@@ -345,12 +345,12 @@ class Column:
         self.is_blank = False
 
     def clear(self, where: Where) -> None:
-        """Reset positions to the fill."""
+        """Reset the values at positions to the fill."""
         if not self.is_blank:
             self.write(where, self.fill)
 
     def add(self, where: Indexes, by: int) -> None:
-        """Add to values, once per occurrence of a position."""
+        """Add `by` to the values at positions, once per occurrence of a position."""
         if self._snapshots:
             self._keep(where)
         np.add.at(self._array, where, by)
@@ -359,7 +359,7 @@ class Column:
     def resize(self, capacity: int) -> None:
         """Grow or shrink to `capacity` values; new values are the fill, and removed values must be the fill.
 
-        Nothing is copied if the column's memory is large enough, or if unused memory can be returned to the kernel.
+        Values are not copied if the column's memory is large enough or, when shrinking, is reserved memory.
         """
         memory, size = self._memory, self.data.size
         reserved = reserved_memory(memory)
@@ -376,19 +376,19 @@ class Column:
         self._use(min(size, capacity), capacity)
 
     def convert(self, dtype: DTypeLike) -> None:
-        """Change the type of all values."""
+        """Convert all values to another data type."""
         old = self.data
         self._move(old.size, np.dtype(dtype))
         self.write(slice(0, old.size), old)
 
     def snapshot(self, size: int) -> ColumnSnapshot:
-        """Return a snapshot of the first `size` values; the cost does not depend on their number."""
+        """Return a snapshot of the first `size` values in constant time."""
         snapshot = ColumnSnapshot(self._array, size)
         self._snapshots.append(weakref.ref(snapshot))
         return snapshot
 
     def restore(self, snapshot: ColumnSnapshot) -> None:
-        """Copy the values of a snapshot; blocks that contain only the fill leave new memory untouched."""
+        """Copy the values of a snapshot; skip blocks that contain only the fill if the column was never written."""
         start, is_new = 0, self.is_blank
         for block in snapshot.blocks():
             if not is_new or block.dtype.kind in "fO" or not bool((block == self.fill).all()):  # -0.0 == 0.0
@@ -403,18 +403,18 @@ class Column:
             self._snapshots = [weakref.ref(snapshot) for snapshot in readers]
 
     def _move(self, capacity: int, dtype: np.dtype[Any]) -> None:
-        """Switch to new memory for `capacity` values; snapshots keep the old memory."""
+        """Switch to new memory for `capacity` values; existing snapshots still use the old memory."""
         self._memory = zeros(capacity, dtype, self.fill)
         self._snapshots = []
         self.is_blank = True
         self._use(0, capacity)
 
     def _use(self, start: int, capacity: int) -> None:
-        """Use `capacity` values; those from `start` on are used for the first time."""
+        """Set the capacity of the column and initialize the values from `start` on to the fill."""
         self.data: NDArray[Any]
         if isinstance(self._memory, ObjectChunks):
             self._memory.size = capacity
-            self._array = self.data = cast("NDArray[Any]", self._memory)  # it reads like an array
+            self._array = self.data = cast("NDArray[Any]", self._memory)  # chunks are read like an array
             return
         self._array = self._memory[:capacity]
         if self.fill is not None and self.fill != 0:
@@ -424,7 +424,7 @@ class Column:
 
 
 def grown(capacity: int, least: int) -> int:
-    """Return the next capacity for at least `least` values; large columns grow in place, so in small steps."""
+    """Return the next capacity for at least `least` values; large columns grow in small steps, because in place."""
     if least < RESERVED_FROM:
         return max(least, 2 * capacity, _FIRST_CAPACITY)
     return -(-least // _GROWTH) * _GROWTH
@@ -432,18 +432,18 @@ def grown(capacity: int, least: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSnapshot:
-    """The columns of a table at one moment by name, each of `size` values."""
+    """A snapshot of a table: its columns by name, each with `size` values."""
 
     size: int
     columns: Mapping[str, ColumnSnapshot]
 
 
 class Table:
-    """Columns that grow together.
+    """A set of columns of equal length, which grow together.
 
     Attributes:
         columns: columns by name, in order of declaration.
-        count: number of rows or slots ever used and not compacted away; each column has this many values.
+        count: number of rows or slots in use, including gaps and free slots, which is the length of each column.
     """
 
     __slots__ = ("_capacity", "_spare", "_unsaved", "columns", "count")
@@ -451,15 +451,15 @@ class Table:
     def __init__(self) -> None:
         self.count = 0
         self.columns: dict[str, Column] = {}
-        self._spare: dict[str, Column] = {}  # created but not yet declared
-        self._unsaved: set[str] = set()  # columns left out of snapshots
+        self._spare: dict[str, Column] = {}  # columns created in advance but not yet declared
+        self._unsaved: set[str] = set()  # names of columns that snapshots omit
         self._capacity = _FIRST_CAPACITY
 
     def column(self, name: str, dtype: DTypeLike, fill: Any) -> Column:
-        """Declare a column whose rows are `fill` until written; see the module docstring for names.
+        """Declare a column whose values are `fill` until written; see the module docstring for column names.
 
         Raises:
-            ValueError: a column of this name already exists.
+            ValueError: a column with this name already exists.
         """
         if name in self.columns:
             raise ValueError(f"column {name!r} is declared twice")
@@ -469,16 +469,16 @@ class Table:
         return column
 
     def unsaved_column(self, name: str, dtype: DTypeLike, fill: Any) -> Column:
-        """Declare a column of process-local values, which snapshots omit."""
+        """Declare a column with values that are specific to this process; snapshots omit it."""
         self._unsaved.add(name)
         return self.column(name, dtype, fill)
 
     def remove_column(self, name: str) -> None:
-        """Remove a column; its readers and those of its snapshots are not affected."""
+        """Remove a column from the table; current readers of the column and of its snapshots are not affected."""
         del self.columns[name]
 
     def snapshot(self) -> TableSnapshot:
-        """Return a snapshot of all columns; the cost does not depend on the number of rows."""
+        """Return a snapshot of all columns, in a time that does not depend on the number of rows."""
         saved = (item for item in self.columns.items() if item[0] not in self._unsaved)
         columns = {name: column.snapshot(self.count) for name, column in saved}
         return TableSnapshot(size=self.count, columns=columns)
@@ -486,7 +486,7 @@ class Table:
     def restore(self, snapshot: TableSnapshot) -> Sequence[str]:
         """Copy the rows of a snapshot into an empty table, matching columns by name.
 
-        Return the names of columns that the snapshot lacks; these have their fill in each row.
+        Return the names of columns missing from the snapshot, whose rows contain the fill.
 
         Raises:
             NewerVersionError: a column of the snapshot is not declared or has another dtype.
@@ -506,7 +506,7 @@ class Table:
         return [name for name in self.columns if name not in snapshot.columns]
 
     def free_objects(self) -> Iterator[None]:
-        """Release all objects in steps, for a table that from now on only readers of snapshots use."""
+        """Release all objects in steps; afterwards, only readers of snapshots may use the table."""
         for column in self.columns.values():
             if column.data.dtype.hasobject:
                 for start in range(0, self.count, _CAPACITY_STEP):
@@ -520,11 +520,11 @@ class Table:
 
 
 class RowTable(Table):
-    """Rows in order of insertion, looked up by global index.
+    """A table of rows in order of insertion, with lookup by global index.
 
     Attributes:
-        index: the global index of each row, including future rows within the capacity.
-        state: the state of each row, `CLEARED` for a gap.
+        index: global index of each row, including future rows within the capacity.
+        state: state of each row, `CLEARED` for a gap.
     """
 
     __slots__ = (
@@ -533,16 +533,16 @@ class RowTable(Table):
 
     def __init__(self) -> None:
         super().__init__()
-        self.present_count = 0  # rows, without gaps
+        self.present_count = 0  # number of rows, without gaps
         self.next_index = 0
-        self.pin_count = 0  # readers on other threads that need stable positions
-        self._closing: tuple[int, int] | None = None  # target position of the next row, and start of its search
+        self.pin_count = 0  # number of readers on other threads that need stable positions
+        self._closing: tuple[int, int] | None = None  # next target position, and next position to examine
         self.index = self.column("index", np.int64, _NO_INDEX)
         self.state = self.column("state", np.uint8, CLEARED)
         self._number(0)
 
     def rebuild(self, next_index: int) -> None:
-        """Rebuild the counters from restored columns, and continue with the global index `next_index`."""
+        """Rebuild the counters from restored columns; the next new row gets the global index `next_index`."""
         self.next_index = next_index
         self.present_count = int(np.count_nonzero(self.state[: self.count]))
         left = np.flatnonzero(self.index[: self.count] == _NO_INDEX)
@@ -563,10 +563,10 @@ class RowTable(Table):
         return added
 
     def reserve_capacity(self, count: int, columns: Iterable[NewColumn] = ()) -> Iterator[None]:
-        """Reserve capacity for `count` more rows in steps; other changes may be made between the steps.
+        """Reserve capacity for `count` more rows in steps; the table may change between the steps.
 
-        Finally, the indexes of these rows are written for `append`, and the columns to be declared with them are ready
-        for `column`.
+        After the last step, the indexes of these rows are written, and the columns to be declared with them have been
+        created for `column`.
         """
         while (end := self.count + count) > self._capacity:
             self._grow(min(end, self._capacity + _CAPACITY_STEP))
@@ -578,7 +578,7 @@ class RowTable(Table):
                 yield
 
     def return_capacity(self) -> None:
-        """Free memory that was reserved for rows which were not added."""
+        """Free memory that was reserved for rows but not used."""
         self._spare.clear()
         if self._capacity > 2 * self.count + _CAPACITY_STEP:
             self._resize(grown(0, self.count))
@@ -589,12 +589,12 @@ class RowTable(Table):
         self._number(start)
 
     def _number(self, start: int) -> None:
-        """Write the indexes of future rows, from a position up to the capacity."""
+        """Write the global indexes of future rows at positions from `start` up to the capacity."""
         first = self.next_index - self.count
         self.index.write(slice(start, self._capacity), np.arange(first + start, first + self._capacity))
 
     def remove(self, positions: Indexes) -> None:
-        """Remove rows, each given once. Closing gaps changes the positions of other rows."""
+        """Remove rows, each given once. Other rows may move to new positions to close gaps."""
         where = as_slice(positions)
         for column in self.columns.values():
             if column is not self.index:
@@ -603,9 +603,9 @@ class RowTable(Table):
         self.close_gaps(positions.size)
 
     def close_gaps(self, changed_count: int) -> None:
-        """Close gaps if there are many, within the limit of a step that adds or removes `changed_count` rows.
+        """Close some gaps if there are many; a larger `changed_count`, the rows added or removed, closes more of them.
 
-        Closing gaps changes positions, so call this when a step no longer uses positions; `remove` already calls it.
+        Rows may move to new positions, so call this when a step no longer uses positions. `remove` calls this method.
         """
         if self.pin_count:
             return
@@ -625,10 +625,10 @@ class RowTable(Table):
             self._number(to)
 
     def _move_rows(self, start: int, end: int, to: int) -> int:
-        """Move the rows between two positions to the positions from `to` on; return the position after the last one."""
+        """Move the rows at positions `start` to `end` to `to` and following; return the next free position."""
         rows = start + np.flatnonzero(self.state[start:end] != CLEARED)
         end_of_moved = to + rows.size
-        if end_of_moved == end:  # no gap so far
+        if end_of_moved == end:  # no gap before this position
             return end
         source, moved, left = as_slice(rows), slice(to, end_of_moved), slice(max(end_of_moved, start), end)
         for column in self.columns.values():
@@ -639,17 +639,17 @@ class RowTable(Table):
 
     @property
     def gap_count(self) -> int:
-        """The number of positions without a row."""
+        """Number of positions without a row."""
         return self.count - self.present_count
 
     @property
     def has_many_gaps(self) -> bool:
-        """Whether a reader should wait until gaps are closed before it pins the table."""
+        """Whether there are so many gaps that a reader should wait before it pins the table."""
         return self.gap_count > _MANY_GAPS + 2 * self.present_count
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[None]:
-        """Keep all positions unchanged within the `with` block, for a reader on another thread."""
+        """Keep the positions of all rows stable within the `with` block, for a reader on another thread."""
         self.pin_count += 1
         try:
             yield
@@ -657,9 +657,10 @@ class RowTable(Table):
             self.pin_count -= 1
 
     def slices(self, count: int) -> Iterator[slice]:
-        """Yield the positions of all present rows in order, at most `count` at a time.
+        """Yield slices of at most `count` positions that together cover all present rows in order.
 
-        Each slice is valid when it is yielded: rows may be added, removed and moved before the next one.
+        A slice is valid only until control returns to other code, which may add, remove or move rows before the next
+        slice.
         """
         end_index, index = self.next_index, 0
         while (start := self.position_from(index)) < (end := self.position_from(end_index)):
@@ -668,7 +669,7 @@ class RowTable(Table):
             yield slice(start, stop)
 
     def find(self, indexes: Indexes) -> Indexes:
-        """Return the position `(n,)` of each global index, -1 for one that does not exist."""
+        """Return the position of each global index `(n,)`, -1 if the row does not exist."""
         if self.count == 0 or indexes.size == 0:
             return np.full(indexes.size, -1, np.int64)
         if self._is_gapless:
@@ -684,7 +685,7 @@ class RowTable(Table):
 
     @property
     def _is_gapless(self) -> bool:
-        """Whether no gap was closed between the first and the last row, so positions follow from indexes."""
+        """Whether no gap was closed between the first and last row, so positions can be computed from indexes."""
         return self._closing is None and self.next_index - int(self.index.data[0]) == self.count
 
     @property
@@ -694,7 +695,7 @@ class RowTable(Table):
 
     @property
     def removed_count(self) -> int:
-        """The number of rows that were ever removed."""
+        """Number of rows that were ever removed."""
         return self.next_index - self.present_count
 
     def position_from(self, index: int) -> int:
@@ -708,7 +709,7 @@ class RowTable(Table):
         return int(self._search(np.array([index]))[0])
 
     def _search(self, indexes: Indexes) -> Indexes:
-        """Return the positions `(n,)` of the first rows or gaps with at least these indexes."""
+        """Return, for each index, the position of the first row or gap with at least this index `(n,)`."""
         index = self.index.data
         if self._closing is None:
             return np.searchsorted(index[: self.count], indexes)
@@ -717,11 +718,11 @@ class RowTable(Table):
         return np.where(moved < to, moved, start + np.searchsorted(index[start : self.count], indexes))
 
     def present_positions(self) -> Indexes:
-        """Return the positions of all rows."""
+        """Return the positions of all present rows."""
         return np.flatnonzero(self.state[: self.count] != CLEARED)
 
     def present_from(self, index: int, count: int) -> Indexes:
-        """Return the positions of up to `count` rows from a global index on."""
+        """Return the positions of the first `count` rows, or fewer, whose global index is at least `index`."""
         start = self.position_from(index)
         found: list[Indexes] = []
         while count > 0 and start < self.count:
@@ -733,10 +734,10 @@ class RowTable(Table):
 
 
 class SlotTable(Table):
-    """Allocates slots; every column has a value for each slot.
+    """A table of slots that can be allocated and freed; every column has one value per slot.
 
     Attributes:
-        occupants: the column of objects that use the slots; None for a free slot.
+        occupants: column of the objects that use the slots; None for a free slot.
     """
 
     __slots__ = ("_free", "occupants")
@@ -768,14 +769,14 @@ class SlotTable(Table):
         self._free += slots.tolist()
 
     def rebuild(self) -> None:
-        """Derive the free slots from restored columns."""
+        """Find the free slots in restored columns."""
         self._free = [slot for slot, each in enumerate(self.occupants.data[: self.count].tolist()) if each is None]
 
 
 def distinct(values: Indexes, bound: int) -> Indexes:
-    """Return the distinct integers, each from 0 to `bound` - 1, in ascending order.
+    """Return the distinct integers in ascending order; each is between 0 and `bound` - 1.
 
-    Marking costs one step per possible value; sorting costs many steps per given value.
+    The values are marked in an array of size `bound` if they are many compared with `bound`, and sorted otherwise.
     """
     if values.size < 2 or bool((values[1:] > values[:-1]).all()):
         return values
@@ -788,7 +789,7 @@ def distinct(values: Indexes, bound: int) -> Indexes:
 
 
 def count_values(values: Indexes) -> tuple[Indexes, Indexes]:
-    """Return the distinct values in ascending order and their counts; fast if most neighbours are equal."""
+    """Return the distinct values in ascending order and their counts; fast if most neighbouring values are equal."""
     if values.size == 0:
         return values, values
     heads = np.r_[0, np.flatnonzero(np.diff(values)) + 1]
@@ -800,7 +801,7 @@ def count_values(values: Indexes) -> tuple[Indexes, Indexes]:
 
 
 def as_slice(positions: slice | Indexes) -> slice | Indexes:
-    """Return positions as a slice if they are many and consecutive: numpy then copies instead of gathering."""
+    """Return positions as a slice if they are many and consecutive, so numpy copies instead of gathering."""
     if isinstance(positions, slice):
         return positions
     size = positions.size
