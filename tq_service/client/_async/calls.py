@@ -56,7 +56,7 @@ Response = TypeVar("Response", bound=Message)
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
 
-# # A server that answers "not yet" sooner than this does not wait for results itself: pause before the next call.
+# A server that answers "not yet" sooner than this does not wait for results itself: pause before the next call.
 _SHORT_POLL_SECONDS: Final = 0.05
 _MOST_REFUSALS: Final = 64
 _CLOSE_SECONDS: Final = 5.0
@@ -132,7 +132,7 @@ class AsyncCalls:
         self.credentials = credentials
         self.namespace = namespace
         self._opening = credentials.signature(), self.controllers.has_several
-        # # By event loop or process, then by address and channel settings. Outdated channels may still have calls in
+        # By event loop or process, then by address and channel settings. Outdated channels may still have calls in
         # flight.
         self._channels: dict[Any, dict[tuple[str, tuple[Signature, bool]], AsyncEndpoint]] = {}
         self.closed = False
@@ -148,7 +148,7 @@ class AsyncCalls:
         self._check_open()
         endpoints, target = self._here(), address or self.controllers.current
         key = target, self._opening
-        # # No lock, since a fork could leave it locked: racing threads may create two channels, but all use the stored
+        # No lock, since a fork could leave it locked: racing threads may create two channels, but all use the stored
         # one.
         endpoint = endpoints.get(key) or endpoints.setdefault(key, AsyncEndpoint(target, self))
         self._check_open()  # again: another thread may have closed the client before this channel was stored

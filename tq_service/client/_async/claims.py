@@ -37,7 +37,7 @@ from tq_service.wire.messages import read_message, read_seconds, to_duration, to
 DEFAULT_MAX_WAIT_SECONDS: Final = 30.0
 RELEASE_SECONDS: Final = 5.0
 
-# # After one of these errors, the server may have recorded a claim although the client received no answer.
+# After one of these errors, the server may have recorded a claim although the client received no answer.
 _UNKNOWN_OUTCOMES: Final = (CallCancelledError, DeadlineError, InternalError, UnavailableError)
 
 
@@ -346,7 +346,7 @@ class AsyncClaimCalls(AsyncBase):
                 waited_until = min(began_at + read_seconds("waited", answer.waited), ended_at) if is_over else ended_at
                 collected.note(Stage.ROLLOUTS, began_at, waited_until)
                 collected.note(Stage.PLAN, waited_until, ended_at, is_call=is_over)
-            # # Once the wait is over, the caller gets the reason with the answer, so it is not reported here.
+            # Once the wait is over, the caller gets the reason with the answer, so it is not reported here.
             if explain is not False and answer.HasField("reason") and reports.is_due_after(0) and wait.remaining():
                 reports.made()
                 tell(read_message(WaitReason, answer.reason))

@@ -169,7 +169,7 @@ class AsyncFetchCalls(AsyncBase):
         wanted = fields if fields is not None else metadata.data_fields if metadata is not None else []
         partition = partition_of(self._namespace, target)
         if not len(named):
-            # # Query the partition only for fields that the batch does not describe.
+            # Query the partition only for fields that the batch does not describe.
             specs = {} if metadata is None else {spec.name: spec for spec in metadata.fields}
             if not specs or not specs.keys() >= set(wanted):
                 specs = await self._fields_of(partition, deadline) | specs
@@ -213,7 +213,7 @@ class AsyncFetchCalls(AsyncBase):
                     probe.fetched(time.perf_counter() - began_at)
                 return fetched
             except (PutNotFoundError, DataLossError):
-                # # The data may have been overwritten after it was located: locate it again. If its location is
+                # The data may have been overwritten after it was located: locate it again. If its location is
                 # unchanged, it is lost.
                 if stale is not None and stale.locations.puts == located.locations.puts:
                     raise
@@ -359,7 +359,7 @@ class AsyncFetchCalls(AsyncBase):
                 driver = self._calls.endpoint(storage.address).driver
                 return await driver.get(read.request, read.positions.size, deadline, size_bytes, landing, rows=rows)
             except DataLossError as error:
-                # # Another storage service may have taken over the puts, or may be about to.
+                # Another storage service may have taken over the puts, or may be about to.
                 now = await self._find_storage(located, read, deadline)
                 if now == storage and loss_count:
                     raise

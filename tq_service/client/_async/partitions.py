@@ -30,7 +30,7 @@ from tq_service.wire.messages import read_message, to_message
 from tq_service.wire.metadata import encode_spec
 from tq_service.wire.objects import decode_json_object, encode_json_object
 
-# # Default timeout in seconds for writing or restoring a checkpoint.
+# Default timeout in seconds for writing or restoring a checkpoint.
 _CHECKPOINT_SECONDS: Final = 3600.0
 
 

@@ -228,7 +228,7 @@ class AsyncSampleCalls(AsyncBase):
             try:
                 written = await self._write(put, alone, deadline)
             except FieldMismatchError as error:
-                # # The service knows the layout of the field: get it, then encode the lists again.
+                # The service knows the layout of the field: get it, then encode the lists again.
                 if knows_held or not has_lists(data):
                     raise
                 refused, refused_specs = error, [column.spec for column in put.columns]
@@ -545,7 +545,7 @@ class AsyncSampleCalls(AsyncBase):
             columns=header.columns,
             return_all_meta=request.return_all_meta,
         )
-        # # If the controller remains unavailable, the caller sends the put again, perhaps to another storage service.
+        # If the controller remains unavailable, the caller sends the put again, perhaps to another storage service.
         patience = Deadline.after(min(_COMMIT_PATIENCE_SECONDS, deadline.remaining()))
         try:
             return await self._calls.retried(

@@ -58,7 +58,7 @@ class AsyncWatch:
                 if isinstance(error, CompactedError) and self._starts_over:
                     self._request.ClearField("revision")
                     continue
-                # # A DeadlineError here comes from the service, which ends streams whose reader is too slow.
+                # A DeadlineError here comes from the service, which ends streams whose reader is too slow.
                 failure = UnavailableError(error.message) if isinstance(error, DeadlineError) else error
                 backoff = backoff or Backoff(Deadline.after(self._timeout))
                 await async_sleep(backoff.after(failure))
@@ -70,7 +70,7 @@ class AsyncWatch:
 
     async def _read(self, remaining_seconds: float) -> pb.WatchResponse | None:
         endpoint = self._calls.endpoint()
-        # # A stream that breaks after an hour is not an outage of an hour, so log only failures to open a stream.
+        # A stream that breaks after an hour is not an outage of an hour, so log only failures to open a stream.
         with endpoint.errors(Deadline.after(remaining_seconds), is_retried=self._call is None):
             if self._call is None:
                 self._is_reset = not self._request.HasField("revision")

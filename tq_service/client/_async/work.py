@@ -83,7 +83,7 @@ class AsyncWork:
         self._claim = claim
         self._fetched = fetched
         self._max_lease_seconds = max_lease_seconds
-        # # Written by the consumer of the iterator, read by the heartbeat.
+        # Written by the consumer of the iterator, read by the heartbeat.
         self._item: AsyncWorkItem | None = None
         self._began_at = 0.0
         self._heartbeat: AsyncHeartbeat | None = None
