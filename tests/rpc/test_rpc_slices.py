@@ -352,7 +352,7 @@ def test_ranges_by_row_and_missing_samples_do_not_go_together(client: AnyClient)
 def test_positions_of_rows_of_other_lengths_are_not_one_column(client: AnyClient) -> None:
     meta = client.put("p", {"x": [torch.arange(8)], "y": [torch.arange(4)]})
     share = tq.RowSlice.share(0, 2, positions="at")
-    with pytest.raises(tq.errors.FieldMismatchError, match="'x' and 'y' share column .* differ in position"):
+    with pytest.raises(tq.errors.FieldMismatchError, match=r"'x' and 'y' share column .* differ in position"):
         client.get_data(meta, slices={"x": share, "y": share})
 
 
