@@ -278,12 +278,12 @@ class Calls:
         return torch.from_numpy(meta.indexes.copy()), torch.from_numpy(has_field.astype(np.int8))
 
     async def check_consumption_status(self, task_name: str, partition_id: str) -> bool:
-        """Return whether the partition has samples, all of which a task has consumed, not counting cleared samples."""
+        """Return whether the partition has samples and a task has consumed all samples that were not cleared."""
         status = await self._client.check_consumption(partition_id, task_name, missing_ok=True)
         return 0 < _expected(status.total_count - status.skipped_count) <= status.consumed_count
 
     async def check_production_status(self, data_fields: Sequence[str], partition_id: str) -> bool:
-        """Return whether the partition has samples, all of which have the given fields."""
+        """Return whether the partition has samples and all of them have the given fields."""
         status = await self._client.check_production(partition_id, data_fields, missing_ok=True)
         return 0 < _expected(status.total_count) <= status.produced_count
 
@@ -397,7 +397,7 @@ class Calls:
         """Return fields of samples by key, by default their common fields. Unknown keys are omitted.
 
         Raises:
-            ValueError: none of the keys exists, or the samples have no field in common.
+            ValueError: none of the keys exists, or no field is common to all samples.
         """
         names = _listed("keys", keys, str)
         if select_fields is not None and not select_fields:
@@ -427,7 +427,7 @@ class Calls:
         """Return fields of the samples in `meta`: `select_fields` if given, otherwise the fields of `meta`.
 
         Raises:
-            ValueError: `meta` has no partition, or lacks a selected field.
+            ValueError: the partition of `meta` is not set, or `meta` lacks a selected field.
         """
         fields = meta.fields if select_fields is None else _listed("select_fields", select_fields, str)
         if meta.partition_id is None:

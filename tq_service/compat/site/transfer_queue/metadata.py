@@ -57,7 +57,7 @@ class _Batch(ABC):
     def chunk(self, chunks: int) -> list[Self]:
         """Split the batch into `chunks` batches of consecutive samples and nearly equal size, larger ones first."""
         if self.size < chunks:
-            _log.warning("split %d samples into %d parts, of which some are empty", self.size, chunks)
+            _log.warning("split %d samples into %d parts; some are empty", self.size, chunks)
         return [self._of(part.tolist()) for part in np.array_split(np.arange(self.size), chunks)]
 
 
@@ -67,7 +67,7 @@ class BatchMeta(_Batch):
     Attributes:
         global_indexes: indexes of the samples.
         partition_ids: the partition of each sample.
-        field_schema: by field, the `dtype`, the `shape` of a row (-1 in dimensions in which rows differ), `is_nested`
+        field_schema: by field, the `dtype`, the `shape` of a row (-1 in dimensions where rows differ), `is_nested`
             and `is_non_tensor`.
         production_status: `(n,)` int8, 1 if a sample has all of the fields, otherwise 0.
         extra_info: additional values for the batch.
@@ -420,7 +420,7 @@ def schema_of(dtype: Any, shape: Any, *, is_nested: bool = False, is_non_tensor:
 
 
 def _common_shape(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """Return the common shape, with -1 in dimensions in which the shapes differ."""
+    """Return the common shape, with -1 in dimensions where the shapes differ."""
     return tuple(sizes[0] if len(set(sizes)) == 1 else -1 for sizes in zip(*shapes, strict=True))
 
 
@@ -452,7 +452,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _copied(rows: Sequence[Any]) -> list[Any]:
-    """Return deep copies of tags, most of which are dicts with immutable values."""
+    """Return deep copies of tags; most tags are dicts with immutable values."""
     return [
         {name: value if isinstance(value, _IMMUTABLE) else copy.deepcopy(value) for name, value in row.items()}
         if type(row) is dict

@@ -20,7 +20,7 @@ class StreamingDataLoader(data.StreamingDataLoader[Any]):
         collate_fn: function called with each micro-batch and its meta; its result is yielded instead.
         pin_memory: whether to copy tensors to page-locked memory.
         worker_init_fn: ignored, since workers only fetch.
-        multiprocessing_context: multiprocessing context in which to start the workers.
+        multiprocessing_context: multiprocessing context that starts the workers.
         prefetch_factor: number of batches that each worker prefetches; None: 2.
         persistent_workers: whether to keep workers alive between iterators.
         pin_memory_device: ignored.

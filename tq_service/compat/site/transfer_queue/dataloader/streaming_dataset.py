@@ -104,7 +104,7 @@ class StreamingDataset(data.StreamingDataset[Any]):
 
 @dataclass(frozen=True, slots=True)
 class FetchBatch:
-    """The function with which tq_service's loader fetches a batch; it calls the user's or TransferQueue's function."""
+    """The function that tq_service's loader calls to fetch a batch; it calls the user's or TransferQueue's function."""
 
     fetch_batch_fn: Callable[..., Any]
     sampling_config: Mapping[str, Any]
