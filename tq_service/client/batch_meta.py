@@ -1,8 +1,8 @@
 """BatchMeta: the samples of a batch, the locations of their cells, and the optimizer steps and packs of the batch.
 
-Defines the parts of a BatchMeta too: the namespace of the partition, the cell locations, the steps, and the columns
-with one value per sample (custom_meta, keys, groups, rollouts). Each such column is declared once; select, concat and
-overwrite treat all of them alike.
+This module also defines the parts of a BatchMeta: the namespace of the partition, the cell locations, the steps, and
+the columns with one value per sample (custom_meta, keys, groups, rollouts). Each such column is declared once; select,
+concat and overwrite treat all of them alike.
 """
 
 from __future__ import annotations
@@ -579,7 +579,7 @@ class BatchMeta:
         new_position = np.full(self.size, -1, np.int64)
         new_position[chosen] = np.arange(chosen.size)
         if np.count_nonzero(new_position >= 0) != chosen.size:
-            raise InvalidArgumentError("positions repeats a sample; expected each at most once", field="positions")
+            raise InvalidArgumentError("positions repeat a sample; expected each at most once", field="positions")
         steps = _select_steps(self.steps, new_position)
         admitted = self.admitted
         if admitted is not None and self.size:
@@ -852,7 +852,7 @@ def _names(column: tuple[str, ...], size: int) -> list[str | None]:
 
 
 def overwritten(old: BatchMeta, new: object) -> dict[str, Any]:
-    """Return a batch's own sample columns as of after a write; `new` has attributes of the same names."""
+    """Return the samples' own columns of a batch after a write; `new` has these columns as attributes."""
     return {name: SAMPLE_COLUMNS[name].overwrite(getattr(old, name), getattr(new, name)) for name in OWN_COLUMNS}
 
 

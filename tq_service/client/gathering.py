@@ -1,4 +1,4 @@
-"""Combines small puts of one client into one call: which puts are combined, and which of their callers sends the call.
+"""Combination of small puts of one client into one call: which puts are combined, and which caller sends the call.
 
 Puts that can be combined form a line. If fewer than two calls of a line are in flight, the caller of a new put sends it
 at once. Otherwise the put waits, and the next call takes all puts waiting at that moment, so no timer is involved.

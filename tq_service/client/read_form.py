@@ -38,7 +38,7 @@ class ReadForm:
 
     @classmethod
     def of(cls, slices: Slices | None, padding: Padding | None, layout: ReadLayout | None) -> ReadForm:
-        """Return the form for a caller's options.
+        """Return the read form for the options of a `get_data` call.
 
         Raises:
             InvalidArgumentError: fields are requested as both jagged and padded.

@@ -476,7 +476,7 @@ _NOT_ZERO: Final = {
 
 
 def lease_duration(lease: float) -> Duration:
-    """Convert lease seconds to a Duration. Raise InvalidArgumentError if they are not positive."""
+    """Convert the seconds of a lease to a Duration. Raise InvalidArgumentError if the lease is not positive."""
     return to_duration(not_zero("lease", seconds("lease", lease)))
 
 
@@ -499,7 +499,7 @@ def check_leased(metadata: BatchMeta) -> None:
 
 
 def held_samples(metadata: BatchMeta) -> pb.HeldSamples:
-    """Return the message for samples of a leased claim that the worker currently has."""
+    """Convert a leased batch to the message that refers to samples held by a worker."""
     check_leased(metadata)
     return pb.HeldSamples(
         partition_id=metadata.full_partition_id,

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans for client calls, enabled by `tq.trace`. OpenTelemetry is not imported before."""
+"""OpenTelemetry spans for client calls, enabled by `tq.trace`. Only that call imports OpenTelemetry."""
 
 from __future__ import annotations
 

@@ -183,8 +183,8 @@ class Backoff:
         """Return the pause in seconds before the call is retried.
 
         Raises:
-            UnavailableError: too little time is left for another try, or this try timed out. It contains the last
-                reason.
+            UnavailableError: too little time is left for another try, or this try timed out; contains the reason of the
+                last failure.
             TqError: the given failure, if a retry cannot succeed.
         """
         if isinstance(failure, DeadlineError) and self._last is not None:
@@ -257,7 +257,7 @@ def error_of(error: grpc.RpcError, address: str, finding: str | None = None) -> 
 
 
 class Outage:
-    """Record, shared by all calls on one channel, of whether the service is reachable. Thread-safe.
+    """Reachability of the service on one channel, tracked for all calls on this channel. Thread-safe.
 
     Args:
         address: address of the service.
@@ -401,7 +401,7 @@ def gather(calls: Sequence[Callable[[], T]]) -> list[T]:
 async def async_unless_light(work: Callable[[], T], *inputs: Any) -> T:
     """Return the result of `work`. Unless its inputs are light, run it in a thread to keep the event loop responsive.
 
-    Device tensors keep their order: the worker thread uses the current streams of the caller's thread.
+    Operations on device tensors stay in order, since the worker thread uses the current streams of the caller's thread.
     """
     return work() if are_light(inputs) else await asyncio.to_thread(on_these_streams(work))
 

@@ -116,7 +116,7 @@ class TqServiceStorageEngine:
         partition_id: partition for new values. Refs to values in other partitions also work.
         namespace: namespace that separates the runs sharing a service; None: the value of `TQ_NAMESPACE`.
         ttl_seconds: seconds after which the service frees unreleased values; None: never. Only the engine that creates
-            the partition sets it, on connecting or after `clear`.
+            the partition can set this limit, when it connects or clears.
     """
 
     backend = BACKEND

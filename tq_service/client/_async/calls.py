@@ -155,7 +155,7 @@ class AsyncCalls:
         return endpoint
 
     def _here(self) -> dict[tuple[str, tuple[Signature, bool]], AsyncEndpoint]:
-        """Return the channels of this event loop or process. On first use, drop channels of ended ones."""
+        """Return the channels of this event loop or process. On first use, drop those of dead loops and processes."""
         home = async_current_home()
         channels = self._channels.get(home)
         if channels is None:

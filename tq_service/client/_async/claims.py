@@ -210,13 +210,13 @@ class AsyncClaimCalls(AsyncBase):
                 cleared. Smaller groups are evicted too. Needs `unmatched="fail"` or `"clear"`. None: no minimum.
             refill: `(partition_id, task_name)` of the task that regenerates evicted units, such as the rollout task and
                 its prompts. The key of the sample to refill is the name of the evicted group, or the key of the evicted
-                sample. In the same change as the eviction, that task can claim the sample again. `take_evicted` returns
-                the outcome.
+                sample. In the same change as the eviction, the sample becomes claimable for that task again.
+                `take_evicted` returns the outcome.
             max_refills: maximum number of refills of each sample, per epoch of the refilling task.
             totals: for ranks: up to 4 numeric custom_meta columns to sum over the batches of all ranks; see
                 `BatchMeta.totals`. Each sample of the batch needs a value.
             held: for rollout workers, with `lease`: whether to claim held instead of live samples, that is, slots lost
-                by other workers. `data_fields` may then be empty.
+                by other workers. With `held`, `data_fields` may be empty.
             admit: for rollout workers, with `lease`: slots to create in another partition in the same change as the
                 claim, returned in `BatchMeta.admitted`. The call waits until there are prompts with keys, and capacity
                 for the slots of `min_batch_size` prompts. Prompts and slots share one lease, which `extend` of either
@@ -239,9 +239,10 @@ class AsyncClaimCalls(AsyncBase):
             InvalidArgumentError, MissingLengthError: an argument is invalid, or a sample has no length for the sampler.
             PreconditionError: ranks, or calls with the same `claim_name`, disagree in their arguments; the partition
                 was cleared; or the incarnation or epoch is stale.
-            LeaseExpiredError: for a retry or a repeated `claim_name`: the lease of the first answer has expired.
-            ClaimReleasedError, SamplesClearedError: for a retry or a repeated `claim_name`: the samples of the first
-                answer were released or cleared.
+            LeaseExpiredError: the call is a retry or repeats a `claim_name`, and the lease of the first answer has
+                expired.
+            ClaimReleasedError, SamplesClearedError: the call is a retry or repeats a `claim_name`, and the samples of
+                the first answer were released or cleared.
             PartitionNotFoundError, PolicyNotFoundError, AdmissionLimitError, AlreadyExistsError: with `admit`: see
                 `acquire`. AlreadyExistsError is also raised if a group already has the name of a prompt. No prompt is
                 claimed.

@@ -105,10 +105,10 @@ class AsyncFetchCalls(AsyncBase):
                 dtype and shape `(n, ...)` must be those of the (dense) field. If a call fails while receiving, their
                 contents are undefined.
             expand: form of fields that the samples of a group share, which are fetched once per group. True: one row
-                per sample. Rows of a group are then the same objects in lists. A tensor that covers a single group
-                shares memory between its rows (`Tensor.expand`), so do not modify these rows in place; other tensors
-                are copies. False: one row per group, in order of first appearance; `group_index` `(n,)` maps each
-                sample to its row.
+                per sample. In lists, all samples of a group then have the same object. A tensor that covers a single
+                group shares memory between its rows (`Tensor.expand`), so do not modify these rows in place; other
+                tensors are copies. False: one row per group, in order of first appearance; `group_index` `(n,)` maps
+                each sample to its row.
             slices: the part of each row to fetch, by field: `(start, stop)`, a list of such pairs with one per sample,
                 or a `RowSlice`, which supports further forms. The storage service slices the rows and sends only the
                 selected bytes. A dense field remains dense if all slices have the same length; otherwise it becomes

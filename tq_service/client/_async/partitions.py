@@ -314,8 +314,8 @@ class AsyncPartitionCalls(AsyncBase):
 
         The entire checkpoint is read and checked first. Its data is sent to the current storage services. Then all its
         partitions appear atomically, with their claims, so trainers continue from there. A client with a namespace
-        restores into its own namespace, regardless of the checkpoint's, and does not change partitions of other
-        namespaces.
+        restores into this namespace, even if the checkpoint was written from another one, and does not change
+        partitions of other namespaces.
 
         Args:
             name: the name that was passed to `checkpoint`.

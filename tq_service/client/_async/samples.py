@@ -112,7 +112,7 @@ class AsyncSampleCalls(AsyncBase):
             client.put("train", {"prompt": prompts}, keys=names)  # new samples of a partition
             client.put(batch, {"reward": rewards})                # more columns for the samples of a batch
 
-        Existing values are overwritten. A put never changes which tasks have consumed a sample.
+        Existing values are overwritten, which does not change the consumption of the samples by tasks.
 
         Concurrent small puts are combined into one call; see `AsyncClient`.
 
@@ -120,8 +120,8 @@ class AsyncSampleCalls(AsyncBase):
         encodes large data in a thread.
 
         Args:
-            target: the partition, for new samples and for samples named by `keys`; it is created on first use. Or the
-                metadata of existing samples.
+            target: a partition (created on first use), to put new samples or samples named by `keys`; or the metadata
+                of existing samples.
             data: a TensorDict, or a dict of columns. A dense column is a tensor or array `(n, ...)`, or a list of `n`
                 numbers (stored as int64, float64 or bool). A jagged column is a jagged nested tensor. A list of tensors
                 with at least one dimension, or of lists of numbers, is jagged if the row shapes differ, else dense. A
@@ -179,7 +179,7 @@ class AsyncSampleCalls(AsyncBase):
             check_ack(metadata, fenced=fenced)
         if metadata is not None:
             check_is_batch(metadata)
-            if not metadata.size:  # empty batch of a rank: without a call, so that all ranks can run the same program
+            if not metadata.size:  # no call for an empty batch, so all ranks can run the same program
                 if data is not None and any(len(column) for column in data.values()):
                     raise InvalidArgumentError(
                         "data has rows, but metadata names no samples; put one row per sample", field="data"
@@ -271,7 +271,7 @@ class AsyncSampleCalls(AsyncBase):
             InvalidArgumentError: a field is not declared with group scope, or a group name is repeated or empty.
             FieldMismatchError: a field has another dtype, number of dimensions or layout.
             PartitionNotFoundError: the partition does not exist.
-            PartitionSealedError: the partition is sealed and does not have one of the groups.
+            PartitionSealedError: the partition is sealed, and one of the groups does not exist in it.
             NotFoundError: with `existing`, a group has no samples; nothing is written.
             AlreadyExistsError: a field is write-once, and a group already has a value.
             QuotaExceededError: no capacity became available in time, or the put is larger than the quota.
@@ -566,10 +566,10 @@ class AsyncSampleCalls(AsyncBase):
         """Allocate columns in shared memory, to be filled in place and put once without a copy on the service's host.
 
         Put all of the columns together, in the same order, to the same partition. That put is only a commit, and the
-        columns become the stored data: do not write to them afterwards; allocate new ones. The columns are in ordinary
-        memory, and the put copies them, if the service does not share memory with this process or stores puts elsewhere
-        (data directory, mirror). Any other put of the columns (a part, another order or partition) copies them too. The
-        initial contents are undefined. A forked child process must not use the columns.
+        columns become the stored data: do not write to them afterwards; allocate new ones. If the service does not
+        share memory with this process, or stores puts elsewhere (data directory, mirror), the columns are in ordinary
+        memory. The put then copies them. Any other put of the columns (a part, another order or partition) copies them
+        too. The initial contents are undefined. A forked child process must not use the columns.
 
         The capacity is reserved until the put is cleared. Columns that are not put within the service's
         `put_ttl_seconds` lose their reservation, and a later put copies them.
@@ -725,8 +725,7 @@ class AsyncSampleCalls(AsyncBase):
         The metadata includes keys, groups, rollouts, custom_meta and every field that at least one sample has;
         `produced` shows which samples have it.
 
-        Large results are read in pages, each a snapshot of its moment, so samples cleared or inserted during the call
-        may or may not be included.
+        Large results are read in pages, so samples cleared or inserted during the call may or may not be included.
 
         Args:
             partition_id: the partition.
@@ -745,8 +744,8 @@ class AsyncSampleCalls(AsyncBase):
                 `min_count`.
             missing_ok: whether to accept a missing partition (as empty) and a task that has not claimed yet (as having
                 consumed nothing).
-            limit: maximum number of samples to examine, from the first on; None: all. With more than 16,384 names, the
-                limit applies to each request of 16,384 names.
+            limit: maximum number of samples to examine, starting with the first; None: all. With more than 16,384
+                names, the limit applies to each request of 16,384 names.
             timeout: seconds beyond `max_wait` until the call fails; None: the client's `timeout`.
 
         Returns:
@@ -852,12 +851,12 @@ class AsyncSampleCalls(AsyncBase):
             keys: keys of samples.
             global_indexes: indexes of samples, instead of keys.
             groups: names of groups, to remove all of their members.
-            rollouts: names of rollouts, to remove all of their samples. Can be combined with `groups`.
-            skipped_by: a task, to remove all samples that it will never get (its `skipped_count`). These are samples
-                that failed before the task claimed them, its dead-lettered samples, and, if it needs complete groups,
-                the remainder of groups that lost a member. Other tasks may still need these samples.
-            where: conditions `(column, operator, value)` on custom_meta that a sample must all satisfy at the moment of
-                removal. Without any other selection, all samples that satisfy them are removed.
+            rollouts: names of rollouts, to remove all of their samples; can be combined with `groups`.
+            skipped_by: a task, to remove all samples that the task will never get (its `skipped_count`). These are
+                samples that failed before the task claimed them, its dead-lettered samples, and, if it needs complete
+                groups, the remainder of groups that lost a member. Other tasks may still need these samples.
+            where: conditions `(column, operator, value)` on custom_meta; a sample must satisfy all of them when it is
+                removed. Without any other selection, all samples that satisfy the conditions are removed.
             task_name: restricts the call to samples left for this task and not leased by a worker of any task.
             missing_ok: whether to return 0 instead of raising an error if the partition does not exist.
             fenced: whether to refuse the call if samples of a leased claim are no longer leased to this worker.
@@ -922,17 +921,16 @@ class AsyncSampleCalls(AsyncBase):
             global_indexes: indexes of samples, instead of keys.
             groups: names of groups, to clear the fields of all their samples. This is the only way to clear fields with
                 group scope, whose value all samples of a group share, and excludes `where` and `task_name`.
-            rollouts: names of rollouts, to clear the fields of all their samples. Can be combined with `groups`.
+            rollouts: names of rollouts, to clear the fields of all their samples; can be combined with `groups`.
             skipped_by: a task, to clear the fields of all samples that the task will never get.
-            where: conditions on custom_meta that a sample must all satisfy when the call is executed.
+            where: conditions on custom_meta; a sample must satisfy all of them when its fields are cleared.
             task_name: restricts the call to samples left for this task and not leased by a worker of any task.
             missing_ok: whether to return 0 instead of raising an error if the partition or a field does not exist.
             fenced: whether to refuse the call if samples of a leased claim are no longer leased to this worker.
             timeout: seconds until the call fails; None: the client's `timeout`.
 
         Returns:
-            The number of values cleared, at most the number of samples times fields. A value shared by a group counts
-            once.
+            The number of values cleared, at most one per sample and field. A value shared by a group counts once.
 
         Raises:
             PartitionNotFoundError: the partition does not exist.
@@ -986,9 +984,10 @@ class AsyncSampleCalls(AsyncBase):
             keys: keys of samples.
             global_indexes: indexes of samples, instead of keys.
             groups: names of groups, to mark all of their members.
-            rollouts: names of rollouts, to mark all of their samples. Can be combined with `groups`.
-            where: conditions `(column, operator, value)` on custom_meta that a sample must all satisfy when it is
-                marked. Without any other selection, all samples that satisfy them are marked as failed.
+            rollouts: names of rollouts, to mark all of their samples; can be combined with `groups`.
+            where: conditions `(column, operator, value)` on custom_meta; a sample must satisfy all of them when it is
+                marked as failed. Without any other selection, all samples that satisfy the conditions are marked as
+                failed.
             task_name: restricts the call to samples left for this task and not leased by a worker of any task.
             fenced: whether to refuse the call if samples of a leased claim are no longer leased to this worker.
             timeout: seconds until the call fails; None: the client's `timeout`.

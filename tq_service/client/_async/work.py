@@ -193,7 +193,7 @@ class AsyncWorkCalls(AsyncClaimCalls, AsyncFetchCalls, AsyncSampleCalls):
         """
         if "batch_count" in options:
             raise InvalidArgumentError(
-                "get_batch got batch_count; expected one batch per call. Use claim for several", field="batch_count"
+                "get_batch does not accept batch_count; use claim for several batches", field="batch_count"
             )
         batch = await self.claim(partition_id, task_name, data_fields, timeout=timeout, **options)
         if batch.status != "batch":
@@ -224,8 +224,9 @@ class AsyncWorkCalls(AsyncClaimCalls, AsyncFetchCalls, AsyncSampleCalls):
                 item.put({"reward": score(item.data["response"])})
 
         Each item is a leased claim with its data, and the lease is extended in the background while the loop body runs.
-        `put` acknowledges the item, or else the next iteration does. If the lease expires anyway, for example because
-        the process was paused, `put` raises LeaseExpiredError and another worker gets the samples.
+        `put` acknowledges the item; if the body does not, the next iteration acknowledges it. If the lease expires
+        anyway, for example because the process was paused, `put` raises LeaseExpiredError and another worker gets the
+        samples.
 
         If the body raises, the samples are redelivered once their lease has expired, and the delivery counts towards
         `max_deliveries`. To release the current item at once after a `break`, use the iterator in a `with` block.
