@@ -61,7 +61,7 @@ class Namespace:
 
     @classmethod
     def of(cls, given: str | Literal[False] | None) -> Namespace:
-        """Return the namespace given as an argument. None: from the variable `TQ_NAMESPACE`; False: no namespace.
+        """Return the namespace given as an argument. None: the value of `TQ_NAMESPACE`; False: no namespace.
 
         Raises:
             InvalidArgumentError: the name is not allowed in partition names.

@@ -180,7 +180,7 @@ def new_id() -> bytes:
 
 
 def seconds(name: str, value: float) -> float:
-    """Convert a time span to float. Raise InvalidArgumentError unless it is finite and not negative."""
+    """Convert a time span to float. Raise InvalidArgumentError if the span is negative or not finite."""
     try:
         span = float(value)
     except (TypeError, ValueError):

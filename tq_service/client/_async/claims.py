@@ -226,7 +226,8 @@ class AsyncClaimCalls(AsyncBase):
             policy: the policy whose version `not_before_version` requires, named in the client's namespace.
             max_wait: seconds to wait for a batch before the call returns the status "not_yet".
             explain: whether a "not_yet" answer includes the reason (`BatchMeta.reason` and `waiting_for`), for which
-                the service scans all samples of the partition. None: only after a wait of 10 s or more.
+                the service scans all samples of the partition. None: include the reason only after a wait of 10 s or
+                more.
             on_wait: function called with the reason after 10 s of waiting and then every minute, unless `explain` is
                 False. An exception raised by the function ends the call. None: log a warning.
             timeout: seconds beyond `max_wait` until the call fails; None: the client's `timeout`.

@@ -17,11 +17,10 @@ class AsyncClient(AsyncPartitionCalls, AsyncWorkCalls, AsyncPolicyCalls, AsyncWa
     pickled client contains its address, its timeout and any paths passed to it. A token passed as text is not pickled:
     the unpickled client reads its token from the environment.
 
-    The blocking client is for threads. It opens its channels on first use, and opens new ones after a fork. Several
-    event loops of a process may share an asyncio client, even in different threads at the same time. Each loop has
-    separate channels, which are dropped when the loop is closed. Closing the client in one loop closes it in all. In a
-    process forked after its parent used an asyncio client, the client raises PreconditionError. Start such processes by
-    spawn.
+    The blocking client is for threads; it opens its channels on first use, and new ones after a fork. Several event
+    loops of a process may share an asyncio client, even in different threads at the same time. Each loop has separate
+    channels, which are dropped when the loop is closed. Closing the client in one loop closes it in all. In a process
+    forked after its parent used an asyncio client, the client raises PreconditionError. Start such processes by spawn.
 
     Args:
         address: "host:port", or a host alone for port 50051. None: the environment variable TQ_ADDRESS, else

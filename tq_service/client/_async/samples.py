@@ -264,8 +264,8 @@ class AsyncSampleCalls(AsyncBase):
             existing: whether to require that all groups already have samples. Such a put may use the capacity reserved
                 for columns of existing samples, so a full service can still drain.
             timeout: seconds until the call fails; None: the client's `timeout`. A put waits at most this long for
-                capacity in the storage services. It does not wait for the limits of the partition, but its bytes count
-                towards these limits and may delay new samples.
+                capacity in the storage services. The put does not wait for the limits of the partition, but its bytes
+                count towards these limits and may delay new samples.
 
         Raises:
             InvalidArgumentError: a field is not declared with group scope, or a group name is repeated or empty.
@@ -740,8 +740,8 @@ class AsyncSampleCalls(AsyncBase):
                 sample for this task.
             min_count: number of matching samples to wait for; None: 1.
             max_wait: seconds to wait for the partition and for `min_count` samples. Then the call returns the existing
-                samples. It returns earlier if the partition is sealed with fewer samples. 0: do not wait, ignoring
-                `min_count`.
+                samples. The call returns earlier if the partition is sealed with fewer samples. 0: do not wait,
+                ignoring `min_count`.
             missing_ok: whether to accept a missing partition (as empty) and a task that has not claimed yet (as having
                 consumed nothing).
             limit: maximum number of samples to examine, starting with the first; None: all. With more than 16,384

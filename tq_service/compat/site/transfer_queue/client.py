@@ -278,7 +278,7 @@ class Calls:
         return torch.from_numpy(meta.indexes.copy()), torch.from_numpy(has_field.astype(np.int8))
 
     async def check_consumption_status(self, task_name: str, partition_id: str) -> bool:
-        """Return whether the partition has samples and a task has consumed all samples that were not cleared."""
+        """Return whether the partition has samples and a task has consumed all except those that it will never get."""
         status = await self._client.check_consumption(partition_id, task_name, missing_ok=True)
         return 0 < _expected(status.total_count - status.skipped_count) <= status.consumed_count
 
