@@ -64,7 +64,7 @@ async def test_columns_of_other_samples_than_the_metadata_are_refused_before_the
     client = make_client(kind, "no-such-host.invalid")
     batch = metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_BATCH, partition_id="p", global_indexes=[3, 1])
     with pytest.raises(
-        tq.errors.InvalidArgumentError, match=r"^metadata has 2 samples, field 'reward' has 5"
+        tq.errors.InvalidArgumentError, match=r"^metadata has 2 samples, but field 'reward' has 5"
     ) as raised:
         await client.put(tq.BatchMeta.from_proto(batch), {"reward": torch.zeros(5)})
     await client.aclose()
@@ -182,7 +182,7 @@ async def test_partitions_and_services(client):
 @pytest.mark.parametrize(
     ("arguments", "kind_of_error", "words"),
     [
-        ({"target": 7}, tq.errors.InvalidArgumentError, "got int, expected the name of a partition"),
+        ({"target": 7}, tq.errors.InvalidArgumentError, "target is of type int, expected a partition name"),
         ({"target": "p", "keys": "k0"}, tq.errors.InvalidArgumentError, "list of strings"),
         ({"target": "p", "state": "alive"}, tq.errors.InvalidArgumentError, "live, held, failed"),
         ({"target": "p", "key_mode": "old"}, tq.errors.InvalidArgumentError, "upsert, new, existing"),

@@ -72,7 +72,7 @@ def other_program(answer):
 def test_a_plaintext_client_at_a_service_with_tls(authority):
     tls = authority.issue("service")
     with grpc_server(tls) as port:
-        expected = f"127.0.0.1:{port} speaks TLS and this client does not; give tls=, or set TQ_TLS_CA"
+        expected = f"127.0.0.1:{port} speaks TLS and this client does not; pass tls=, or set TQ_TLS_CA"
         assert find_fault(f"localhost:{port}", None) == expected
         assert find_fault(f"dns:///localhost:{port}", None) == expected
         assert find_fault(f"ipv4:127.0.0.1:{port}", None) == expected
@@ -83,7 +83,7 @@ def test_a_plaintext_client_at_a_service_with_tls(authority):
 def test_a_client_with_tls_at_a_plaintext_service(authority):
     with grpc_server() as port:
         assert find_fault(f"localhost:{port}", tq.Tls(ca=authority.ca)) == (
-            f"127.0.0.1:{port} does not speak TLS and this client does; leave out tls= and TQ_TLS_CA, or serve with TLS"
+            f"127.0.0.1:{port} does not speak TLS and this client does; omit tls= and TQ_TLS_CA, or serve with TLS"
         )
 
 
@@ -100,7 +100,7 @@ def test_certificates_that_do_not_fit(authority, tmp_path):
     tls = authority.issue("strict")
     with grpc_server(tls, asks_for_certificate=True) as port:
         assert find_fault(f"localhost:{port}", tq.Tls(ca=authority.ca)) == (
-            "the service ends connections without a client's certificate; give cert and key in tls="
+            "the service closes connections without a client certificate; pass cert and key in tls="
         )
         assert find_fault(f"localhost:{port}", tls) is None
 
@@ -130,7 +130,7 @@ def test_another_program(authority):
 def test_a_service_that_closes_new_connections_is_not_called_another_program(authority, has_tls):
     with other_program(b"") as port:
         found = find_fault(f"localhost:{port}", tq.Tls(ca=authority.ca) if has_tls else None)
-    assert found == f"127.0.0.1:{port} closes new connections without an answer; the service may have max_connections"
+    assert found == f"127.0.0.1:{port} closes new connections without an answer; it may have reached max_connections"
 
 
 def test_a_check_runs_once_at_a_time_and_is_forgotten_when_the_service_answers(authority):
@@ -163,7 +163,7 @@ async def test_errors_and_warnings_begin_with_what_was_found(kind, authority, ca
         with pytest.raises(tq.errors.UnavailableError) as raised:
             await client.list_partitions()
         await client.aclose()
-    finding = f"127.0.0.1:{port} speaks TLS and this client does not; give tls=, or set TQ_TLS_CA"
+    finding = f"127.0.0.1:{port} speaks TLS and this client does not; pass tls=, or set TQ_TLS_CA"
     cause = f"cannot reach localhost:{port}: {finding}"
     assert str(raised.value).startswith(f"{cause}; tried for {2 * FAULT_SECONDS:g} s (")
     assert "do both sides agree" not in str(raised.value)

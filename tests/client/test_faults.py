@@ -536,7 +536,7 @@ async def test_a_storage_service_out_of_reach_is_named_with_what_lies_there(kind
         async with serving(FakeController(Locate=locate), one) as address:
             client = make_client(kind, address)
             kind_of_error = tq.errors.DeadlineError if fault == "hung" else tq.errors.UnavailableError
-            words = rf"'two'.*{address_of_two}.* did not answer within {FAULT_SECONDS:g} s; it holds 'x' of 2 of the 4"
+            words = rf"'two'.*{address_of_two}.* did not answer within {FAULT_SECONDS:g} s; it stores 'x' of 2 of the 4"
             with pytest.raises(kind_of_error, match=words) as raised:
                 await client.get_data("p", global_indexes=range(10, 14), data_fields=["x"], timeout=FAULT_SECONDS)
             await client.aclose()
@@ -550,7 +550,7 @@ async def test_a_storage_service_out_of_reach_is_named_where_the_controller_hang
     locate = Script(pb.LocateResponse(meta=place), asyncio.Event())
     async with serving(FakeController(Locate=locate), FakeStorage(get_answers=[answer_of([0])])) as address:
         client = make_client(kind, address)
-        words = rf"'two'.* did not answer within {FAULT_SECONDS:g} s; it holds 'x' of 1 of the 2"
+        words = rf"'two'.* did not answer within {FAULT_SECONDS:g} s; it stores 'x' of 1 of the 2"
         with pytest.raises(tq.errors.UnavailableError, match=words):
             await client.get_data("p", global_indexes=[10, 11], data_fields=["x"], timeout=FAULT_SECONDS)
         await client.aclose()

@@ -130,7 +130,7 @@ WRONG = [
     ({"groups": np.array(["g"] * 100)}, "groups", "got 100 groups for 3 samples"),
     ({"keys": np.arange(3)}, "keys", r"keys\[0\] is 0, expected a string"),
     ({"keys": np.array([b"a", b"b", b"c"])}, "keys", r"keys\[0\] is b'a', expected a string"),
-    ({"keys": np.array(["a", "b", "\ud800"])}, "keys", r"keys\[2\] is '\\ud800', expected a string, in valid Unicode"),
+    ({"keys": np.array(["a", "b", "\ud800"])}, "keys", r"keys\[2\] is '\\ud800', expected a string of valid Unicode"),
     ({"keys": np.array(["a"] * 99 + ["\ud800"])}, "keys", r"keys\[99\] is '\\ud800', expected a string"),
     ({"keys": np.array([["a"], ["b"], ["c"]])}, "keys", r"keys\[0\] is \['a'\], expected a string"),
     ({"keys": "abc"}, "keys", "keys is 'abc', expected a list of strings"),

@@ -202,7 +202,7 @@ async def test_a_batch_has_the_fields_that_are_asked_for(filled):
     ask = {"batch_size": 7, "dp_rank": 0, "dp_size": 1, "batch_index": 0}
     data, _ = await filled.get_batch(PARTITION, "train", ["text", "reward"], fetch=["reward"], **ask)
     assert set(data.keys()) == {"reward"}
-    with pytest.raises(tq.errors.InvalidArgumentError, match="get_batch has batch_count"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="get_batch does not accept batch_count"):
         await filled.get_batch(PARTITION, "train", ["text"], **ask, batch_count=2)
 
 

@@ -190,7 +190,7 @@ def test_shares_are_padded_to_the_longest_of_a_batch(filled: LiveServer) -> None
         ({"cp_size": 2}, "cp_fields: got none with cp_size"),
         ({"cp_fields": "labels"}, "cp_fields is 'labels'"),
         ({"cp_fields": ["label"]}, "cp_fields has field 'label', which is not in data_fields"),
-        ({"cp_fields": ["labels"], "read_options": {"slices": {"labels": (0, 1)}}}, "is in the slices"),
+        ({"cp_fields": ["labels"], "read_options": {"slices": {"labels": (0, 1)}}}, "is also in the slices"),
         ({"cp_fields": ["labels"], "cp_layout": "spiral"}, "layout 'spiral'"),
         ({"read_options": {"device": "cpu"}}, "read_options has 'device'"),
         ({"read_options": {"slices": {"labels": []}}}, "slices by row of field 'labels'"),

@@ -139,7 +139,7 @@ def test_reads_resume_when_their_storage_service_returns(fleet: Fleet, threads: 
         everything, values = put_in_both(fleet, client)
         assert torch.equal(client.get_data(everything)["x"], values)
         fleet.storages["two"].kill()
-        with pytest.raises(tq.errors.UnavailableError, match=r"storage service 'two' at .* it holds 'x' of") as caught:
+        with pytest.raises(tq.errors.UnavailableError, match=r"storage service 'two' at .* it stores 'x' of") as caught:
             client.get_data(everything, timeout=1.0)
         assert caught.value.metadata["address"] == fleet.storages["two"].address
         reading = threads.submit(client.get_data, everything)

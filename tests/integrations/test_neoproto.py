@@ -373,7 +373,7 @@ def test_refs_of_other_backends_are_refused(engine: Any) -> None:
         lambda ref: engine.release([mine, ref]),
         lambda ref: engine.get_rows(ref, [0]),
     ):
-        with pytest.raises(ValueError, match="belongs to backend 'ray_object_store'"):
+        with pytest.raises(ValueError, match="has backend 'ray_object_store'"):
             call(foreign)
     assert engine.get(mine) == 1
 

@@ -86,16 +86,16 @@ def not_claims(client: AnyClient) -> dict[str, tuple[dict[str, Any], str]]:
     ranked = client.get_meta(**ASKS | {"task_name": "r", "min_batch_size": None}, batch_size=1, dp_rank=0, dp_size=1,
                              batch_index=0)  # fmt: skip
     found, _ = client.lookup_samples("train")
-    several = "of no leased claim: ask for it with get_meta"
+    several = "not from one leased claim; claim it with get_meta"
     return {
-        "nothing": ({"target": "train"}, "ack is True, but the put names a partition"),
+        "nothing": ({"target": "train"}, "ack is True, but the put is to a partition"),
         "keys": ({"target": "train", "keys": list("abcdef")}, "Give the batch returned by claim"),
         "look-up": ({"target": found}, several),
         "unleased": ({"target": unleased}, several),
         "ranked": ({"target": ranked}, several),
         "no samples": ({"target": ranked.select_samples([])}, several),
-        "two claims": ({"target": tq.BatchMeta.concat(leased)}, "one by one"),
-        "not fenced": ({"target": leased[0], "fenced": False}, "leave out one of the two"),
+        "two claims": ({"target": tq.BatchMeta.concat(leased)}, "several claims separately"),
+        "not fenced": ({"target": leased[0], "fenced": False}, "omit one of the two"),
     }
 
 

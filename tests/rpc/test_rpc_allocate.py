@@ -242,14 +242,14 @@ def test_more_than_the_quota(client_kind: Any, start_server: StartServer) -> Non
     ("fields", "lengths", "message"),
     [
         ([], {}, "expected at least one"),
-        ([FieldSpec("x", dtype="int64", row_shape=())] * 2, {}, "each name once"),
+        ([FieldSpec("x", dtype="int64", row_shape=())] * 2, {}, "each only once"),
         ([FieldSpec("x", dtype="int64")], {}, "expected a dtype and a row shape"),
         ([FieldSpec("x", row_shape=(1,))], {}, "expected a dtype and a row shape"),
         ([FieldSpec("x", layout=Layout.OBJECT)], {}, "expected a dtype and a row shape"),
         ([FieldSpec("x", dtype="int64", row_shape=(-1,))], {}, "lacks lengths"),
         ([FieldSpec("x", dtype="int64", row_shape=(-1,))], {"x": [1]}, "extents"),
         ([FieldSpec("x", dtype="int64", row_shape=(-1,))], {"x": [1, -1]}, "negative"),
-        ([FieldSpec("x", dtype="int64", row_shape=(2,))], {"x": [1, 1]}, "is dense and has lengths"),
+        ([FieldSpec("x", dtype="int64", row_shape=(2,))], {"x": [1, 1]}, "is dense but has lengths"),
         ([FieldSpec("x", dtype="int64", row_shape=(2,))], {"y": [1, 1]}, "lengths name"),
     ],
 )

@@ -281,13 +281,13 @@ WRONG_PUTS = [
     invalid("metadata too large", put({"score": torch.zeros(1, 3)}, custom_meta=[{"tag": ["x" * 20_000]}]),
             "custom_meta", "20004 bytes", "at most 16384", "as an object field"),
     invalid("ack of no claim", lambda c, m: c.put(m, {"score": torch.ones(4, 3)}, ack=True), "metadata",
-            "of no leased claim", "get_meta(lease=...)"),
+            "not from one leased claim", "get_meta(lease=...)"),
     invalid("ack without metadata", put({"score": torch.ones(1, 3)}, ack=True), "metadata",
-            "ack is True, but the put names a partition", "expected the samples of a leased claim", "leave ack out"),
+            "ack is True, but the put is to a partition", "expected samples of a leased claim", "omit ack"),
     invalid("ack that is not fenced", lambda c, m: c.put(
             replace(m, claim_id=bytes(16), task_name="t", lease_seconds=60.0), {"score": torch.ones(4, 3)}, ack=True,
             fenced=False), "fenced",
-            "fenced is False and ack is True", "leave out one of the two"),
+            "fenced is False and ack is True", "omit one of the two"),
     invalid("write_once that is no truth value", lambda c, m: c.create_partition("new", fields=[
             tq.FieldSpec("x", write_once=1)]), "write_once", "write_once is 1", "True or False"),
     invalid("group of another size", put({"score": torch.zeros(2, 3)}, groups=["g0", "g0"], group_size=4), "group_size",

@@ -196,7 +196,7 @@ def test_a_look_up_answers_with_the_fields_of_the_samples(
 def test_look_ups_with_different_fields_make_one_batch_of_fields_that_both_have(client: AnyClient) -> None:
     put_some(client)
     one, other = (client.lookup_samples("train", [key])[0] for key in "db")
-    with pytest.raises(tq.errors.InvalidArgumentError, match=r"batches differ in data_fields: .*select_fields"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match=r"parts differ in data_fields: .*select_fields"):
         tq.BatchMeta.concat([one, other])
     both = tq.BatchMeta.concat([one.select_fields(["prompt"]), other.select_fields(["prompt"])])
     assert had(both) == {"prompt": "db"}

@@ -221,7 +221,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(client: AnyClient) -> 
         client.put_groups("train", {"pixels": torch.ones(2, 2)}, groups=["a", "a"])
     with pytest.raises(tq.errors.InvalidArgumentError, match="has 2 names, one of them empty"):
         client.put_groups("train", {"pixels": torch.ones(2, 2)}, groups=["a", ""])
-    with pytest.raises(tq.errors.InvalidArgumentError, match="groups has 1 names, field 'pixels' has 2 rows"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="groups has 1 names, but field 'pixels' has 2 rows"):
         client.put_groups("train", {"pixels": torch.ones(2, 2)}, groups=["a"])
     with pytest.raises(tq.errors.NotFoundError, match="has no samples of group 'a'"):
         client.put_groups("train", {"pixels": row}, groups=["a"], existing=True)

@@ -130,7 +130,7 @@ def test_samples_that_are_not_held_or_not_leased_to_the_caller_do_not_grow(clien
             change(slots)
         assert (raised.value.reason, raised.value.metadata["global_index"]) == ("SAMPLE_NOT_HELD", "0")
         for meta in (found, plain):
-            with pytest.raises(tq.errors.InvalidArgumentError, match="of no leased claim"):
+            with pytest.raises(tq.errors.InvalidArgumentError, match="not from one leased claim"):
                 change(meta)
     live = client.get_meta(partition_id="train", task_name="t", data_fields=["x"], batch_size=1, lease=LONG)
     with pytest.raises(tq.errors.PreconditionError, match="is live"):
@@ -226,7 +226,7 @@ def test_a_cell_takes_so_many_appends_and_then_one_put(client: AnyClient, monkey
         ({"at": [0]}, "at has 1 lengths, expected 2"),
         ({"at": [0, -1]}, r"at\[1\] is -1, expected a length"),
         ({"at": [0, 0.5]}, r"at\[1\] is 0.5"),
-        ({"data": {"tokens": [[1]]}}, "metadata has 2 samples, field 'tokens' has 1 rows"),
+        ({"data": {"tokens": [[1]]}}, "metadata has 2 samples, but field 'tokens' has 1 rows"),
     ],
 )
 def test_arguments_that_cannot_be_meant(client: AnyClient, arguments: dict[str, Any], problem: str) -> None:

@@ -198,8 +198,8 @@ WRONG: Final[dict[str, tuple[dict[str, Any], str]]] = {
     "too large": ({"padded": True, "pad_value": 2**70}, "cannot be a int64"),
     "objects": ({"padded": ["o"]}, "field 'o' is object"),
     "single values": ({"padded": ["s"]}, "field 's' is float32 dense []"),
-    "several dimensions": ({"padded": ["i"]}, "expected tensors that differ in one dimension"),
-    "mask": ({"padded": ["x"], "mask": True, "data_fields": ["x", "x_mask"]}, "there is a field 'x_mask'"),
+    "several dimensions": ({"padded": ["i"]}, "expected tensors whose rows differ in one dimension"),
+    "mask": ({"padded": ["x"], "mask": True, "data_fields": ["x", "x_mask"]}, "but a field 'x_mask' exists"),
     "layout": ({"padded": True, "layout": "jagged"}, "layout is 'jagged' and padded is given"),
 }
 

@@ -304,14 +304,14 @@ def test_out_takes_parts_of_dense_rows(client: AnyClient) -> None:
 
 WRONG: Final[dict[str, tuple[Any, str]]] = {
     "not fetched": ({"y": (0, 1)}, "'y', which is not fetched; expected some of"),
-    "objects": ({"o": (0, 1)}, "objects have no parts"),
-    "single values": ({"s": (0, 1)}, "rows of single values have no parts"),
+    "objects": ({"o": (0, 1)}, "objects cannot be sliced"),
+    "single values": ({"s": (0, 1)}, "scalar rows cannot be sliced"),
     "no mapping": ([("x", (0, 1))], "type list; expected a mapping"),
     "no range": ({"x": 5}, "5 for field 'x'; expected (start, stop)"),
-    "not integers": ({"x": (0.5, 2)}, "0.5 for a row of field 'x'; expected (start, stop), or a list of them"),
+    "not integers": ({"x": (0.5, 2)}, "0.5 for a row of field 'x'; expected (start, stop), or a list of such pairs"),
     "rows": ({"x": [(0, 1)]}, "ranges of 1 rows for field 'x'; expected one for each of 2 rows"),
-    "array": ({"x": np.zeros((2, 3), np.int64)}, "an array of int64 [2, 3] for field 'x'; expected one of integers"),
-    "step": ({"x": slice(0, 4, 2)}, "a step of 2 for field 'x'; expected none"),
+    "array": ({"x": np.zeros((2, 3), np.int64)}, "an array of int64 [2, 3] for field 'x'; expected an integer array"),
+    "step": ({"x": slice(0, 4, 2)}, "a step of 2 for field 'x'; expected no step"),
     "second": ({"x": tq.RowSlice(layers=(0, 1))}, "a slice of the second dimension needs the same size"),
 }
 
@@ -331,7 +331,7 @@ def test_shares_that_cannot_be_are_refused() -> None:
     for wrong, says in (
         (lambda: tq.RowSlice.share(4, 4), "cp_rank 4 of 4"),
         (lambda: tq.RowSlice.share(0, 4, "spiral"), "'contiguous' or 'zigzag'"),  # type: ignore[arg-type]
-        (lambda: tq.RowSlice(ranges=(0, 1), chunks=[0], chunk_count=1), "several of ranges"),
+        (lambda: tq.RowSlice(ranges=(0, 1), chunks=[0], chunk_count=1), "more than one of ranges"),
         (lambda: tq.RowSlice(chunks=[2], chunk_count=2), "chunks [2] of 2"),
         (lambda: tq.RowSlice(fill=0), "fill without chunks"),
         (lambda: tq.RowSlice.share(0, 2, align=0), "align 0"),
@@ -352,7 +352,7 @@ def test_ranges_by_row_and_missing_samples_do_not_go_together(client: AnyClient)
 def test_positions_of_rows_of_other_lengths_are_not_one_column(client: AnyClient) -> None:
     meta = client.put("p", {"x": [torch.arange(8)], "y": [torch.arange(4)]})
     share = tq.RowSlice.share(0, 2, positions="at")
-    with pytest.raises(tq.errors.FieldMismatchError, match="'x' and 'y' have parts at different positions"):
+    with pytest.raises(tq.errors.FieldMismatchError, match=r"'x' and 'y' share column .* differ in position"):
         client.get_data(meta, slices={"x": share, "y": share})
 
 

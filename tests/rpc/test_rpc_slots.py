@@ -240,7 +240,7 @@ def test_a_prompt_is_acknowledged_in_the_change_that_makes_its_slots(client: Any
 def test_what_is_held_has_to_be_of_a_leased_claim(client: AnyClient) -> None:
     client.publish_version(0)
     put = client.put("prompts", {"x": np.arange(2)})
-    with pytest.raises(tq.errors.InvalidArgumentError, match="metadata is of no leased claim"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="metadata is not from one leased claim"):
         acquire(client, "a", holding=put)
     with pytest.raises(tq.errors.InvalidArgumentError, match="holding lacks claim, expected samples of a claim"):
         acquire(client, "a", ack=True)

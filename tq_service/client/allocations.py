@@ -1,6 +1,6 @@
-"""Columns that a program fills in place: memory that a storage service has reserved for a put before its commit.
+"""Columns that a program fills in place, in memory that a storage service reserves for a later put.
 
-allocate: shapes -> a put to be filled later -> arrays in its region -> put of exactly these: Commit
+allocate: shapes -> a put to be filled later -> arrays in its region -> put of exactly these arrays: Commit
                                                                     -> put of anything else: an ordinary put
 """
 
@@ -26,21 +26,22 @@ _LAYOUTS: Final = (None, Layout.AUTO)
 
 
 def column_shapes(fields: Iterable[FieldSpec], row_count: int, lengths: Mapping[str, ArrayLike]) -> list[ColumnShape]:
-    """Return the columns of `row_count` rows of numeric fields.
+    """Return the shapes of columns with `row_count` rows of numeric fields.
 
     Args:
-        fields: with dtype and row shape.
+        fields: the fields, each with dtype and row shape.
         row_count: number of rows.
-        lengths: by jagged field, the size of each row in the ragged dimension `(n,)`, or in several `(n, dims)`.
+        lengths: for each jagged field, the size of each row in the ragged dimension `(n,)`, or `(n, dims)` if there are
+            several.
 
     Raises:
-        InvalidArgumentError: a field lacks a dtype or row shape, or has objects; lengths are missing, too many, or
-            negative.
+        InvalidArgumentError: a field lacks a dtype or row shape, or contains objects; or lengths are missing,
+            superfluous or negative.
     """
     shapes = [_column_shape(spec, row_count, lengths.get(spec.name)) for spec in fields]
     names = [shape.spec.name for shape in shapes]
     if not names or len(set(names)) != len(names):
-        raise InvalidArgumentError(f"fields are {names}; expected at least one, each name once", field="fields")
+        raise InvalidArgumentError(f"fields are {names}; expected at least one field, each only once", field="fields")
     if unknown := lengths.keys() - set(names):
         raise InvalidArgumentError(f"lengths name {sorted(unknown)}; expected only {names}", field="lengths")
     return shapes
@@ -49,17 +50,17 @@ def column_shapes(fields: Iterable[FieldSpec], row_count: int, lengths: Mapping[
 def _column_shape(spec: FieldSpec, row_count: int, lengths: ArrayLike | None) -> ColumnShape:
     if not spec.dtype or spec.row_shape is None or spec.layout is Layout.OBJECT:
         raise InvalidArgumentError(
-            f"field {spec.name!r} is {spec.describe()}; expected a dtype and a row shape, to know how large it is",
+            f"field {spec.name!r} is {spec.describe()}; expected a dtype and a row shape, which determine its size",
             field="fields",
         )
     if spec.layout in _LAYOUTS:
         spec = replace(spec, layout=Layout.JAGGED if spec.ragged_dims else Layout.DENSE)
-    if spec.write_once or spec.scope is not FieldScope.ROW:  # properties of the field, which columns do not carry
+    if spec.write_once or spec.scope is not FieldScope.ROW:  # properties of the field that columns do not have
         spec = replace(spec, write_once=False, scope=FieldScope.ROW)
     if spec.layout is Layout.DENSE:
         if lengths is not None:
             raise InvalidArgumentError(
-                f"field {spec.name!r} is dense and has lengths; expected lengths of jagged fields only", field="lengths"
+                f"field {spec.name!r} is dense but has lengths; expected them for jagged fields only", field="lengths"
             )
         shape = ColumnShape(
             spec=spec, row_count=row_count, extents=None, value_bytes=row_count * (fixed_row_bytes(spec) or 0)
@@ -67,7 +68,7 @@ def _column_shape(spec: FieldSpec, row_count: int, lengths: ArrayLike | None) ->
     else:
         if lengths is None:
             raise InvalidArgumentError(
-                f"field {spec.name!r} is jagged and lacks lengths; give the size of each row", field="lengths"
+                f"field {spec.name!r} is jagged but has no lengths; pass the size of each row", field="lengths"
             )
         extents = np.asarray(lengths, np.int64)
         shape = ColumnShape(
@@ -79,11 +80,11 @@ def _column_shape(spec: FieldSpec, row_count: int, lengths: ArrayLike | None) ->
 
 
 class Allocation:
-    """The memory of one put. It lives as long as any array on it.
+    """The memory of one put, which exists as long as any array refers to it.
 
     Attributes:
         header: header of the put.
-        allocated: its memory, and the answer of its storage service.
+        allocated: memory of the put, and the answer of its storage service.
     """
 
     def __init__(self, header: PutHeader, shapes: Sequence[ColumnShape], allocated: Allocated) -> None:
@@ -93,7 +94,7 @@ class Allocation:
         self._starts, _ = place_columns(shape.value_bytes for shape in shapes)
 
     def received(self) -> list[Received]:
-        """Return the columns with their bytes; these keep the allocation alive."""
+        """Return the columns with their bytes, which keep the allocation alive."""
         mapping = self.allocated.mapping
         return [
             (shape, mapping.array(start, shape.value_bytes, self))
@@ -101,7 +102,7 @@ class Allocation:
         ]
 
     def holds(self, columns: Sequence[SourceColumn]) -> bool:
-        """Whether these are the columns of the put, in its memory."""
+        """Return whether these columns are exactly the columns of the put, in its memory."""
         return len(columns) == len(self._shapes) and all(
             column.spec == shape.spec
             and column.row_count == shape.row_count
@@ -116,7 +117,7 @@ def _extents(shape: ColumnShape) -> Any:
 
 
 def _address(column: SourceColumn) -> int | None:
-    """Return the address of the bytes of a column; None if they are in several pieces or on a device."""
+    """Return the address of a column's bytes, or None if the bytes are in several pieces or on a device."""
     match [chunk for chunk in column.chunks if len(chunk)]:
         case [memoryview() as view]:
             return np.frombuffer(view, np.uint8).ctypes.data
@@ -124,11 +125,11 @@ def _address(column: SourceColumn) -> int | None:
 
 
 Allocations: TypeAlias = "WeakValueDictionary[int, Allocation]"
-"""Allocations of a client that have not been put yet, by address."""
+"""Allocations of a client that have not been put yet, by memory address."""
 
 
 def take_allocation(allocations: Allocations, partition_id: str, columns: Sequence[SourceColumn]) -> Allocation | None:
-    """Remove and return the allocation that these columns belong to; None if they do not fill one."""
+    """Remove and return the allocation that consists of exactly these columns, or None if there is none."""
     address = _address(columns[0])
     allocation = None if address is None else allocations.get(address)
     if address is None or allocation is None:
@@ -139,5 +140,5 @@ def take_allocation(allocations: Allocations, partition_id: str, columns: Sequen
 
 
 def ordinary(shapes: Sequence[ColumnShape]) -> list[Received]:
-    """Return columns in memory of this process."""
+    """Return columns in newly allocated memory of this process."""
     return [(shape, BLOCKS.take(shape.value_bytes)) for shape in shapes]

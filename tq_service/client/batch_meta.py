@@ -1,8 +1,8 @@
-"""BatchMeta: the samples of a batch, the locations of their cells, and their optimizer steps and packs.
+"""BatchMeta: the samples of a batch, the locations of their cells, and the optimizer steps and packs of the batch.
 
-Its parts are defined here too: the namespace of its partition, the locations of its cells, its steps, and the columns
-with one value per sample (custom_meta, keys, groups, rollouts). Each such column is declared once; select, concat and
-overwrite treat all of them the same way.
+This module also defines the parts of a BatchMeta: the namespace of the partition, the cell locations, the steps, and
+the columns with one value per sample (custom_meta, keys, groups, rollouts). Each such column is declared once; select,
+concat and overwrite treat all of them alike.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ _NO_INDEXES.setflags(write=False)
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Prefix of a client's partition names on the service, which lets several runs share the service.
+    """Prefix of a client's partition names on the service, so that several runs can share the service.
 
     Partition "train" of the namespace "run-7" is the service's partition "run-7/train". It is separate from "train" and
     "run-8/train", has its own `max_bytes`, and is accessible to tokens with the prefix "run-7/".
 
     Attributes:
-        name: such as "run-7"; empty: names are used as they are.
+        name: name of the namespace, such as "run-7"; empty: names are not changed.
     """
 
     name: str = ""
 
     @classmethod
     def of(cls, given: str | Literal[False] | None) -> Namespace:
-        """Return the namespace of an argument; None: from `TQ_NAMESPACE`, False: none.
+        """Return the namespace given as an argument. None: the value of `TQ_NAMESPACE`; False: no namespace.
 
         Raises:
-            InvalidArgumentError: the name is not valid for partitions.
+            InvalidArgumentError: the name is not allowed in partition names.
         """
         source, name = (
             ("namespace", given or "")
@@ -75,32 +75,32 @@ class Namespace:
         if not is_name or given == "":
             raise InvalidArgumentError(
                 f"{source} is {name!r}, expected printable text such as 'run-7' or 'team/run-7', without {SEPARATOR!r} "
-                "at its ends; give False for no namespace",
+                "at either end. Pass False for no namespace",
                 field="namespace",
             )
         return cls(name)
 
     @property
     def prefix(self) -> str:
-        """The prefix of names in this namespace."""
+        """Prefix of full partition names in this namespace."""
         return self.name + SEPARATOR if self.name else ""
 
     def full_name(self, partition_id: str) -> str:
-        """Return the service's name of a partition. Invalid names are returned unchanged; the service refuses them."""
+        """Return the full name of a partition on the service. Invalid names are returned unchanged."""
         return (
             self.prefix + partition_id if self.name and isinstance(partition_id, str) and partition_id else partition_id
         )
 
     def own_name(self, full_name: str) -> str:
-        """Return the name of a partition in this namespace; for one of another namespace, its full name."""
+        """Return a partition's name within this namespace, or its full name if it is in another namespace."""
         return full_name.removeprefix(self.prefix)
 
     def holds(self, full_name: str) -> bool:
-        """Return whether a partition is in this namespace."""
+        """Return whether a partition is in this namespace, given its full name."""
         return full_name.startswith(self.prefix)
 
     def explain(self, failure: TqError) -> TqError:
-        """Convert names in the metadata of an error to this namespace; its message keeps full names."""
+        """Convert full names in the metadata of an error to names in this namespace; the message keeps full names."""
         if self.name:
             for named in {"partition_id", "policy"} & failure.metadata.keys():
                 failure.metadata[named] = self.own_name(failure.metadata[named])
@@ -113,13 +113,13 @@ NO_NAMESPACE: Final = Namespace()
 
 
 class StorageRef(NamedTuple):
-    """One instance of a storage service.
+    """Reference to one instance of a storage service.
 
     Attributes:
-        storage_id: its name.
+        storage_id: name of the storage service.
         boot_id: id of the instance.
-        address: its address; empty: the address of the controller.
-        is_away: whether the controller does not know its current address.
+        address: address of the instance; empty: the address of the controller.
+        is_away: whether the instance's current address is unknown to the controller.
     """
 
     storage_id: str
@@ -129,7 +129,7 @@ class StorageRef(NamedTuple):
 
 
 class PutRef(NamedTuple):
-    """A put in a storage service."""
+    """Reference to a put stored by a storage service."""
 
     storage: StorageRef
     put_id: bytes
@@ -137,9 +137,9 @@ class PutRef(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CellLocations:
-    """Locations of the cells of a batch: for every located field one cell per sample, in batch order.
+    """Locations of the cells of a batch, with one cell per sample for each located field, in batch order.
 
-    A cell is one row of a put, or several if it was appended to (`CellRuns.extent_counts`).
+    A cell is one row of a put, or several rows if data was appended to it (`CellRuns.extent_counts`).
     """
 
     puts: tuple[PutRef, ...] = ()
@@ -147,7 +147,7 @@ class CellLocations:
 
     @classmethod
     def from_proto(cls, message: pb.Locations) -> CellLocations:
-        """Return the locations of a message."""
+        """Return the locations contained in a message."""
         storages = [StorageRef(one.storage_id, one.boot_id, one.address, one.is_away) for one in message.storages]
         return cls(
             puts=tuple(PutRef(storages[put.storage_index], put.put_id) for put in message.puts),
@@ -160,7 +160,7 @@ class CellLocations:
         return {name for runs in self.runs for name in runs.field_names}
 
     def covers(self, field_names: Iterable[str]) -> bool:
-        """Whether all these fields are located."""
+        """Return whether the locations of all these fields are known."""
         return self.field_names.issuperset(field_names)
 
     def select(self, positions: Indexes) -> CellLocations:
@@ -168,7 +168,7 @@ class CellLocations:
         return CellLocations(puts=self.puts, runs=tuple(runs.select(positions) for runs in self.runs))
 
     def select_fields(self, field_names: Sequence[str]) -> CellLocations:
-        """Return the locations of these fields only."""
+        """Return the locations restricted to these fields."""
         selected = [
             replace(runs, field_names=names)
             for runs in self.runs
@@ -178,7 +178,7 @@ class CellLocations:
 
     @staticmethod
     def concat(parts: Sequence[CellLocations]) -> CellLocations:
-        """Return the concatenated locations of several batches, for the fields that all of them locate."""
+        """Return the concatenated locations of several batches, restricted to the fields located by all of them."""
         puts: dict[PutRef, int] = {}
         per_part: list[dict[str, _Rows]] = []
         for part in parts:
@@ -203,7 +203,7 @@ class CellLocations:
 
 
 class _Rows(NamedTuple):
-    """Cells of a field as rows of puts, one by one: the put, and the row in it; see also `CellRuns`."""
+    """Cells of one field as individual rows: the put of each row, and the row's position in the put; see `CellRuns`."""
 
     puts: Indexes
     rows: Indexes
@@ -219,12 +219,12 @@ class _Rows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
-    """Input of one forward/backward pass: a micro-batch, or samples packed into one sequence.
+    """The input of one forward and backward pass: a micro-batch, or samples packed into one sequence.
 
     Attributes:
-        positions: positions in the batch's `global_indexes`.
+        positions: positions of the samples in the batch's `global_indexes`.
         lengths: token counts of these samples; None if the sampler does not use lengths.
-        padding_tokens: tokens that fill the pack up to its length.
+        padding_tokens: number of tokens that pad the pack to its full length.
     """
 
     positions: tuple[int, ...]
@@ -234,13 +234,13 @@ class Pack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The packs of one optimizer step; every rank of a batch has the same number of packs in it."""
+    """The packs of one optimizer step; their number is the same for every rank of a batch."""
 
     packs: tuple[Pack, ...]
 
     @classmethod
     def from_proto(cls, message: pb.Step) -> Step:
-        """Return the step of a message."""
+        """Return the step contained in a message."""
         return cls(
             packs=tuple(
                 Pack(
@@ -255,15 +255,17 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class SampleColumn:
-    """An attribute of a batch with one value per sample: a tuple, () if no sample has one.
+    """A batch attribute with one value per sample: a tuple, or () if no sample has a value.
 
-    All operations on the samples of a batch apply to every such attribute. A new one only has to be declared in
+    All operations on the samples of a batch apply to every such attribute. A new attribute only has to be declared in
     `BatchMeta`.
 
     Attributes:
-        message_field: the message field that holds it, and the property that returns one value per sample; empty: none.
-        blank: the value that represents a missing one.
-        is_of_sample: whether it is the sample's own, as writes set it; otherwise a task's record of the sample.
+        message_field: the message field that contains the column, and the property that returns one value per sample;
+            empty: none.
+        blank: value that stands in for a missing value.
+        is_of_sample: whether the value is part of the sample, set by writes. False: it is a task's record of the
+            sample.
     """
 
     message_field: str = ""
@@ -271,7 +273,7 @@ class SampleColumn:
     is_of_sample: bool = True
 
     def decode(self, values: Iterable[Any], _size: int) -> Any:
-        """Decode the column from a message about `_size` samples."""
+        """Decode the column from a message that describes `_size` samples."""
         return tuple(values)
 
     def select(self, column: Any, positions: Indexes) -> Any:
@@ -279,7 +281,7 @@ class SampleColumn:
         return select(column, positions)
 
     def concat(self, columns: Sequence[Any], sizes: Sequence[int]) -> Any:
-        """Return the concatenated columns of batches of these sizes."""
+        """Return the concatenated columns of batches with the given sizes."""
         if not any(columns):
             return ()
         parts = (column or (self.blank,) * size for column, size in zip(columns, sizes, strict=True))
@@ -291,10 +293,10 @@ class SampleColumn:
 
 
 class MetaColumns(SampleColumn):
-    """The custom_meta of a batch: a tuple of columns, each with values of some samples."""
+    """The custom_meta of a batch: a tuple of columns, each with the values of some or all samples."""
 
     def decode(self, values: Iterable[pb.MetaColumn], size: int) -> tuple[MetaColumn, ...]:
-        """Decode the custom_meta of a message about `size` samples."""
+        """Decode the custom_meta of a message that describes `size` samples."""
         return tuple(decode_meta_columns(values, size))
 
     def select(self, column: Sequence[MetaColumn], positions: Indexes) -> tuple[MetaColumn, ...]:
@@ -302,7 +304,7 @@ class MetaColumns(SampleColumn):
         return tuple(one.at(positions) for one in column)
 
     def concat(self, columns: Sequence[Sequence[MetaColumn]], sizes: Sequence[int]) -> tuple[MetaColumn, ...]:
-        """Return the concatenated custom_meta of several batches, without empty columns."""
+        """Return the concatenated custom_meta of several batches, omitting columns without values."""
         by_name = [{one.name: one for one in column if one.has_value.any()} for column in columns]
         return tuple(
             concatenated([part.get(name) or no_values(name, size) for part, size in zip(by_name, sizes, strict=True)])
@@ -319,7 +321,7 @@ class MetaColumns(SampleColumn):
 
 
 class Numbers(SampleColumn):
-    """A number per sample, as an array; None unless it is known for all."""
+    """A number per sample, as an array, or None unless all of the numbers are known."""
 
     def concat(self, columns: Sequence[NDArray[Any] | None], sizes: Sequence[int]) -> NDArray[Any] | None:
         """Return the concatenated numbers of several batches."""
@@ -328,42 +330,45 @@ class Numbers(SampleColumn):
 
 
 class _Unread(partial[Any]):
-    """Decodes an attribute of a batch from its message on first access."""
+    """A function that decodes an attribute of a batch from its message on first access."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class BatchMeta:
-    """Samples of one partition, in order, with their metadata. Immutable, comparable, picklable.
+    """Samples of one partition, in order, with their metadata. Immutable, comparable and picklable.
 
-    Two batches are equal if they have the same samples with the same metadata, fields and steps. Locations, and which
-    fields are known to be produced, do not matter.
+    Two batches are equal if they have the same samples with the same metadata, fields and steps. Locations, and the
+    record of which samples have which fields, are not compared.
 
     Attributes:
-        status: "batch"; "not_yet": nothing to deliver in time, call again; "end": no further batch will come.
-        partition_id: the partition's name in `namespace`.
+        status: "batch"; "not_yet": no batch was available in time, so call again; or "end": there are no further
+            batches.
+        partition_id: name of the partition in `namespace`.
         namespace: the namespace of `partition_id`; empty: none. Clients of any namespace can use the batch.
-        incarnation: incarnation of the partition, 16 random bytes; it changes if the name is reused after a clear.
-        epoch: epoch of the task, which counts its resets; 0 for batches without a task.
-        indexes: `(size,)` int64, the `global_indexes` as a read-only array.
-        dropped_indexes: int64, the indexes of samples that the sampler left out of this rank's batch, as the option
-            `overlong="drop"` does. They are not in `indexes`, and every part of the batch has all of them:
-            `clear_samples`, `ack` and `release` of any part include them.
-        fields: specs of the fields: of a claim the requested ones, of a put those written. In answers about samples
-            (`lookup_samples`, `put(return_meta="all")`) the fields that at least one sample has.
-        steps: the optimizer steps and packs to use the samples in; plain micro-batches are one step.
-        totals: for a rank's batch, sums over all ranks for each of its steps, the same on all ranks; for a micro-batch
-            of a loader those of its step; otherwise ().
-        end: with "end": counts of all samples by outcome; otherwise None.
-        locations: locations of cells, for fields with known locations; `get_data` queries those of others.
-        claim_id: the claim of a queue worker, for `ack`, `extend` and `release`; otherwise empty.
-        task_name: the consumer that claimed it; empty if none did.
-        lease_seconds: remaining lease time when the answer was sent; None if the samples are not leased.
-        delivery_counts: for leased samples, the number of deliveries of each to the task, including this one.
-        consumption: for a look-up with a task, `(size,)` uint8: the state of each sample for the task, a number of
-            `SampleConsumption`; otherwise None. See `consumed`.
-        waiting_for: with "not_yet": the reason for the wait; None if the call did not request it, see `get_meta`.
-        revision: for a look-up: its revision, which `watch` can start from; otherwise None.
-        admitted: for prompts claimed with `admit`: their slots, those of the first prompt first; otherwise None.
+        incarnation: incarnation of the partition, 16 random bytes. It changes if the partition is cleared and created
+            again.
+        epoch: epoch of the task, incremented by each reset; 0 for batches without a task.
+        indexes: global indexes of the samples, a read-only int64 array `(size,)`.
+        dropped_indexes: int64 global indexes of samples that the sampler dropped from this rank's batch, for example
+            with the option `overlong="drop"`. They are not in `indexes`. Every part of the batch has all of them, and
+            `clear_samples`, `ack` and `release` of any part apply to them too.
+        fields: specs of fields. For a claim, the requested fields; for a put, the fields written; for results of
+            `lookup_samples` and `put(return_meta="all")`, the fields that at least one sample has.
+        steps: the optimizer steps and packs in which to use the samples; plain micro-batches form one step.
+        totals: for a rank's batch, the sums over all ranks for each of its steps, identical on all ranks; for a
+            micro-batch of a loader, the sums for its step; otherwise ().
+        end: with status "end", counts of all samples by outcome; otherwise None.
+        locations: known locations of cells; `get_data` queries the locations of other fields.
+        claim_id: id of the queue worker's claim, used by `ack`, `extend` and `release`; otherwise empty.
+        task_name: the task that claimed the batch; empty if it was not claimed.
+        lease_seconds: remaining lease time when the service answered; None if the samples are not leased.
+        delivery_counts: for leased samples, how often each was delivered to the task, including this delivery.
+        consumption: for a look-up with a task, the state of each sample for the task, a uint8 array `(size,)` of
+            `SampleConsumption` values; otherwise None. See `consumed`.
+        waiting_for: with status "not_yet", the reason for the wait; None if the call did not request the reason (see
+            `explain` of `get_meta`).
+        revision: for a look-up, its revision, from which `watch` can start; otherwise None.
+        admitted: for prompts claimed with `admit`, their slots, ordered by prompt; otherwise None.
     """
 
     status: Status = "batch"
@@ -392,7 +397,7 @@ class BatchMeta:
     group_column: tuple[str, ...] = field(default=(), metadata={"column": SampleColumn("groups")})
     rollout_column: tuple[str, ...] = field(default=(), metadata={"column": SampleColumn("rollouts")})
     meta_columns: tuple[MetaColumn, ...] = field(default=(), metadata={"column": MetaColumns("custom_meta")})
-    # For each of `fields`, which samples have it; empty if unknown.
+    # One array per entry of `fields`: whether each sample has the field. Empty if unknown.
     produced_columns: tuple[NDArray[np.bool_], ...] = ()
 
     def __post_init__(self) -> None:
@@ -412,9 +417,9 @@ class BatchMeta:
         revision: Revision | None = None,
         admitted: BatchMeta | None = None,
     ) -> BatchMeta:
-        """Return the batch in a message received by a client with this namespace; the message must not be changed.
+        """Return the batch in a message received by a client with this namespace. Do not modify the message afterwards.
 
-        Steps, locations and columns are decoded on first access: few callers need all of them.
+        Steps, locations and columns are decoded on first access, since few callers need all of them.
         """
         indexes = read_indexes(message)
         unread: dict[str, Any] = {
@@ -451,29 +456,29 @@ class BatchMeta:
 
     @property
     def full_partition_id(self) -> str:
-        """The service's name of the partition: "run-7/train" for "train" of the namespace "run-7"."""
+        """Full name of the partition on the service, such as "run-7/train" for "train" in the namespace "run-7"."""
         return Namespace(self.namespace).full_name(self.partition_id)
 
     @property
     def leased_claim(self) -> pb.LeasedClaim | None:
-        """The claim that writes to its samples are checked against; None: they do not belong to one leased claim."""
+        """The claim that writes to the samples are checked against; None if they are not from one leased claim."""
         if self.lease_seconds is None or not self.claim_id:
             return None
         return pb.LeasedClaim(task_name=self.task_name, claim_request_id=self.claim_id)
 
     @property
     def consumed(self) -> NDArray[np.bool_] | None:
-        """For a look-up with a task: whether each sample is consumed `(size,)`, including leased ones; else None."""
+        """For a look-up with a task: whether each sample is consumed or leased `(size,)`; otherwise None."""
         return self._is_in(SampleConsumption.CONSUMED, SampleConsumption.LEASED)
 
     @property
     def leased(self) -> NDArray[np.bool_] | None:
-        """For a look-up with a task: whether each sample is leased and not acknowledged `(size,)`; else None."""
+        """For a look-up with a task: whether each sample is leased and unacknowledged `(size,)`; otherwise None."""
         return self._is_in(SampleConsumption.LEASED)
 
     @property
     def dead_lettered(self) -> NDArray[np.bool_] | None:
-        """For a look-up with a task: whether each sample is dead-lettered `(size,)`; else None."""
+        """For a look-up with a task: whether each sample is dead-lettered `(size,)`; otherwise None."""
         return self._is_in(SampleConsumption.DEAD_LETTERED)
 
     def _is_in(self, *states: SampleConsumption) -> NDArray[np.bool_] | None:
@@ -481,12 +486,12 @@ class BatchMeta:
 
     @property
     def reason(self) -> str:
-        """With "not_yet": the reason for the wait, as a sentence; empty if the call did not request it."""
+        """With status "not_yet": the reason for the wait, as a sentence; empty if the call did not request it."""
         return "" if self.waiting_for is None else self.waiting_for.text
 
     @property
     def skipped_count(self) -> int:
-        """With "end": the number of samples that the task will never get."""
+        """With status "end": the number of samples that the task will never get."""
         return 0 if self.end is None else self.end.skipped_count
 
     @property
@@ -505,41 +510,41 @@ class BatchMeta:
 
     @property
     def handled_indexes(self) -> NDArray[np.int64]:
-        """Indexes of the samples and of the dropped ones, for `clear_samples`, `ack` and `release`."""
+        """Indexes of the samples and the dropped samples, as used by `clear_samples`, `ack` and `release`."""
         return np.concatenate([self.indexes, self.dropped_indexes]) if self.dropped_indexes.size else self.indexes
 
     @property
     def keys(self) -> list[str | None]:
-        """The key of each sample, None for one without."""
+        """The key of each sample, or None for a sample without a key."""
         return _names(self.key_column, self.size)
 
     @property
     def groups(self) -> list[str | None]:
-        """The group of each sample, None for one without."""
+        """The group of each sample, or None for a sample without a group."""
         return _names(self.group_column, self.size)
 
     @property
     def rollouts(self) -> list[str | None]:
-        """The rollout of each sample, None for one without."""
+        """The rollout of each sample, or None for a sample without a rollout."""
         return _names(self.rollout_column, self.size)
 
     @property
     def custom_meta(self) -> list[dict[str, Any]]:
-        """The custom_meta of each sample, null as None; built on every access."""
+        """The custom_meta of each sample, with JSON null as None; built anew on every access."""
         return meta_columns_to_rows(self.meta_columns, self.size)
 
     @property
     def data_fields(self) -> list[str]:
-        """Names of the fields."""
+        """Names of the batch's fields."""
         return [spec.name for spec in self.fields]
 
     @property
     def produced(self) -> dict[str, NDArray[np.bool_]]:
-        """Which samples had each field when the service answered: `(size,)` arrays by field name.
+        """Which samples had each field when the service answered, as `(size,)` bool arrays by field name.
 
-        Known for claims, whose samples all have all fields, for answers of `lookup_samples` and
-        `put(return_meta="all")`, and for batches selected or concatenated from these. Other fields, such as
-        those just written by a put, are left out.
+        This is known for claims, whose samples have all fields; for results of `lookup_samples` and
+        `put(return_meta="all")`; and for batches selected or concatenated from these. Other fields are omitted, such as
+        those just written by a put.
         """
         if self.produced_columns:
             return dict(zip(self.data_fields, self.produced_columns, strict=True))
@@ -548,16 +553,16 @@ class BatchMeta:
 
     @property
     def micro_batches(self) -> list[list[int]]:
-        """Positions of the samples of each pack, of all steps in order; a pack without samples is an empty list."""
+        """Positions of the samples of each pack, over all steps in order; an empty list for a pack without samples."""
         return [list(pack.positions) for step in self.steps for pack in step.packs]
 
     def select_samples(self, positions: Sequence[int] | NDArray[Any]) -> BatchMeta:
-        """Return the batch of the samples at `positions`, in this order; steps keep the selected samples.
+        """Return the batch with only the samples at `positions`, in this order; its steps contain only these samples.
 
-        It is a part of the same claim; a part of a leased claim can be acknowledged or released separately.
+        The result belongs to the same claim. A part of a leased claim can be acknowledged or released separately.
 
         Raises:
-            InvalidArgumentError: a position is outside the batch or is repeated.
+            InvalidArgumentError: a position is outside the batch or repeated.
         """
         chosen = np.asarray(positions, dtype=np.int64 if len(positions) == 0 else None)
         if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
@@ -567,14 +572,14 @@ class BatchMeta:
         chosen = chosen.astype(np.int64)
         if chosen.size and (chosen.min() < 0 or chosen.max() >= self.size):
             raise InvalidArgumentError(
-                f"positions go from {chosen.min()} to {chosen.max()}, expected 0 to {self.size - 1}; give "
+                f"positions range from {chosen.min()} to {chosen.max()}, expected 0 to {self.size - 1}. Pass "
                 "positions in the batch, not global indexes",
                 field="positions",
             )
         new_position = np.full(self.size, -1, np.int64)
         new_position[chosen] = np.arange(chosen.size)
         if np.count_nonzero(new_position >= 0) != chosen.size:
-            raise InvalidArgumentError("a position is repeated; select each sample once", field="positions")
+            raise InvalidArgumentError("positions repeat a sample; expected each at most once", field="positions")
         steps = _select_steps(self.steps, new_position)
         admitted = self.admitted
         if admitted is not None and self.size:
@@ -603,7 +608,7 @@ class BatchMeta:
         unknown = [name for name in names if name not in by_name]
         if unknown:
             raise InvalidArgumentError(
-                f"the batch has no field {unknown[0]!r}, it has {', '.join(map(repr, by_name)) or 'none'}",
+                f"the batch has no field {unknown[0]!r}; its fields: {', '.join(map(repr, by_name)) or 'none'}",
                 field="data_fields",
             )
         return replace(
@@ -614,7 +619,7 @@ class BatchMeta:
         )
 
     def chunk(self, count: int) -> list[BatchMeta]:
-        """Return `count` batches of adjacent samples, as equal in size as possible; some are empty if `count` > size.
+        """Return `count` batches of adjacent samples, as equal in size as possible; some are empty if `count` > `size`.
 
         Raises:
             InvalidArgumentError: `count` is less than 1.
@@ -627,23 +632,23 @@ class BatchMeta:
     def concat(parts: Sequence[BatchMeta]) -> BatchMeta:
         """Return the concatenation of several batches.
 
-        Parts of one claim stay a part of it. A batch from several claims belongs to none of them: acknowledge or
-        release its parts separately. A field that is dense in one part and jagged in a later one is jagged. A sample
-        may occur several times, as in batches drawn with replacement.
+        Parts of the same claim form a part of this claim. A batch concatenated from several claims belongs to none of
+        them; acknowledge or release its parts separately. A field that is dense in one part and jagged in a later part
+        becomes jagged. A sample may occur several times, as in batches drawn with replacement.
 
         Raises:
-            InvalidArgumentError: no parts, parts of different incarnations, epochs or fields, or one whose status is
-                not "batch".
+            InvalidArgumentError: there are no parts; the parts have different partitions, incarnations, epochs or
+                fields; or the status of a part is not "batch".
         """
         if not parts:
-            raise InvalidArgumentError("no batches to concatenate; give at least one", field="parts")
+            raise InvalidArgumentError("parts is empty; expected at least one batch", field="parts")
         first = parts[0]
         for part in parts:
             for name in ("full_partition_id", "incarnation", "epoch", "data_fields"):
                 if getattr(part, name) != getattr(first, name):
                     raise InvalidArgumentError(
-                        f"batches differ in {name}: {getattr(first, name)!r} and {getattr(part, name)!r}; concatenate "
-                        "batches of one partition, incarnation and epoch with the same fields (select_fields)",
+                        f"parts differ in {name}: {getattr(first, name)!r} and {getattr(part, name)!r}. Concatenate "
+                        "only batches of one partition, incarnation and epoch with the same fields (see select_fields)",
                         field="parts",
                     )
             if part.status != "batch":
@@ -677,7 +682,7 @@ class BatchMeta:
             self._identity() == other._identity()
             and np.array_equal(self.indexes, other.indexes)
             and np.array_equal(self.dropped_indexes, other.dropped_indexes)
-            # Compared as text: 1, 1.0 and true differ, nan equals nan.
+            # Compared as JSON text, in which 1, 1.0 and true differ and NaN equals NaN.
             and json.dumps(self._own_values(), sort_keys=True) == json.dumps(other._own_values(), sort_keys=True)
         )
 
@@ -707,7 +712,7 @@ OWN_COLUMNS: Final = [name for name, column in SAMPLE_COLUMNS.items() if column.
 
 
 class _ReadOnce:
-    """An attribute of `BatchMeta` that is decoded on first access; threads that race get equal values."""
+    """An attribute of `BatchMeta` that is decoded on first access; racing threads get equal values."""
 
     def __init__(self, slot: Any) -> None:
         self._slot = slot
@@ -736,13 +741,13 @@ def _read_totals(totals: Iterable[pb.StepTotals]) -> tuple[StepTotals, ...]:
 
 
 def _select_steps(steps: Sequence[Step], new_position: NDArray[np.int64]) -> dict[int, Step]:
-    """Return the steps over a selection of the samples, by their numbers in the original batch.
+    """Return the steps restricted to a selection of the samples, by their numbers in the original batch.
 
-    A pack that loses samples loses its padding too. Packs and steps that lose all samples are left out.
+    A pack that loses samples also loses its padding. Packs and steps that lose all samples are omitted.
 
     Args:
-        steps: the steps over the original batch.
-        new_position: for each sample of the batch its position in the selection, or -1.
+        steps: the steps of the original batch.
+        new_position: for each sample of the original batch, its position in the selection, or -1.
     """
     selected = {}
     for number, step in enumerate(steps):
@@ -765,7 +770,7 @@ def _select_steps(steps: Sequence[Step], new_position: NDArray[np.int64]) -> dic
 
 
 def _samples_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
-    """Return the concatenated samples of several batches with their metadata, as attributes of a batch."""
+    """Return the concatenated samples of several batches and their metadata, as attributes of a new batch."""
     sizes = [part.size for part in parts]
     return {
         "indexes": np.concatenate([part.indexes for part in parts]),
@@ -780,9 +785,9 @@ def _samples_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
 
 
 def _fields_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
-    """Return the fields of several batches and, if known for all, which samples have them.
+    """Return the concatenated fields of several batches and, if known for all batches, which samples have them.
 
-    If known, these are the fields that at least one batch has, otherwise the fields that all have.
+    If it is known which samples have them, these are the fields of at least one batch, otherwise those of all batches.
     """
     found: dict[str, list[FieldSpec]] = {}
     for part in parts:
@@ -802,7 +807,8 @@ def _fields_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
 def _spec_of_all(specs: Sequence[FieldSpec]) -> FieldSpec:
     """Return the current spec of a field, merged from its specs in several batches.
 
-    It may have become jagged in between. If the field was dropped and created differently, only the last batches count.
+    The field may have become jagged between two batches. If the field was dropped and created differently, earlier
+    batches are ignored.
     """
 
     def kind(spec: FieldSpec) -> object:
@@ -812,7 +818,7 @@ def _spec_of_all(specs: Sequence[FieldSpec]) -> FieldSpec:
 
 
 def joined(parts: Sequence[BatchMeta]) -> BatchMeta:
-    """Return the samples of several pages, with the merged specs of their fields.
+    """Return the samples of several pages as one batch, with merged field specs.
 
     Raises:
         StaleIncarnationError: the partition was cleared and created again between two pages.
@@ -824,7 +830,7 @@ def joined(parts: Sequence[BatchMeta]) -> BatchMeta:
         if part.incarnation != last.incarnation:
             raise StaleIncarnationError(
                 f"partition {last.partition_id!r} was cleared and created again between two pages of samples; "
-                "ask again",
+                "repeat the call",
                 metadata={
                     "partition_id": last.partition_id,
                     "got": part.incarnation.hex(),
@@ -835,7 +841,7 @@ def joined(parts: Sequence[BatchMeta]) -> BatchMeta:
 
 
 def select(values: Any, positions: Indexes) -> Any:
-    """Return the values at `positions` of a tuple or array with one value per sample; an empty tuple stays empty."""
+    """Return the values at `positions` from a tuple or array with one value per sample; an empty tuple stays empty."""
     if isinstance(values, np.ndarray):
         return values[positions]
     return tuple(values[position] for position in positions.tolist()) if values else values
@@ -846,20 +852,20 @@ def _names(column: tuple[str, ...], size: int) -> list[str | None]:
 
 
 def overwritten(old: BatchMeta, new: object) -> dict[str, Any]:
-    """Return the samples' own columns of a batch after a write; `new` has attributes of the same names."""
+    """Return the samples' own columns of a batch after a write; `new` has these columns as attributes."""
     return {name: SAMPLE_COLUMNS[name].overwrite(getattr(old, name), getattr(new, name)) for name in OWN_COLUMNS}
 
 
 def check_is_batch(metadata: BatchMeta) -> None:
-    """Raise InvalidArgumentError if the status is "not_yet" or "end": such batches name no samples."""
+    """Raise InvalidArgumentError if the batch has status "not_yet" or "end", since it then contains no samples."""
     if metadata.status != "batch":
         raise InvalidArgumentError(
-            f"metadata has status {metadata.status!r}, expected 'batch'; look at the status before using its samples",
+            f"metadata has status {metadata.status!r}, expected 'batch'. Check the status before you use the samples",
             field="metadata",
         )
 
 
 def in_parts(names: Sequence[Any] | Indexes) -> Iterator[Sequence[Any] | Indexes]:
-    """Yield the names of samples in parts small enough for one call; at least one part."""
+    """Yield sample names in parts small enough for one call; yields at least one part."""
     for start in range(0, max(1, len(names)), NAMED_AT_ONCE):
         yield names[start : start + NAMED_AT_ONCE]

@@ -1,11 +1,11 @@
-"""Calls of one event loop multiplexed in one stream, each with its own result.
+"""Calls of one event loop that are multiplexed in one stream, each with a separate result.
 
-    sent -> answered | failed, each with its own status
-         -> the stream breaks: UNAVAILABLE, so the caller retries under the same request id
-         -> the stream is refused: `RefusedError`, so the caller makes a separate call at once
+    sent -> answered or failed, each call with a separate status
+         -> the stream breaks: UNAVAILABLE, so that the caller retries with the same request id
+         -> the stream is refused: `RefusedError`, so that the caller makes a separate call at once
 
-If a call is cancelled or reaches its deadline, it is not sent, or is cancelled at the service. A stream ends after some
-idle seconds.
+A call that is cancelled or reaches its deadline is not sent, or is cancelled at the service if it was sent. A stream
+ends after some seconds without calls.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ _BROKEN: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
 
 
 class RefusedError(Exception):
-    """The stream was refused, or ended without breaking: its calls are to be made separately."""
+    """The stream was refused or ended normally, so its calls must be made separately."""
 
 
 class CallStream:
-    """Calls multiplexed in one stream.
+    """A stream of multiplexed calls.
 
     Args:
-        channel: the channel to open it on.
+        channel: channel on which the stream is opened.
         name: full name of the method `CallMany`.
         token: authorization metadata of the calls.
 
     Attributes:
-        token: as given.
-        is_over: whether it accepts no more calls.
-        is_refused: whether the service ended it with an error that is not temporary.
-        ended_at: time of its end, by `time.monotonic`.
+        token: authorization metadata of the calls.
+        is_over: whether the stream accepts no further calls.
+        is_refused: whether the service ended the stream with a permanent error.
+        ended_at: time when the stream ended, on the clock `time.monotonic`.
     """
 
     def __init__(self, channel: Any, name: str, token: Metadata | None) -> None:
@@ -71,20 +71,20 @@ class CallStream:
 
     @property
     def has_place(self) -> bool:
-        """Whether another call may be added."""
+        """Whether another call can be added to the stream."""
         return len(self._waiting) < MOST_BATCHED_CALLS
 
     async def make(self, method: str, request: bytes, seconds: float, trace: Metadata) -> bytes:
-        """Return the serialized answer of a call.
+        """Make a call in the stream, and return its serialized answer.
 
         Args:
-            method: its name, such as "GetMeta".
-            request: serialized.
-            seconds: timeout of the call.
-            trace: metadata with its trace context.
+            method: name of the method, such as "GetMeta".
+            request: the serialized request.
+            seconds: timeout of the call in seconds.
+            trace: metadata with the trace context of the call.
 
         Raises:
-            grpc.RpcError: the call has failed, or the stream broke.
+            grpc.RpcError: the call failed, or the stream broke.
             RefusedError: the call was not made in this stream.
         """
         call_id = next(self._ids)
@@ -104,7 +104,7 @@ class CallStream:
             self._used_at = time.monotonic()
 
     def _drop(self, call_id: int) -> None:
-        """Withdraw a call, or cancel it if it was sent."""
+        """Remove a call that was not sent yet, or cancel it at the service."""
         for place, asked in enumerate(self._next.calls):
             if asked.call_id == call_id:
                 del self._next.calls[place]
@@ -113,7 +113,7 @@ class CallStream:
         self._has_more.set()
 
     async def _write_all(self) -> None:
-        with suppress(grpc.RpcError, asyncio.InvalidStateError):  # the call has ended: the reader has the reason
+        with suppress(grpc.RpcError, asyncio.InvalidStateError):  # the stream has ended, and the reader has the reason
             while not self.is_over:
                 await self._has_more.wait()
                 self._has_more.clear()
@@ -154,7 +154,7 @@ class CallStream:
         answered.set_exception(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailers, details=status.message))
 
     def _end(self, end: Callable[[asyncio.Future[bytes]], object]) -> None:
-        """End all calls, each with `end`."""
+        """End the stream, and complete each waiting call with the function `end`."""
         self.is_over, self.ended_at = True, time.monotonic()
         self._writer.cancel()
         self._timer.cancel()
@@ -163,7 +163,7 @@ class CallStream:
                 end(answered)
 
     def _end_if_idle(self) -> None:
-        """End the stream if it has been idle for long enough."""
+        """End the stream if it has been idle for long enough, otherwise check again later."""
         left = self._used_at + _IDLE_SECONDS - time.monotonic()
         if self._waiting or left > 0:
             self._timer = self._loop.call_later(max(left, _IDLE_SECONDS / 2), self._end_if_idle)
@@ -172,7 +172,7 @@ class CallStream:
             self._has_more.set()
 
     def close(self) -> None:
-        """Cancel all calls."""
+        """End the stream and cancel all of its calls."""
         self._end(asyncio.Future.cancel)
         self._reader.cancel()
         self._call.cancel()
@@ -185,7 +185,7 @@ def _expire(answered: asyncio.Future[bytes]) -> None:
 
 
 def _copied(failure: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
-    """Return a copy of an error for one of several calls: each adds its own traceback."""
+    """Return a copy of an error, one per call, since each call adds a separate traceback."""
     return grpc.aio.AioRpcError(
         failure.code(),
         failure.initial_metadata(),

@@ -1,7 +1,7 @@
-"""Diagnosis of an address that gRPC cannot reach: gRPC names the failure of the last address it tried, not the cause.
+"""Diagnosis of unreachable addresses. gRPC only reports the failure of the last address that it tried.
 
-A name such as "localhost" has two addresses, ::1 and 127.0.0.1. If a service at the second one speaks TLS and the
-client does not, gRPC reports "connection refused": ::1 refused last.
+For example, "localhost" has two addresses, ::1 and 127.0.0.1. If the service at the second address uses TLS and the
+client does not, gRPC reports "connection refused", because ::1 was tried last and refused the connection.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from tq_service.addresses import cause_of, hosts_and_ports
 from tq_service.wire.connection import CA_VARIABLE, Tls
 
 _EXPIRED: Final = 10  # OpenSSL's X509_V_ERR_CERT_HAS_EXPIRED
-_STEP_SECONDS: Final = 0.5  # to connect, and again for an answer
+_STEP_SECONDS: Final = 0.5  # to connect, and as long again for an answer
 _MOST_ADDRESSES: Final = 4
 
-# The HTTP/2 connection preface with an empty SETTINGS frame, RFC 9113, sections 3.4 and 6.5.
+# The HTTP/2 connection preface with an empty SETTINGS frame; see RFC 9113, sections 3.4 and 6.5.
 _HTTP2_HELLO: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 _FRAME_HEADER_BYTES: Final = 9
 _SETTINGS_FRAME: Final = 4
 
 
 def find_fault(address: str, tls: Tls | None) -> str | None:
-    """Diagnose the first address with a listener; return its fault, or None if nothing listens or no fault is found.
+    """Diagnose the first address that accepts connections. Return its fault; None without such an address or a fault.
 
-    Takes up to two seconds per address of the name. Call it in a thread.
+    The diagnosis takes up to two seconds per address of the name, so call it in a thread.
 
     Args:
-        address: in gRPC's syntax; an address without host and port is not checked.
-        tls: TLS settings of the client; None for plaintext.
+        address: the address in gRPC's syntax; an address without host and port is not checked.
+        tls: TLS settings of the client; None: plaintext.
     """
-    targets: dict[tuple[str, int], str] = {}  # with the host name of each
+    targets: dict[tuple[str, int], str] = {}  # host names by address
     for host, port in hosts_and_ports(address):
         try:
             for *_, found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
@@ -46,11 +46,11 @@ def find_fault(address: str, tls: Tls | None) -> str | None:
         except OSError:
             continue
         try:
-            with first:  # closed even if it is reset before anything is sent
+            with first:  # close it even if it is reset before anything is sent
                 return _fault_of(first, shown, host, tls)
         except TimeoutError:
             return f"{shown} accepts connections but does not answer"
-        except OSError:  # closed by the other side, which gRPC reports as well
+        except OSError:  # closed by the server, which gRPC itself reports
             return None
     return None
 
@@ -61,17 +61,17 @@ def _fault_of(first: ssl.SSLSocket, shown: str, host: str, tls: Tls | None) -> s
     first.close()
     if speaks_tls:
         if tls is None:
-            return f"{shown} speaks TLS and this client does not; give tls=, or set {CA_VARIABLE}"
-        # The CA certificates that gRPC uses by default are not available here.
+            return f"{shown} speaks TLS and this client does not; pass tls=, or set {CA_VARIABLE}"
+        # The CA certificates that gRPC uses by default are not available in this process.
         return None if tls.ca is None else _fault_of_certificate(target, host, tls)
     try:
         answer = _greet(socket.create_connection(target, _STEP_SECONDS))
     except ConnectionError:
         answer = b""
     if not answer:
-        return f"{shown} closes new connections without an answer; the service may have max_connections"
+        return f"{shown} closes new connections without an answer; it may have reached max_connections"
     if tls is not None:
-        return f"{shown} does not speak TLS and this client does; leave out tls= and {CA_VARIABLE}, or serve with TLS"
+        return f"{shown} does not speak TLS and this client does; omit tls= and {CA_VARIABLE}, or serve with TLS"
     is_http2 = len(answer) == _FRAME_HEADER_BYTES and answer[3] == _SETTINGS_FRAME
     return None if is_http2 else f"the server at {shown} does not speak gRPC"
 
@@ -82,7 +82,7 @@ def _fault_of_certificate(target: tuple[str, int], host: str, tls: Tls) -> str |
         if tls.cert is not None:
             context.load_cert_chain(tls.cert, tls.key)
         context.set_alpn_protocols(["h2"])
-        # With TLS 1.3 the server checks the client's certificate after the client has finished its handshake.
+        # With TLS 1.3, the server checks the client's certificate only after the client has completed its handshake.
         with _connected(context, target, host) as connection:
             connection.do_handshake()
             answer = _greet(connection)
@@ -93,7 +93,7 @@ def _fault_of_certificate(target: tuple[str, int], host: str, tls: Tls) -> str |
         answer = b""
     if len(answer) == _FRAME_HEADER_BYTES or tls.cert is not None:
         return None
-    return "the service ends connections without a client's certificate; give cert and key in tls="
+    return "the service closes connections without a client certificate; pass cert and key in tls="
 
 
 def _speaks_tls(connection: ssl.SSLSocket) -> bool:
@@ -114,9 +114,9 @@ def _any_service() -> ssl.SSLContext:
 
 
 def _connected(context: ssl.SSLContext, target: tuple[str, int], host: str | None = None) -> ssl.SSLSocket:
-    """Return a connection before its handshake. The handshake checks `host` if the context requires that."""
+    """Return a connection before its TLS handshake, which checks `host` if the context requires it."""
     family = socket.AF_INET6 if ":" in target[0] else socket.AF_INET
-    # Wrapped before it is connected: `wrap_socket` does not close a connection that is reset in between.
+    # Wrap the socket before connecting: `wrap_socket` does not close a connection that is reset during the call.
     secured = context.wrap_socket(socket.socket(family), server_hostname=host, do_handshake_on_connect=False)
     try:
         secured.settimeout(_STEP_SECONDS)
@@ -128,7 +128,7 @@ def _connected(context: ssl.SSLContext, target: tuple[str, int], host: str | Non
 
 
 def _greet(connection: socket.socket) -> bytes:
-    """Return the header of the first frame sent to an HTTP/2 client; less if the connection ends earlier."""
+    """Return the header of the first frame sent to an HTTP/2 client; shorter if the connection ends earlier."""
     with connection, connection.makefile("rb") as answers:
         connection.sendall(_HTTP2_HELLO)
         return answers.read(_FRAME_HEADER_BYTES)

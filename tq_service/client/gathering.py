@@ -1,21 +1,21 @@
-"""Small puts of one client that are sent in one call: which puts are combined, and which of their callers sends them.
+"""Combination of small puts of one client into one call: which puts are combined, and which caller sends the call.
 
-Puts that can be combined form a line. If fewer than two calls of a line are in flight, a new put is sent at once by its
-own caller. Otherwise it waits, and the next call takes the puts waiting at that moment: no timer is involved.
+Puts that can be combined form a line. If fewer than two calls of a line are in flight, the caller of a new put sends it
+at once. Otherwise the put waits, and the next call takes all puts waiting at that moment, so no timer is involved.
 
     waiting -- the leading caller takes it and sends a batch --> sent -- answered --> each caller gets its part
                                                                       | refused: nothing was written
                                                                       v
                                                               each put is sent separately
 
-One caller leads a batch: it sends the batch, with its own deadline. If it times out or is cancelled before the outcome
-is known, another caller leads and sends the same bytes under the same id again.
+One caller leads a batch, that is, sends it with the caller's own deadline. If the leader times out or is cancelled
+before the outcome is known, another caller leads and sends the same bytes again under the same id.
 
-Puts of a line never wait for capacity at the service, which would hold up the others. The service refuses them
-instead; they are then sent separately and wait there, outside the line.
+Puts of a line never wait for capacity at the service, since they would delay the other puts. The service refuses them
+instead, and they are then sent separately and wait there, outside the line.
 
-This module is shared by asyncio and threads. A `Lines` belongs to one event loop, or one process, and is guarded by its
-lock. The lock is never held while waiting, and never used in a forked child.
+asyncio and threads share this module. A `Lines` belongs to one event loop or one process and is guarded by its lock.
+The lock is never held during a wait and never used in a forked child.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from tq_service.v1.storage_service_pb2 import PutHeader
 from tq_service.wire.columns import INLINE_BYTES, SourceColumn, is_on_host, put_header, stacked
 
 MOST_ROWS: Final = 256
-"""Rows of one batch, which also has at most `INLINE_BYTES` of values."""
+"""Maximum number of rows in a batch. A batch also has at most `INLINE_BYTES` of values."""
 
 _MOST_UNDER_WAY: Final = 2
 
 _OUTCOME_UNKNOWN: Final = (UnavailableError, DeadlineError, CallCancelledError, InternalError)
 _NOT_LOOKED_UP: Final = (LimitExceededError, DiskFullError, UnauthenticatedError, PermissionDeniedError)
-"""Errors of calls refused before the service checked whether an earlier try had succeeded."""
+"""Errors of calls that were refused before the service checked whether an earlier try had succeeded."""
 
 
 def seconds_without_capacity(refusal: TqError) -> float | None:
-    """Return for how long capacity may be missing for a refused put; None if it was refused for another reason."""
+    """Return the seconds for which a refused put may lack capacity, or None if it was refused for another reason."""
     if not isinstance(refusal, ResourceExhaustedError) or isinstance(refusal, _NOT_LOOKED_UP):
         return None
     return refusal.retry_after_seconds
@@ -67,16 +67,17 @@ def seconds_without_capacity(refusal: TqError) -> float | None:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Put:
-    """The put of one call.
+    """The put made by one call.
 
     Attributes:
-        kind: the response type, which determines the call: Commit (a put of columns includes it) or Insert.
-        columns: columns of new or existing samples; empty: only metadata.
-        write: the samples.
-        for_existing_rows: whether all samples exist already.
-        return_all_meta: whether to return all metadata of the samples.
-        size_bytes: bytes of all values.
-        likeness: puts with equal values can be combined; None: this put is always sent separately.
+        kind: the response type, which determines the call: Commit (included in a put with columns) or Insert.
+        columns: columns of new or existing samples; empty if the put has only metadata.
+        write: the samples to write.
+        for_existing_rows: whether all samples already exist.
+        return_all_meta: whether to return all metadata of the samples instead of only what was written.
+        size_bytes: total bytes of all values.
+        likeness: key of the puts that this put can be combined with, equal for all of them; None: it is always sent
+            separately.
     """
 
     kind: type[commit_pb2.CommitResponse] | type[pb.InsertResponse] = commit_pb2.CommitResponse
@@ -99,7 +100,7 @@ class Put:
         if not is_small or not isinstance(write.partition_id, str) or not is_on_host(self.columns):
             return None
         if any(column.json is not None or not column.present.all() for column in write.meta_columns):
-            return None  # of several types, or removals: their effect depends on the order of writes
+            return None  # mixed types or removals: the result depends on the order of writes
         samples = None
         if metadata is not None:
             is_fenced = write.claim is not None
@@ -114,7 +115,7 @@ class Put:
             bool(write.key_column),
             bool(write.group_column),
             bool(write.rollout_column),
-            # These may be any objects; invalid ones are refused later.
+            # These values may be any objects; the service refuses invalid ones later.
             f"{write.key_mode} {write.state} {write.group_size} {write.ends_rollouts}",
             tuple((column.name, column.values.dtype.kind) for column in write.meta_columns),
             tuple(_rows_of(column.spec) for column in self.columns),
@@ -122,18 +123,18 @@ class Put:
 
 
 def _rows_of(spec: FieldSpec) -> Hashable:
-    """Return a key that is equal for rows of puts that can be stacked in one column, see `stacked`."""
+    """Return a key that is equal for rows that can be stacked in one column; see `stacked`."""
     return (spec.name, spec.dtype, len(spec.row_shape)) if spec.layout is Layout.DENSE and spec.row_shape else spec
 
 
 class JointPut:
-    """One or several puts in their wire form: the same bytes for each try.
+    """One or more puts in their wire form, which is sent unchanged in each try.
 
     Attributes:
-        kind: the response type.
-        columns: columns of all puts; empty: only metadata.
-        header: header of the put, including the commit; without columns only the commit.
-        request: the commit or insert.
+        kind: response type of the call.
+        columns: columns of all puts; empty if the puts have only metadata.
+        header: header of the put, including the commit; without columns, only the commit.
+        request: the commit or insert request.
     """
 
     def __init__(self, puts: Sequence[Put], *, is_gathered: bool = False) -> None:
@@ -153,7 +154,7 @@ class JointPut:
         self.request: Any
         if self.kind is pb.InsertResponse:
             self.request = pb.InsertRequest(request_id=new_id(), write=message)
-        else:  # built in the header, for a storage service that is also the controller: copying it would be slow
+        else:  # built in the header, as an embedded storage service needs it there and copying is slow
             self.request = self.header.commit
             self.request.request_id = new_id()
             self.request.return_all_meta = first.return_all_meta
@@ -161,7 +162,7 @@ class JointPut:
 
 
 class Answered:
-    """Answer of the service to one or several puts.
+    """The service's answer to one or more puts.
 
     Args:
         answer: answer of the service.
@@ -174,7 +175,7 @@ class Answered:
         self._known = joined([BatchMeta.from_proto(part, namespace) for part in all_meta]) if all_meta else None
 
     def part(self, write: Write, start: int = 0) -> BatchMeta:
-        """Return the samples of one put; `start` is its first row."""
+        """Return the samples of one put, whose first row in the joint put is `start`."""
         written, known, rows = self._written, self._known, slice(start, start + write.row_count)
         if known is not None and known.size > write.row_count:
             known = known.select_samples(range(known.size)[rows])
@@ -184,16 +185,16 @@ class Answered:
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A put of a line, with its waiting caller.
+    """A put in a line, together with its waiting caller.
 
     Attributes:
         put: the put.
         deadline: deadline of the caller.
-        signal: wakes the caller: an `AsyncSignal` or `Signal`.
-        line: its line.
-        leads: whether the caller sends the batch, or is about to.
-        batch: the batch that includes it; None while it waits.
-        start: its first row in the batch.
+        signal: an `AsyncSignal` or `Signal` that wakes the caller.
+        line: the line that the put is in.
+        leads: whether the caller sends the batch or is about to send it.
+        batch: the batch that includes the put; None while the put waits.
+        start: position of the put's first row in the batch.
     """
 
     put: Put
@@ -205,7 +206,7 @@ class Member:
     start: int = 0
 
     def lead(self) -> None:
-        """Make the caller the leader and wake it."""
+        """Make the caller the leader of its batch and wake the caller."""
         self.leads = True
         self.signal.set()
 
@@ -215,33 +216,34 @@ class Member:
         return self.batch is not None and self.batch.is_over
 
     def answer(self) -> BatchMeta | None:
-        """Return the samples; None if the put must be sent separately."""
+        """Return the written samples, or None if the put must be sent separately."""
         answered = None if self.batch is None else self.batch.answered
         return None if answered is None else answered.part(self.put.write, self.start)
 
     def overdue(self) -> TqError:
-        """Return the error for a caller whose deadline has passed."""
+        """Return the error for a caller whose deadline has passed without an outcome."""
         if self.line.failure is not None:
             return unavailable_until(self.deadline, self.line.failure)
         timeout = f"{self.deadline.timeout:g} s"
         if self.batch is None:
             return DeadlineError(
-                f"the put was not sent within {timeout}; it waited for other puts that were not answered"
+                f"the put was not sent within {timeout}; it was waiting for other puts that were not answered"
             )
         return DeadlineError(f"the put was not answered within {timeout}; it may still be applied")
 
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Puts sent in one call.
+    """Puts that are sent in one call.
 
     Attributes:
-        members: the puts, in row order.
-        waiting: members whose callers wait.
-        joint: the wire form; None until it is sent.
-        answered: answer of the service; None if it refused the batch and each put is to be sent separately.
-        is_over: whether the outcome is known.
-        may_be_made: whether an earlier try has an unknown outcome.
+        members: puts of the batch, in row order.
+        waiting: members whose callers still wait.
+        joint: wire form of the puts; None until the batch is sent.
+        answered: answer of the service; None if the service refused the batch, so that each put must be sent
+            separately.
+        is_over: whether the outcome of the batch is known.
+        may_be_made: whether the outcome of an earlier try is unknown.
     """
 
     members: Sequence[Member]
@@ -252,27 +254,27 @@ class Batch:
     may_be_made: bool = False
 
     def note(self, failure: TqError) -> None:
-        """Record the failure of a try."""
+        """Record the failure of one try."""
         if isinstance(failure, UnavailableError):
             self.members[0].line.failure = failure
         self.may_be_made |= isinstance(failure, _OUTCOME_UNKNOWN)
 
     def is_refused_by(self, failure: TqError) -> bool:
-        """Whether neither the failed try nor any earlier one wrote anything."""
+        """Return whether it is certain that neither the failed try nor an earlier one wrote anything."""
         kinds = (*_OUTCOME_UNKNOWN, *_NOT_LOOKED_UP) if self.may_be_made else _OUTCOME_UNKNOWN
         return not isinstance(failure, kinds)
 
 
 @dataclass(slots=True, eq=False)
 class Line:
-    """Puts that can be combined.
+    """Puts that can be combined with each other.
 
     Attributes:
-        likeness: their common key.
-        waiting: puts that were not sent yet, in order of arrival.
-        leader: the waiting put whose caller is about to send.
+        likeness: key shared by all puts of the line.
+        waiting: puts that have not been sent yet, in order of arrival.
+        leader: the waiting put whose caller is about to send a batch; None if there is none.
         batches: batches in flight.
-        failure: why the service is unavailable; None if it is available.
+        failure: error that shows why the service is unavailable; None while it is available.
     """
 
     likeness: Hashable
@@ -283,15 +285,15 @@ class Line:
 
 
 class Lines:
-    """The lines of the callers of one event loop, or of one process."""
+    """The lines of all callers in one event loop or one process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._lines: dict[Hashable, Line] = {}
-        self._awaited: list[tuple[set[Member], Any]] = []  # by closing clients, each with its signal
+        self._awaited: list[tuple[set[Member], Any]] = []  # puts that closing clients wait for, each with a signal
 
     def join(self, likeness: Hashable, put: Put, deadline: Deadline, signal: Any) -> Member:
-        """Add a put to the line of its kind. The caller must call `leave` at the end, and leads when told to."""
+        """Add a put to its line. The caller leads when it is woken as the leader, and must call `leave` at the end."""
         with self._lock:
             line = self._lines.get(likeness)
             if line is None:
@@ -302,14 +304,14 @@ class Lines:
         return member
 
     def take(self, leader: Member) -> Batch:
-        """Return the batch for a leading caller: one that another caller left, or a new one of waiting puts."""
+        """Return the batch that a leading caller must send: one left by its leader, or a new one of waiting puts."""
         with self._lock:
             if leader.batch is not None:
                 leader.batch.may_be_made = True
                 return leader.batch
             line, put = leader.line, leader.put
             waiting = line.waiting
-            # Half of the line, so the service works on one half while the other is encoded.
+            # Take half of the line, so that the service works on one half while the client encodes the other.
             most = (len(waiting) + sum(len(batch.members) for batch in line.batches) + 1) // 2
             waiting.remove(leader)
             members, size_bytes = [leader], put.size_bytes
@@ -327,17 +329,17 @@ class Lines:
         return batch
 
     def end(self, batch: Batch, answered: Answered | None) -> None:
-        """Record the answer of the service, None for a refusal, and wake all callers."""
+        """Record the service's answer to a batch (None: refused), and wake all waiting callers."""
         with self._lock:
             line = batch.members[0].line
             line.failure = None
             batch.answered = answered
             self._end(line, batch)
-            for member in batch.waiting:  # last, because their threads read the batch without the lock
+            for member in batch.waiting:  # last, since the woken threads read the batch without the lock
                 member.signal.set()
 
     def leave(self, member: Member) -> None:
-        """End the wait of a caller; if it led a batch whose outcome is unknown, another caller leads."""
+        """End the wait of a caller. If it led a batch whose outcome is unknown, another caller leads that batch."""
         with self._lock:
             line, batch = member.line, member.batch
             for members, signal in self._awaited:
@@ -358,9 +360,9 @@ class Lines:
                     _latest(batch.waiting).lead()
 
     def await_gathered(self, signal: Any) -> None:
-        """Set a signal once callers of gathered puts no longer wait; at once if no put is gathered.
+        """Set a signal once no caller waits for a gathered put; set it at once if no puts are gathered.
 
-        Counts all puts of lines with unsent puts: the batches in flight may be answered last.
+        All puts of a line with unsent puts are included, since batches in flight may be answered last.
         """
         with self._lock:
             lines = [line for line in self._lines.values() if line.waiting]
@@ -377,7 +379,7 @@ class Lines:
         self._go_on(line)
 
     def _go_on(self, line: Line) -> None:
-        """Let a waiting caller send if fewer than two calls are in flight; drop the line if it is empty."""
+        """If fewer than two calls are in flight, make a waiting caller the leader. Drop the line if it is empty."""
         if line.waiting:
             if line.leader is None and len(line.batches) < _MOST_UNDER_WAY:
                 line.leader = _latest(islice(line.waiting, MOST_ROWS))

@@ -1,4 +1,4 @@
-"""Fields shared by the samples of a group: each value is read once, and given to all samples of the group.
+"""Fields shared by the samples of a group: each value is read once and returned for all samples of the group.
 
 locations of n samples --> SharedRows: m distinct cells, and the cell of each sample
     --> m rows are read --> expand: n rows, sharing memory if possible
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from tq_service.client.landing import Landing
 
 GROUP_INDEX: Final = "group_index"
-"""Field added by `get_data(expand=False)`: for each sample its row in the group fields."""
+"""Field added by `get_data(expand=False)`: the row of each sample in the columns with group scope."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SharedRows:
-    """Rows of group fields over the samples of one batch.
+    """The rows of the fields with group scope in one batch.
 
     Attributes:
-        names: names of the fields.
-        first: `(m,)`, for each distinct row the first sample that has it, in order.
-        order: `(n,)`, for each sample the number of its distinct row.
+        names: names of the fields with group scope.
+        first: `(m,)`, the first sample of each distinct row, in order.
+        order: `(n,)`, the number of each sample's distinct row.
     """
 
     names: frozenset[str]
@@ -46,9 +46,10 @@ class SharedRows:
 
     @classmethod
     def of(cls, located: BatchMeta, fields: Sequence[FieldSpec]) -> SharedRows:
-        """Return the rows of the group fields among these; there must be at least one."""
+        """Return the rows of the fields with group scope. At least one of `fields` must have group scope."""
         shared = [spec.name for spec in fields if spec.scope is FieldScope.GROUP]
-        # All fields have rows of the same groups. A field put again between two look-ups has two rows for a group.
+        # All of the fields have rows of the same groups. A group has two rows if its field was put between two
+        # look-ups.
         order = np.zeros(located.size, np.int64)
         for runs in located.locations.select_fields(shared).runs:
             puts, rows = runs.expand()
@@ -63,7 +64,7 @@ class SharedRows:
 
     @classmethod
     def of_none(cls, fields: Sequence[FieldSpec]) -> SharedRows:
-        """Return the rows for a batch without samples, see `of`."""
+        """Return the rows for a batch without samples; see `of`."""
         names = frozenset(spec.name for spec in fields if spec.scope is FieldScope.GROUP)
         return cls(names=names, first=np.zeros(0, np.int64), order=np.zeros(0, np.int64))
 
@@ -75,11 +76,11 @@ class SharedRows:
 
     @property
     def is_in_order(self) -> bool:
-        """Whether each sample has its own row, in the same order."""
+        """Whether each sample has its own row, and rows are in the order of the samples."""
         return self.order.size == self.first.size and bool((self.order == np.arange(self.order.size)).all())
 
     def expanded(self, data: dict[str, Any]) -> dict[str, Any]:
-        """Return decoded columns with the rows of group fields repeated for each sample."""
+        """Return decoded columns in which the rows of fields with group scope are repeated for each sample."""
         if self.is_in_order:
             return data
         patterns: dict[int, RowPattern] = {}
@@ -87,7 +88,7 @@ class SharedRows:
         return {**data, **shared}
 
     def indexed(self, data: dict[str, Any], device: Any = None) -> dict[str, Any]:
-        """Return decoded columns unchanged, and the row of each sample in the group fields."""
+        """Return decoded columns unchanged, plus the `group_index` field with the row of each sample."""
         if not has_torch():
             return {**data, GROUP_INDEX: self.order}
         import torch  # noqa: PLC0415  (torch is optional and slow to import)
@@ -95,7 +96,7 @@ class SharedRows:
         return {**data, GROUP_INDEX: torch.from_numpy(self.order).to(device)}
 
     def _expand(self, values: Any, patterns: dict[int, RowPattern]) -> Any:
-        """Return one row of a column per sample: the same objects in a list, else views or a copy."""
+        """Return one row per sample: the same objects in a list, otherwise views or a copy."""
         count = self.order.size
         if isinstance(values, list):
             return [values[row] for row in self.order.tolist()]
@@ -111,10 +112,10 @@ class SharedRows:
         return _as_integers(values).index_select(0, order).view(values.dtype)
 
     def _expand_nested(self, nested: Any, patterns: dict[int, RowPattern]) -> torch.Tensor:
-        """Return a nested tensor of the rows, copied: torch does not support overlapping rows."""
+        """Return a nested tensor with copies of the samples' rows, since torch does not support overlapping rows."""
         import torch  # noqa: PLC0415  (torch is optional and slow to import)
 
-        values, offsets, dim = nested.values(), nested.offsets(), nested._ragged_idx - 1  # torch lacks a public name
+        values, offsets, dim = nested.values(), nested.offsets(), nested._ragged_idx - 1  # no public name exists
         bounds = RowPattern.of_offsets(offsets).bounds
         starts, lengths = bounds[:-1][self.order], np.diff(bounds)[self.order]
         if id(offsets) not in patterns:
@@ -125,7 +126,7 @@ class SharedRows:
 
 
 def _as_integers(values: torch.Tensor) -> torch.Tensor:
-    """View a tensor as integers of the same size: some operations of torch do not support float8 and other dtypes."""
+    """View a tensor as integers of the same size, since some torch operations do not support dtypes such as float8."""
     import torch  # noqa: PLC0415  (torch is optional and slow to import)
 
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -135,13 +136,13 @@ def _as_integers(values: torch.Tensor) -> torch.Tensor:
 def arrangement(
     shared: SharedRows, order: Indexes | None, landing: Landing | None, *, expand: bool
 ) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return a function that arranges the decoded columns of a batch.
+    """Return a function that arranges the decoded columns of a batch according to `expand`.
 
     Args:
-        shared: the rows of its group fields, over its distinct samples.
-        order: number of the distinct sample at each position of the batch `(n,)`; None: they are the batch.
+        shared: rows of the fields with group scope, for the batch's distinct samples.
+        order: `(n,)`, the number of the distinct sample at each position of the batch; None: all samples are distinct.
         landing: destinations of the fields; None: new host memory.
-        expand: see `get_data`.
+        expand: the argument of `get_data`.
     """
     if order is not None:
         shared = replace(shared, order=shared.order[order])
@@ -149,22 +150,22 @@ def arrangement(
 
 
 def check_not_expanded(fields: Sequence[FieldSpec], landing: Landing | None) -> None:
-    """Refuse combinations that `expand=False` does not support: a field named like the index, group fields in `out`.
+    """Check that `expand=False` is supported: no field has the index's name, and `out` has no group-scope field.
 
     Raises:
-        InvalidArgumentError: the batch has such a field, or `out` names a group field.
+        InvalidArgumentError: a fetched field is named `group_index`, or `out` names a field with group scope.
     """
     for spec in fields:
         if spec.name == GROUP_INDEX:
             raise InvalidArgumentError(
-                f"expand is False, and field {GROUP_INDEX!r} is fetched, expected no field of this name: the index has "
-                f"it; name other data_fields",
+                f"expand is False and field {GROUP_INDEX!r} is fetched; expected no field with the index's name. "
+                f"Name other data_fields",
                 field="expand",
             )
         if spec.scope is FieldScope.GROUP and landing is not None and spec.name in landing.out:
             raise InvalidArgumentError(
-                f"out has field {spec.name!r}, whose number of groups is not known in advance; leave it out with "
-                f"expand=False",
+                f"out has field {spec.name!r}, whose number of groups is not known in advance; omit the field from out "
+                f"with expand=False",
                 field="out",
                 metadata={"field_name": spec.name},
             )

@@ -1,6 +1,6 @@
-"""Calls of a method at intervals, for as long as its object exists: in a task, or in a thread.
+"""Periodic calls of a method while its object exists, in an asyncio task or in a thread.
 
-Neither form keeps the object alive. The loop of a worker that has failed must not extend leases any more.
+Neither form keeps the object alive, so that a failed worker's loop does not continue to extend leases.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from tq_service.client.transport import logging_failure
 
 
 class AsyncHeartbeat:
-    """Awaits a bound method every `interval_seconds` in the running loop; logs its errors.
+    """A task in the running event loop that awaits a bound method every `interval_seconds` and logs its errors.
 
     Args:
-        beat: the method; its object is held weakly.
-        interval_seconds: time between two calls.
+        beat: the method, whose object is referenced weakly.
+        interval_seconds: seconds between two calls.
     """
 
     def __init__(self, beat: Callable[[], Awaitable[None]], interval_seconds: float) -> None:
         self._task = asyncio.get_running_loop().create_task(_beat_async(WeakMethod(beat), interval_seconds))
 
     def stop(self) -> None:
-        """Make no further call; one that is running is cancelled."""
+        """Stop the calls; a call that is running is cancelled."""
         if not self._task.get_loop().is_closed():
             self._task.cancel()
 
@@ -41,11 +41,11 @@ async def _beat_async(method: WeakMethod[Callable[[], Awaitable[None]]], interva
 
 
 class Heartbeat:
-    """Calls a bound method every `interval_seconds` in a daemon thread; logs its errors.
+    """A daemon thread that calls a bound method every `interval_seconds` and logs its errors.
 
     Args:
-        beat: the method; its object is held weakly.
-        interval_seconds: time between two calls.
+        beat: the method, whose object is referenced weakly.
+        interval_seconds: seconds between two calls.
     """
 
     def __init__(self, beat: Callable[[], None], interval_seconds: float) -> None:
@@ -54,7 +54,7 @@ class Heartbeat:
         threading.Thread(target=_beat, args=arguments, name="tq-heartbeat", daemon=True).start()
 
     def stop(self) -> None:
-        """Make no further call; one that is running ends by itself."""
+        """Stop the calls; a call that is running is not interrupted."""
         self._stopped.set()
 
 

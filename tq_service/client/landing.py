@@ -1,4 +1,4 @@
-"""Destinations of a get other than new host memory: a device, or the caller's tensors."""
+"""Destinations of fetched data other than new host memory: a device, or tensors of the caller."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """The destinations of the fields of a get.
+    """The destinations of the fields fetched by a call.
 
     Attributes:
-        device: device of the fields that are not in `out`; None: the CPU.
-        out: by field, the caller's tensors to fill.
+        device: device for fields that are not in `out`; None: the CPU.
+        out: tensors of the caller to fill, by field.
     """
 
     device: torch.device | None
@@ -40,10 +40,10 @@ class Landing:
 
     @classmethod
     def of(cls, device: Any, out: Any) -> Landing | None:
-        """Return the destinations given to `get_data`; None: new host memory.
+        """Return the destinations for arguments of `get_data`, or None if all data goes to new host memory.
 
         Raises:
-            InvalidArgumentError: the device does not exist, or the tensors cannot be filled.
+            InvalidArgumentError: the device does not exist, or a tensor cannot be filled.
         """
         found = find_device(device)
         targets = {} if out is None else dict(out.items())
@@ -62,10 +62,10 @@ class Landing:
         return cls(found, targets) if found is not None or targets else None
 
     def check(self, specs: Sequence[FieldSpec], row_count: int, layout: ReadLayout | None) -> None:
-        """Check that the tensors of `out` fit `row_count` rows of these fields.
+        """Check that the tensors of `out` match `row_count` rows of the fetched fields.
 
         Raises:
-            InvalidArgumentError: a field is not fetched, or its rows differ in size.
+            InvalidArgumentError: a field is not fetched, or is not dense.
             FieldMismatchError: a tensor has another dtype or shape.
         """
         fetched = {spec.name: spec for spec in specs}
@@ -79,8 +79,8 @@ class Landing:
                 )
             if spec.layout is not Layout.DENSE or spec.row_shape is None or layout == "jagged":
                 raise InvalidArgumentError(
-                    f"out has field {name!r} ({spec.describe()}); expected dense fields only. Leave it out, and take "
-                    "it from the result",
+                    f"out has field {name!r} ({spec.describe()}); expected dense fields only. Omit it from out, and "
+                    "take it from the result",
                     field="out",
                     metadata={"field_name": name},
                 )
@@ -88,20 +88,20 @@ class Landing:
             got = f"{dtype_name(target.dtype, f'out[{name!r}]')} {list(target.shape)}"
             if got != expected:
                 raise FieldMismatchError(
-                    f"out[{name!r}] is {got}; expected {expected}. Make it with torch.empty of this shape and dtype",
+                    f"out[{name!r}] is {got}; expected {expected}. Create it with torch.empty of this shape and dtype",
                     field="out",
                     metadata={"field_name": name, "got": got, "expected": expected},
                 )
 
     def device_of(self, column: ColumnShape) -> torch.device | None:
-        """Return the device to copy a column to; None: it stays on the CPU, as objects do."""
+        """Return the device to which a column is copied, or None if it stays on the CPU, as objects do."""
         target = self.out.get(column.spec.name)
         if target is not None:
             return target.device if is_on_device(target) else None
         return None if column.spec.layout is Layout.OBJECT else self.device
 
     def place(self, columns: Sequence[ColumnShape]) -> list[Bytes]:
-        """Return host memory to receive columns in: one block for a device, or tensors of the caller."""
+        """Return host memory to receive columns in: one block for all device columns, or tensors of the caller."""
         going = {column.spec.name: device for column in columns if (device := self.device_of(column)) is not None}
         first = next(iter(going.values()), None)
         sizes = [column.value_bytes for column in columns if column.spec.name in going]
@@ -116,7 +116,7 @@ class Landing:
         return np.frombuffer(tensor_bytes(target), np.uint8)
 
     def fill(self, data: dict[str, Any]) -> None:
-        """Fill the caller's tensors, and return them in `data` instead of the decoded columns."""
+        """Fill the caller's tensors, and put them into `data` in place of the decoded columns."""
         for name, target in self.out.items():
             values = data[name]
             if is_on_device(target):

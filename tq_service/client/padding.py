@@ -1,10 +1,10 @@
-"""Padded reads: jagged rows received in place in one dense buffer, and filled up to one length.
+"""Padded reads: rows of jagged fields are received directly into a dense buffer, and padded to a common length.
 
-    header of an answer -> places of its rows in the buffer -> bytes received there, or copied from shared memory
-    all answers are in  -> the rest of each row filled, masks built
+    header of an answer -> positions of its rows in the buffer -> bytes received there, or copied from shared memory
+    after all answers   -> remainder of each row filled, masks built
 
-The places are known from the header if the read has one answer, or a `length`. Otherwise the rows are received
-contiguously, and copied once.
+The positions are known from the header if the read has only one answer, or if a `length` is given. Otherwise the rows
+are received contiguously and then copied once.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from tq_service.wire.mapping import Bytes
 from tq_service.wire.metadata import Indexes
 
 Side: TypeAlias = Literal["right", "left"]
-"""Side on which rows are padded: after the values ("right") or before them ("left")."""
+"""Side of the padding: after the values ("right") or before the values ("left")."""
 
-# Preparing more places takes longer than the copy it saves.
+# With more rows, preparing their positions takes longer than the copy that it saves.
 _MOST_PLACES: Final = 1 << 16
-# A numpy dtype for each item size.
+# Numpy dtypes by item size.
 _ITEMS: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
 def fill_pattern(spec: FieldSpec, value: Any) -> Bytes:
-    """Return the bytes of a value in the dtype of a field.
+    """Return the bytes of a fill value in the dtype of a field.
 
     Raises:
         InvalidArgumentError: the dtype cannot represent the value.
@@ -59,24 +59,24 @@ def fill_pattern(spec: FieldSpec, value: Any) -> Bytes:
         filled = torch.tensor(given).to(dtype) if isinstance(given, float) else torch.tensor(given, dtype=dtype)
         is_whole = not (filled.is_floating_point() or filled.is_complex())
         if filled.dim() or (is_whole and filled.item() != given):
-            raise ValueError("the value would change")
+            raise ValueError("the dtype would change the value")
         return np.frombuffer(tensor_bytes(filled.reshape(1)), np.uint8)
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise InvalidArgumentError(
             f"pad_value {value!r} cannot be a {spec.dtype}, the dtype of field {spec.name!r} ({error}); expected one "
-            "number of this dtype. Give pad_value by field: {field: value}",
+            "number of this dtype. Pass pad_value by field: {field: value}",
             field="pad_value",
             metadata={"field_name": spec.name},
         ) from None
 
 
 def lengthen(column: ColumnShape, values: Bytes, row_bytes: Indexes, pattern: Bytes) -> Bytes:
-    """Return the bytes of rows that are filled up at their ends.
+    """Return the bytes of rows after filling each row at its end.
 
     Args:
-        column: the rows.
-        values: their bytes.
-        row_bytes: `(n,)`, the size of each row afterwards, in bytes.
+        column: the rows to fill.
+        values: bytes of the rows.
+        row_bytes: `(n,)`, size of each filled row in bytes.
         pattern: bytes of the fill value.
     """
     ends = np.cumsum(row_bytes)
@@ -94,15 +94,15 @@ def lengthen(column: ColumnShape, values: Bytes, row_bytes: Indexes, pattern: By
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:
-    """Padding options of a call.
+    """The padding options of a call.
 
     Attributes:
-        fields: the fields; None: jagged fields that are ragged in one dimension.
-        value: fill value, or fill values by field.
-        length: row length, or lengths by field; None: that of the longest row of the field.
-        side: side on which rows are padded.
-        mask: whether to return masks too.
-        truncate: whether to cut longer rows to their first `length` items.
+        fields: names of the padded fields; None: all jagged fields with one ragged dimension.
+        value: fill value, or a mapping of fill values by field.
+        length: row length, or a mapping of row lengths by field; None: the length of the field's longest row.
+        side: side of the padding.
+        mask: whether to also return masks.
+        truncate: whether to truncate longer rows to their first `length` items.
     """
 
     fields: tuple[str, ...] | None
@@ -123,16 +123,16 @@ class Padding:
         mask: bool = False,
         truncate: bool = False,
     ) -> Padding | None:
-        """Return the padding given to `get_data`; None: nothing is padded.
+        """Return the padding for arguments of `get_data`, or None if nothing is padded.
 
         Raises:
-            InvalidArgumentError: an argument is invalid, or would be ignored.
+            InvalidArgumentError: an argument is invalid, or has no effect without `padded`.
         """
         if side not in get_args(Side):
             raise _wrong("side", repr(side), "'right' or 'left'")
         lengths = list(length.values()) if isinstance(length, Mapping) else [length]
         if any(each is not None and (type(each) is not int or each < 0) for each in lengths):
-            raise _wrong("length", repr(length), "a number of 0 or more, or one by field")
+            raise _wrong("length", repr(length), "an integer of at least 0, or one by field")
         if isinstance(padded, str):
             raise _wrong("padded", repr(padded), "True, or a list of fields")
         if padded is False or (not isinstance(padded, bool) and not len(padded)):
@@ -158,19 +158,19 @@ class Padding:
         return cls(fields=fields, value=pad_value, length=length, side=side, mask=bool(mask), truncate=truncate)  # type: ignore[arg-type]
 
     def length_of(self, name: str) -> int | None:
-        """Return the row length of a field; None: that of its longest row."""
+        """Return the row length of a field, or None if it is the length of the longest row."""
         return self.length.get(name) if isinstance(self.length, Mapping) else self.length
 
     def pattern_of(self, spec: FieldSpec) -> Bytes:
-        """Return the fill bytes of a field."""
+        """Return the bytes of a field's fill value."""
         value = self.value.get(spec.name, 0) if isinstance(self.value, Mapping) else self.value
         return fill_pattern(spec, value)
 
     def check(self, names: Sequence[str]) -> None:
-        """Check that the fields to pad are in the result, and that the names of masks are free.
+        """Check that the fields to pad are fetched, and that mask names do not collide with fields.
 
         Raises:
-            InvalidArgumentError: a field is not fetched, or the name of a mask is taken.
+            InvalidArgumentError: a field is not fetched, or a mask has the name of a field.
         """
         for name in self.fields or ():
             if name not in names:
@@ -180,12 +180,10 @@ class Padding:
         if self.mask:
             taken = next((name for name in self.fields or names if mask_name(name) in names), None)
             if taken is not None:
-                raise _wrong(
-                    "mask", f"True, and there is a field {mask_name(taken)!r}", "no field of the name of a mask"
-                )
+                raise _wrong("mask", f"True, but a field {mask_name(taken)!r} exists", "no field named like a mask")
 
     def pads(self, spec: FieldSpec) -> bool:
-        """Whether a field is padded, judged by its spec. Fields with several ragged dimensions must be named."""
+        """Return whether a field is padded, given its spec. Fields with several ragged dimensions must be named."""
         if self.fields is not None:
             return spec.name in self.fields
         if spec.scope is FieldScope.GROUP:
@@ -193,7 +191,7 @@ class Padding:
         return spec.layout is Layout.JAGGED and _ragged_dim(spec) is not None
 
     def heads(self, specs: Sequence[FieldSpec], sliced: Sequence[str]) -> dict[str, int]:
-        """Return the lengths to which storage services cut longer rows, by field."""
+        """Return the lengths to which storage services truncate longer rows, by field."""
         return {
             spec.name: length
             for spec in specs
@@ -207,7 +205,7 @@ class Padding:
         }
 
     def specs(self, specs: Sequence[FieldSpec]) -> list[FieldSpec]:
-        """Return the specs of fields after padding, and those of masks; a size that depends on the rows is 0."""
+        """Return the specs of the padded fields and masks; a size that depends on the rows is 0."""
         found: list[FieldSpec] = []
         masks: list[FieldSpec] = []
         for spec in specs:
@@ -230,12 +228,12 @@ def _wrong(name: str, got: str, expected: str) -> InvalidArgumentError:
 
 
 def mask_name(name: str) -> str:
-    """Return the name of the mask of a padded field."""
+    """Return the name of a padded field's mask."""
     return f"{name}_mask"
 
 
 def _ragged_dim(spec: FieldSpec) -> int | None:
-    """Return the padded dimension of rows; None if there are several, or none."""
+    """Return the dimension of rows that is padded, or None if there is no such dimension or several."""
     if spec.row_shape is None:
         return 0 if spec.layout is not Layout.OBJECT else None
     dims = with_ragged_dim(spec).ragged_dims
@@ -247,22 +245,22 @@ def _ragged_dim(spec: FieldSpec) -> int | None:
 def _check_can_pad(spec: FieldSpec, dim: int | None) -> None:
     if spec.layout is Layout.OBJECT or dim is None:
         raise FieldMismatchError(
-            f"field {spec.name!r} is {spec.describe()}; expected tensors that differ in one dimension, to be padded. "
-            "Give padded a list of other fields",
+            f"field {spec.name!r} is {spec.describe()}; expected tensors whose rows differ in one dimension. "
+            "Pass a list of other fields as padded",
             field="padded",
             metadata={"field_name": spec.name, "got": spec.describe(), "expected": "rows that differ in one dimension"},
         )
 
 
 class PaddedColumn:
-    """One field of a padding call: its buffer, and the rows received into it.
+    """One field of a padded read: its buffer, and the rows received into the buffer.
 
     Args:
-        padding: the options.
-        spec: spec of the field, as far as known before it is read.
-        row_count: rows of the result.
-        device: device that the buffer is copied to later; None: the CPU.
-        is_one_answer: whether all rows come in one answer, whose header then has the longest row.
+        padding: padding options of the call.
+        spec: spec of the field, as far as it is known before the read.
+        row_count: number of rows in the result.
+        device: device to which the buffer will be copied; None: the CPU.
+        is_one_answer: whether all rows arrive in one answer, whose header then determines the longest row.
     """
 
     def __init__(
@@ -278,7 +276,7 @@ class PaddedColumn:
         self._shape: tuple[int, ...] = ()
 
     def place(self, column: ColumnShape, positions: Indexes) -> ScatteredRows | None:
-        """Return the places for the rows of an answer, at `positions` of the result; None if not known yet."""
+        """Return the memory for the rows of an answer at `positions` of the result, or None if it is not known yet."""
         dim, length = _ragged_dim(self._spec), self._padding.length_of(self._spec.name)
         if dim is None or (length is None and not self._is_one_answer) or column.spec.layout is Layout.OBJECT:
             return None
@@ -308,7 +306,7 @@ class PaddedColumn:
         return BLOCKS.take(self._row_count * int(np.prod(shape, dtype=np.int64)) * spec.itemsize, self._device)
 
     def _places(self, spec: FieldSpec, dim: int, lengths: Indexes, positions: Indexes) -> tuple[Indexes, Indexes]:
-        """Return start and size of the pieces of rows: one for each index of the dimensions before the ragged one."""
+        """Return start and size of each piece of a row: one piece per index of the dimensions before the ragged one."""
         outer = int(np.prod(self._shape[:dim], dtype=np.int64))
         item_bytes = int(np.prod(self._shape[dim + 1 :], dtype=np.int64)) * spec.itemsize
         width = self._shape[dim] * item_bytes
@@ -319,14 +317,14 @@ class PaddedColumn:
         return starts.reshape(-1), sizes.reshape(-1)
 
     def assemble(self, parts: Sequence[tuple[Indexes, ColumnShape, Bytes]]) -> list[Received]:
-        """Return the padded column and, if requested, its mask.
+        """Return the padded column and, if requested, the mask of the column.
 
         Args:
-            parts: for each answer the positions of its rows in the result, and its column. Values that are the buffer
-                itself were received in place; others are copied.
+            parts: for each answer, the positions of its rows in the result, and its column. Values that are the buffer
+                itself were received in place; other values are copied.
 
         Raises:
-            FieldMismatchError: rows are longer than `length`, or differ in several dimensions.
+            FieldMismatchError: a row is longer than `length`, or rows differ in several dimensions.
         """
         name, known = self._spec.name, self._spec
         covered = [known] if known.layout is Layout.JAGGED and known.row_shape is not None else []
@@ -349,7 +347,7 @@ class PaddedColumn:
         if self._buffer is None or len(left) == len(parts):
             self._buffer, self._shape = self._take(shape, spec), tuple(shape)
         elif self._shape != tuple(shape):
-            raise InternalError(f"field {name!r} was received as rows of {self._shape}, and they are {tuple(shape)}")
+            raise InternalError(f"field {name!r} was received in rows of {self._shape}, but expected {tuple(shape)}")
         for positions, _, values in left:
             starts, sizes = self._places(spec, dim, lengths[positions], positions)
             _copy(self._buffer, starts, sizes, values)
@@ -366,13 +364,13 @@ class PaddedColumn:
         return result
 
     def _differing(self, parts: Sequence[tuple[Indexes, ColumnShape, Bytes]]) -> list[int]:
-        """Return the dimensions along which rows differ."""
+        """Return the dimensions in which the rows differ in size."""
         shapes = np.concatenate([row_shapes(column.spec, column.extents, column.row_count) for _, column, _ in parts])
         return [int(dim) for dim in np.flatnonzero((shapes != shapes[:1]).any(axis=0))]
 
     def _refuse(self, dim: int, lengths: Indexes, length: int) -> None:
         at = int(np.flatnonzero(lengths > length)[0])
-        remedy = "Give a larger length" if dim else "Give a larger length, or truncate=True to get their first items"
+        remedy = "Pass a larger length" if dim else "Pass a larger length, or truncate=True to get the first items"
         raise FieldMismatchError(
             f"row {at} of field {self._spec.name!r} has {int(lengths[at])} items in dimension {dim}; expected at most "
             f"length={length}. {remedy}",
@@ -407,7 +405,7 @@ class PaddedColumn:
 
 
 def _copy(target: Bytes, starts: Indexes, sizes: Indexes, values: Bytes) -> None:
-    """Copy contiguous pieces to their places."""
+    """Copy contiguous pieces to their positions in the target."""
     at = 0
     for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
         target[start : start + size] = values[at : at + size]

@@ -1,4 +1,4 @@
-"""The form of the data of a call: parts of rows, layout, and padding."""
+"""Options for the form of fetched data: slices of rows, layout and padding."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReadForm:
-    """Parts of rows to fetch, and padding.
+    """The slices of rows to fetch and the padding, as requested by a call.
 
     Attributes:
-        slices: the parts; None: full rows of all fields.
+        slices: the slices; None: full rows of all fields.
         padding: padding options; None: no padding.
     """
 
@@ -38,28 +38,28 @@ class ReadForm:
 
     @classmethod
     def of(cls, slices: Slices | None, padding: Padding | None, layout: ReadLayout | None) -> ReadForm:
-        """Return the form given by a caller.
+        """Return the read form for the options of a `get_data` call.
 
         Raises:
-            InvalidArgumentError: fields are requested both jagged and padded.
+            InvalidArgumentError: fields are requested as both jagged and padded.
         """
         if padding is not None and layout == "jagged":
             raise InvalidArgumentError(
-                "layout is 'jagged' and padded is given; expected one of the two. A padded field is dense",
+                "layout is 'jagged' and padded is given; expected only one of them. A padded field is dense",
                 field="layout",
             )
         return cls(slices, padding)
 
     def check_rows_stay(self) -> None:
-        """Check that leaving out samples is supported.
+        """Check that the slices allow samples to be omitted from the result.
 
         Raises:
-            InvalidArgumentError: there are ranges by row, which would be applied to the wrong rows.
+            InvalidArgumentError: slices are given per row, and could be applied to the wrong rows.
         """
         if self.slices is not None and self.slices.is_by_row:
             raise InvalidArgumentError(
                 "missing is 'skip' and slices has ranges by row; expected missing='error', since it is not known whose "
-                "ranges remain. Look the samples up first",
+                "ranges remain. Look up the samples first",
                 field="missing",
             )
 
@@ -70,16 +70,16 @@ class ReadForm:
             if found:
                 raise InvalidArgumentError(
                     f"{option} has field {found[0]!r}, whose values are shared by groups; expected fields with one "
-                    f"row per sample. Leave it out, and fetch full rows",
+                    f"row per sample. Omit the field, and fetch its full rows",
                     field=option,
                     metadata={"field_name": found[0]},
                 )
 
     def of_fields(self, specs: Sequence[FieldSpec]) -> FormOfFields:
-        """Return the form for the fetched fields.
+        """Return the form resolved for the fetched fields.
 
         Raises:
-            InvalidArgumentError: a named field is not fetched, cannot be cut, or is shared by groups.
+            InvalidArgumentError: a named field is not fetched, cannot be sliced, or is shared by groups.
             FieldMismatchError: a field cannot be padded.
         """
         slices, padding, names = self.slices, self.padding, [spec.name for spec in specs]
@@ -108,14 +108,14 @@ class ReadForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormOfFields:
-    """The form of the fetched fields of a call.
+    """The form of a call's data, resolved for its fetched fields.
 
     Attributes:
-        slices: the parts of rows, including those for `truncate`; None: full rows of all fields.
+        slices: the slices, including those that implement `truncate`; None: full rows of all fields.
         padding: padding options; None: no padding.
-        cut: specs of the fields as received, by name.
-        result: specs of the fields of the result, as far as known before they are read.
-        padded: names of the padded fields, likewise.
+        cut: specs of the fields as they are received, by name.
+        result: specs of the fields in the result, as far as they are known before the read.
+        padded: names of the padded fields, as far as they are known before the read.
     """
 
     slices: Slices | None
@@ -126,19 +126,20 @@ class FormOfFields:
 
     @property
     def cuts(self) -> Mapping[str, RowCut]:
-        """The requested part of each row, by field."""
+        """The requested slice of each row, by field."""
         return {} if self.slices is None else self.slices.cuts
 
     @property
     def is_by_row(self) -> bool:
-        """Whether ranges are given by row."""
+        """Whether slices are given per row."""
         return self.slices is not None and self.slices.is_by_row
 
     def begin(self, reads: Sequence[StorageRead], row_count: int, landing: Landing | None) -> PaddedRead | None:
-        """Return the padding state for reads whose rows are those of the result; None without padding."""
+        """Return the padding state of reads that have the rows of the result in order, or None without padding."""
         if self.padding is None:
             return None
-        # Extents that the client joins are received in full. Fields with fill values or positions are finished first.
+        # Extents that the client joins are received in full first. Fields with fill values or positions are completed
+        # first.
         later = {name for read in reads if read.has_extents for name in read.field_names}
         if self.slices is not None:
             later |= {name for name, each in self.slices.given.items() if each.fill is not None or each.positions}
@@ -157,21 +158,21 @@ class FormOfFields:
         )
 
     def finish(self, received: Sequence[Received], wanted: Sequence[str], padded: PaddedRead | None) -> list[Received]:
-        """Return all columns: those in `wanted`, in this order, then positions, then masks."""
+        """Return all columns: those of `wanted` in this order, then position columns, then masks."""
         columns = list(received) if self.slices is None else self.slices.finish(received)
         return columns if padded is None else padded.finish(columns, wanted)
 
 
 _OPTIONS: Final = ("slices", "padded", "pad_value", "length", "side", "mask", "truncate")
 CP_POSITIONS: Final = "cp_positions"
-"""The field with the positions of a context-parallel rank's share."""
+"""Name of the field that contains the positions of a context-parallel rank's share."""
 
 
 def check_read_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return arguments of `get_data` that apply to many batches.
+    """Return arguments of `get_data` that can be used for many batches.
 
     Raises:
-        InvalidArgumentError: there are others, or one is invalid.
+        InvalidArgumentError: an argument is not one of these options, or is invalid.
     """
     found = dict(options or {})
     others = [name for name in found if name not in _OPTIONS]
@@ -185,7 +186,7 @@ def check_read_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
     if by_row:
         raise InvalidArgumentError(
             f"read_options has slices by row of field {by_row[0]!r}; expected slices that are the same for all rows, "
-            "since batches have other rows",
+            "since every batch has different rows",
             field="read_options",
         )
     return found
@@ -200,18 +201,18 @@ def with_shares(
     *,
     positions: bool,
 ) -> dict[str, Any]:
-    """Return arguments of `get_data` with the slices of a context-parallel rank.
+    """Return arguments of `get_data` that also slice fields into the share of a context-parallel rank.
 
     Args:
-        options: the other options.
-        data_fields: the fetched fields.
-        cp_fields: the fields to share among the ranks.
-        share: the slice of the rank.
-        fill: fill value of the shares, or fill values by field.
-        positions: whether to add a field with the positions of the share.
+        options: the other arguments of `get_data`.
+        data_fields: names of the fetched fields.
+        cp_fields: names of the fields that are split among the ranks.
+        share: slice that selects the share of the rank.
+        fill: fill value of the shares, or a mapping of fill values by field.
+        positions: whether to add a field with the positions of the share's items.
 
     Raises:
-        InvalidArgumentError: a field is not fetched, or has a slice already.
+        InvalidArgumentError: a field is not fetched, or already has a slice.
     """
     if isinstance(cp_fields, str):
         raise InvalidArgumentError(f"cp_fields is {cp_fields!r}; expected a list of fields", field="cp_fields")
@@ -219,10 +220,9 @@ def with_shares(
     shares: dict[str, RowSlice] = {}
     for name in cp_fields:
         if name not in data_fields or name in slices:
-            problem = "is in the slices of read_options too" if name in slices else "is not in data_fields"
+            problem = "is also in the slices of read_options" if name in slices else "is not in data_fields"
             raise InvalidArgumentError(
-                f"cp_fields has field {name!r}, which {problem}; expected fields that are fetched, and have no other "
-                "slice",
+                f"cp_fields has field {name!r}, which {problem}; expected fetched fields without another slice",
                 field="cp_fields",
                 metadata={"field_name": name},
             )
@@ -235,15 +235,15 @@ def with_shares(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedRead:
-    """Padding state of one call.
+    """The padding state of one call.
 
     Attributes:
-        padding: the options.
-        row_count: rows of the result.
-        device: device that padded columns are copied to later; None: the CPU.
-        specs: specs of the fields, as far as known before they are read.
-        columns: columns that are padded while they are received.
-        parts: received parts of these columns, by field.
+        padding: padding options.
+        row_count: number of rows in the result.
+        device: device to which padded columns will be copied; None: the CPU.
+        specs: specs of the fields, as far as they are known before the read.
+        columns: columns that are padded while they are being received.
+        parts: received parts of `columns`, by field.
     """
 
     padding: Padding
@@ -254,11 +254,11 @@ class PaddedRead:
     parts: dict[str, list[tuple[Indexes, ColumnShape, Bytes]]] = field(default_factory=dict)
 
     def rows_of(self, read: StorageRead) -> _RowsOfRead:
-        """Return the placement of the rows of one read."""
+        """Return the object that places the rows of one read."""
         return _RowsOfRead(self.columns, read.positions)
 
     def take(self, reads: Sequence[StorageRead], answers: Sequence[Sequence[Received]]) -> list[list[Received]]:
-        """Store the columns that are padded while received, and return the others."""
+        """Store the columns that were padded while being received, and return the other columns."""
         for read, answer in zip(reads, answers, strict=True):
             for column, values in answer:
                 if column.spec.name in self.columns:
@@ -266,7 +266,7 @@ class PaddedRead:
         return [[each for each in answer if each[0].spec.name not in self.columns] for answer in answers]
 
     def finish(self, columns: Sequence[Received], wanted: Sequence[str]) -> list[Received]:
-        """Return all columns, padded: those padded while received, and the others."""
+        """Return all columns, padding those that were not padded while being received."""
         found = {name: column.assemble(self.parts[name]) for name, column in self.columns.items()}
         names = [*wanted, *(column.spec.name for column, _ in columns if column.spec.name not in wanted)]
         for column, values in columns:
@@ -274,7 +274,7 @@ class PaddedRead:
             known = self.specs.get(spec.name, spec)
             is_shared = known.scope is FieldScope.GROUP
             if known.layout is not Layout.JAGGED and self.padding.fields is None:
-                known = spec  # rows of a dense field cut to different lengths
+                known = spec  # a dense field whose rows were sliced to different lengths
             if self.padding.pads(known) and not is_shared:
                 padded = PaddedColumn(self.padding, known, self.row_count, self.device)
                 found[spec.name] = padded.assemble([(np.arange(self.row_count), column, values)])
@@ -285,12 +285,12 @@ class PaddedRead:
 
 @dataclass(frozen=True, slots=True)
 class _RowsOfRead:
-    """Placement of the rows of one answer, as `RowPlacement`."""
+    """Placement of the rows of one answer; implements `RowPlacement`."""
 
     columns: Mapping[str, PaddedColumn]
     positions: Indexes
 
     def place(self, column: ColumnShape) -> ScatteredRows | None:
-        """Return the places for the rows of a column of the answer."""
+        """Return the memory in which to receive the rows of a column; None to receive them contiguously."""
         padded = self.columns.get(column.spec.name)
         return None if padded is None else padded.place(column, self.positions)

@@ -1,6 +1,6 @@
-"""Reads of a batch: requests to each storage service, merging of their answers into one batch, and lost samples.
+"""Reads of a batch: plan requests to each storage service, merge the answers into one batch, and report lost samples.
 
-Callers get tensors, nested tensors and lists that share the received bytes.
+Callers receive tensors, nested tensors and lists, which share memory with the received bytes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
     from tq_service.client.landing import Landing
 
-# Slices with fewer items on average are copied by an index of all items, which is cheaper than a Python step each.
+# Slices with fewer items on average are copied with one index over all items, cheaper than a Python step per slice.
 _SCATTER_BELOW_ITEMS: Final = 64
 _MOST_NAMED: Final = 20
 
@@ -66,11 +66,12 @@ class StorageRead:
     """A read from one storage service.
 
     Attributes:
-        storage: the instance of a storage service.
-        positions: `(n,)`, the rows of the located runs, ascending: samples of the batch, or extents of their cells.
-        request: the cells.
-        owners: `(n,)`, the sample of each row if rows are extents, or the first sample that shares it.
-        order: for each sample of the batch the located row that it shares; None: each has its own.
+        storage: the instance of the storage service.
+        positions: `(n,)`, ascending positions of the rows to read: samples of the batch, or extents of their cells.
+        request: the request for the cells.
+        owners: `(n,)`, the sample of each row if rows are extents, or the first sample of each row if samples share
+            rows.
+        order: for each sample of the batch, its row if samples share rows; None: each sample has its own row.
     """
 
     storage: StorageRef
@@ -81,27 +82,27 @@ class StorageRead:
 
     @property
     def has_extents(self) -> bool:
-        """Whether the rows are extents to be joined by the client."""
+        """Whether the rows are extents that the client must join."""
         return self.owners is not None and self.order is None
 
     @property
     def samples(self) -> Indexes:
-        """The sample of the batch that each row belongs to `(n,)`."""
+        """The sample of the batch that each row belongs to, `(n,)`."""
         return self.positions if self.owners is None else self.owners
 
     def samples_of(self, rows: NDArray[np.bool_] | slice = slice(None)) -> Indexes:
-        """Return the samples of the batch that have any of the rows, ascending."""
+        """Return the samples of the batch that have any of the given rows, in ascending order."""
         if self.order is None:
             return np.unique(self.samples[rows])
         return np.flatnonzero(np.isin(self.order, self.positions[rows]))
 
     @property
     def field_names(self) -> list[str]:
-        """The fields to read."""
+        """Names of the fields to read."""
         return [name for runs in self.request.runs for name in runs.field_names]
 
     def size_bytes(self, specs: Mapping[str, FieldSpec]) -> int | None:
-        """Return the bytes of all values; None if rows of a field differ in size."""
+        """Return the total bytes of all values, or None if the rows of a field differ in size."""
         total = 0
         for name in self.field_names:
             spec = specs.get(name)
@@ -118,14 +119,14 @@ def plan_reads(
     cuts: Mapping[str, RowCut] | None = None,
     joined: Collection[str] = (),
 ) -> list[StorageRead]:
-    """Return the reads that fetch these fields: one per storage service and set of rows.
+    """Plan the reads that fetch the given fields: one read per storage service and set of rows.
 
     Args:
         locations: locations of the cells.
-        data_fields: the fields.
-        cuts: by field, the requested parts of rows. Cells with extents in several storage services are read in full,
-            since none of these services knows the length of the cell.
-        joined: other fields whose cells with extents the storage service joins, if it has all extents.
+        data_fields: names of the fields.
+        cuts: the requested part of each row, by field. If a cell has extents in several storage services, it is read in
+            full, since none of these services knows the cell's total length.
+        joined: other fields whose extents the storage service joins, if it stores all extents of a cell.
     """
     cuts = cuts or {}
     numbers: dict[StorageRef, int] = {}
@@ -163,7 +164,7 @@ def plan_reads(
 
 
 def _apart(all_runs: Sequence[CellRuns], names: Collection[str]) -> Iterator[CellRuns]:
-    """Yield runs; if cells have extents, split off those of the fields with these names."""
+    """Yield the runs; if cells have extents, yield runs of the named fields separately from those of other fields."""
     for runs in all_runs:
         inside = tuple(name for name in runs.field_names if name in names)
         if not runs.extent_counts.size or len(inside) in (0, len(runs.field_names)):
@@ -174,7 +175,7 @@ def _apart(all_runs: Sequence[CellRuns], names: Collection[str]) -> Iterator[Cel
 
 
 def _slices(cuts: Mapping[str, RowCut], parts: Sequence[CellRuns], positions: Indexes) -> list[RowSlice]:
-    """Return the slices to request of the rows at `positions`; fields with the same cut share one."""
+    """Return the slices to request for the rows at `positions`; fields with the same cut share one slice."""
     alike: dict[int, tuple[RowCut, list[str]]] = {}
     for name in (name for part in parts for name in part.field_names if name in cuts):
         alike.setdefault(id(cuts[name]), (cuts[name], []))[1].append(name)
@@ -182,7 +183,7 @@ def _slices(cuts: Mapping[str, RowCut], parts: Sequence[CellRuns], positions: In
 
 
 def _split_by_storage(runs: CellRuns, owners: Indexes) -> list[tuple[int, Indexes, CellRuns]]:
-    """Return for each storage service its positions and runs; `owners` has the storage service of each run."""
+    """Return the positions and runs of each storage service; `owners` contains the storage service of each run."""
     storages = np.unique(owners).tolist()
     if len(storages) == 1:
         return [(storages[0], np.arange(runs.row_count), runs)]
@@ -201,19 +202,19 @@ def merge_answers(
     *,
     slices: Slices | None = None,
 ) -> list[Received]:
-    """Return one column per field, its rows in batch order.
+    """Merge the answers of reads into one column per field, with rows in batch order.
 
     Args:
-        reads: the reads.
-        answers: for each read its columns.
-        data_fields: the fields, in the order requested.
-        specs: known specs of the fields: rows that were put dense into a jagged field are returned jagged.
-        locations: locations of the cells, with the extents to join.
-        slices: the requested parts of rows.
+        reads: the reads that were sent.
+        answers: the columns received for each read.
+        data_fields: names of the fields, in the requested order.
+        specs: known specs of the fields. Rows that were put dense into a jagged field are returned as jagged.
+        locations: locations of the cells, including the extents to join.
+        slices: the requested parts of rows; None: full rows.
 
     Raises:
-        InternalError: an answer lacks a field, or has full rows instead of parts.
-        FieldMismatchError: storage services hold incompatible data for one field.
+        InternalError: an answer lacks a field, or contains full rows instead of the requested parts.
+        FieldMismatchError: storage services returned incompatible data for one field.
     """
     parts: dict[str, list[tuple[Indexes, ColumnShape, Bytes]]] = {name: [] for name in data_fields}
     if slices is not None:
@@ -239,26 +240,26 @@ def merge_answers(
 
 
 def _check_parts(reads: Sequence[StorageRead], answers: Sequence[Sequence[Received]]) -> None:
-    """Check that storage services returned parts of rows where requested: older versions return full rows."""
+    """Raise InternalError if a storage service returned full rows instead of parts, as older versions do."""
     for read, answer in zip(reads, answers, strict=True):
         sliced = {name for part in read.request.slices for name in part.field_names}
         for column, _ in answer:
             if column.spec.name in sliced and column.whole_lengths is None:
                 raise InternalError(
                     f"storage service {read.storage.storage_id!r} sent full rows of field {column.spec.name!r}; "
-                    "expected parts. Upgrade it to the version of the client"
+                    "expected parts of rows. Upgrade it to the client's version"
                 )
 
 
 def _join_extents(received: Received, runs: CellRuns) -> Received:
-    """Join the extents of each cell to one row. Adjacent extents need no copy unless some are cut.
+    """Join the extents of each cell into one row. Adjacent extents are not copied unless some of them are shortened.
 
     Raises:
         InternalError: the column is not ragged in its first dimension.
     """
     column, values = received
     if column.extents is None or column.spec.ragged_dims[:1] != (0,):
-        raise InternalError(f"field {column.spec.name!r} is {column.spec.describe()}, and its cells have extents")
+        raise InternalError(f"field {column.spec.name!r} is {column.spec.describe()}, but its cells have extents")
     extents = column.extents.copy()
     kept = np.minimum(extents[:, 0], runs.extent_lengths)
     if (kept < extents[:, 0]).any():
@@ -284,7 +285,7 @@ def _merge(pieces: Sequence[tuple[Indexes, ColumnShape, Bytes]], declared: Field
 
 
 def _narrow(column: ColumnShape, declared: FieldSpec) -> ColumnShape:
-    """Return a jagged column without ragged dimensions in which all rows have the size declared by the field."""
+    """Return a jagged column without those ragged dimensions in which all rows have the size declared by the field."""
     shape = list(column.spec.row_shape or ())
     fixed = declared.row_shape or ()
     for dim in column.spec.ragged_dims if len(fixed) == len(shape) else ():
@@ -294,7 +295,7 @@ def _narrow(column: ColumnShape, declared: FieldSpec) -> ColumnShape:
 
 
 def _shaped_as(row_shape: Sequence[int], column: ColumnShape) -> ColumnShape:
-    """Return a column of tensors with another row shape in its spec."""
+    """Return a tensor column whose spec has the given row shape."""
     layout = Layout.JAGGED if -1 in row_shape else Layout.DENSE
     return _described_as(replace(column.spec, layout=layout, row_shape=tuple(row_shape)), column)
 
@@ -306,7 +307,7 @@ def _described_as(spec: FieldSpec, column: ColumnShape) -> ColumnShape:
 
 
 def _gather(pieces: Sequence[tuple[Indexes, ColumnShape, Bytes]]) -> Received:
-    """Return the rows of several columns of one spec in batch order."""
+    """Return the rows of several columns with the same spec as one column, in batch order."""
     first = pieces[0][1]
     row_count = sum(positions.size for positions, _, _ in pieces)
     extents = None if first.extents is None else np.empty((row_count, first.extents.shape[1]), np.int64)
@@ -334,7 +335,7 @@ def _gather(pieces: Sequence[tuple[Indexes, ColumnShape, Bytes]]) -> Received:
 
 
 def _place(values: Bytes, targets: Indexes, positions: Indexes, column: ColumnShape, buffer: Bytes) -> None:
-    """Copy the rows of one part to their places: rows of fixed size at once, large others slice by slice."""
+    """Copy the rows of one part to their final positions: rows of fixed size in one step, large other rows in runs."""
     row_bytes = fixed_row_bytes(column.spec)
     if row_bytes is not None:
         row = np.dtype((np.void, row_bytes))
@@ -352,9 +353,9 @@ def _place(values: Bytes, targets: Indexes, positions: Indexes, column: ColumnSh
 
 
 def each_once(metadata: BatchMeta) -> tuple[BatchMeta, Indexes | None]:
-    """Return a batch with each sample once, and the position in it of each original sample `(n,)`.
+    """Return the batch with each sample once, and the position in that batch of each original sample `(n,)`.
 
-    Without repeated samples, the batch is returned unchanged and the positions are None.
+    If no sample is repeated, return the batch unchanged, and None for the positions.
     """
     indexes = metadata.indexes
     if (indexes[1:] > indexes[:-1]).all():
@@ -366,7 +367,7 @@ def each_once(metadata: BatchMeta) -> tuple[BatchMeta, Indexes | None]:
 
 
 def take_rows(received: Received, order: Indexes) -> Received:
-    """Return the rows of a column at positions `(n,)`; positions may repeat."""
+    """Return the rows of a column at the given positions `(n,)`, which may repeat."""
     column, buffer = received
     row_bytes = fixed_row_bytes(column.spec)
     if row_bytes is not None:
@@ -381,7 +382,7 @@ def take_rows(received: Received, order: Indexes) -> Received:
 
 
 def empty_columns(specs: Sequence[FieldSpec]) -> list[Received]:
-    """Return columns without rows, typed by their specs; fields not fixed by a put yet are dense float32 scalars."""
+    """Return columns without rows, typed by their specs; fields not yet typed by a put are dense float32 scalars."""
     return [(_empty_column(spec), np.empty(0, np.uint8)) for spec in specs]
 
 
@@ -405,14 +406,15 @@ def to_batch(
     landing: Landing | None = None,
     arrange: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> TensorDict:
-    """Return received columns as a TensorDict `[row_count]`, or as a dict if torch or tensordict is missing.
+    """Return received columns as a TensorDict `[row_count]`, or as a dict if torch or tensordict is not installed.
 
-    Without torch, columns are numpy arrays and lists of them. `layout` is as in `get_data`; None: unchanged. Without a
-    row count the TensorDict lacks a batch dimension. `arrange` maps the decoded columns to those of the result.
+    Without torch, columns are numpy arrays or lists of numpy arrays. `layout` is as in `get_data`; None leaves the
+    layout unchanged. Without a row count, the TensorDict has no batch dimension. `arrange` maps the decoded columns to
+    the columns of the result.
 
     Raises:
         FieldMismatchError: rows of a column requested as dense differ in shape.
-        torch.OutOfMemoryError: a device is full.
+        torch.OutOfMemoryError: a device has too little free memory.
     """
     columns = [column if layout is None else _laid_out(column, layout) for column, _ in received]
     buffers = [buffer for _, buffer in received]
@@ -431,7 +433,7 @@ def _laid_out(column: ColumnShape, layout: ReadLayout) -> ColumnShape:
     spec, shape = column.spec, column.spec.row_shape
     if spec.layout is Layout.OBJECT or not shape:
         return column
-    if not column.row_count:  # the layout cannot be derived from rows
+    if not column.row_count:  # there are no rows to derive the layout from
         is_jagged = layout == "jagged" or (layout == "auto" and spec.layout is Layout.JAGGED)
         sizes = list(shape) if is_jagged else [max(size, 0) for size in shape]
     else:
@@ -442,7 +444,7 @@ def _laid_out(column: ColumnShape, layout: ReadLayout) -> ColumnShape:
             first, other = tuple(shapes[0].tolist()), tuple(shapes[at].tolist())
             raise FieldMismatchError(
                 f"rows of field {spec.name!r} differ in shape: row 0 is {first}, row {at} is {other}; expected one "
-                f"shape for layout='dense': get them with layout='auto' or 'jagged', and pad them",
+                f"shape for layout='dense'. Use layout='auto' or 'jagged', and pad the rows",
                 field="layout",
                 metadata={"field_name": spec.name, "got": str(other), "expected": str(first)},
             )
@@ -455,14 +457,14 @@ def _laid_out(column: ColumnShape, layout: ReadLayout) -> ColumnShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowPattern:
-    """The row lengths of jagged columns; fields with the same lengths share one.
+    """The row lengths of jagged columns, shared by fields with the same row lengths.
 
     Attributes:
-        offsets: `(n + 1,)`, boundaries of the rows; nested tensors of one pattern share this tensor.
-        bounds: the same on the host.
-        min_length: length of the shortest row, 0 without rows.
-        max_length: length of the longest row, 0 without rows. Padding uses it: if a nested tensor lacks it, torch pads
-            all rows to the size of dimension 0 of its values.
+        offsets: row boundaries `(n + 1,)`; all nested tensors with this pattern share this tensor.
+        bounds: the same row boundaries in host memory.
+        min_length: length of the shortest row, or 0 if there are no rows.
+        max_length: length of the longest row, or 0 if there are no rows. Padding uses it: for a nested tensor without
+            this length, torch pads all rows to the size of dimension 0 of the values.
     """
 
     offsets: torch.Tensor
@@ -475,9 +477,9 @@ class RowPattern:
         """Return the pattern of an offsets tensor.
 
         Args:
-            offsets: `(n + 1,)`.
-            bounds: the same on the host; None: taken from the nested tensor that was created here with these offsets,
-                otherwise copied, which waits for offsets on a device.
+            offsets: row boundaries `(n + 1,)`.
+            bounds: the row boundaries in host memory. None: reuse those of the nested tensor created here with these
+                offsets, or else copy the offsets, which synchronizes with their device.
         """
         if bounds is None:
             bounds = _known_bounds().get(offsets)
@@ -491,12 +493,12 @@ class RowPattern:
     def of_lengths(
         cls, lengths: NDArray[np.int64], *, dtype: torch.dtype | None = None, beside: torch.Tensor | None = None
     ) -> RowPattern:
-        """Return the pattern of rows of these lengths `(n,)`.
+        """Return the pattern of rows with the given lengths `(n,)`.
 
         Args:
             lengths: lengths of the rows.
             dtype: dtype of the offsets; None: int64.
-            beside: a tensor on the device for the offsets; None: the CPU.
+            beside: a tensor on whose device the offsets are placed; None: the CPU.
         """
         import torch  # noqa: PLC0415  (torch is optional and slow to import)
 
@@ -508,7 +510,7 @@ class RowPattern:
         return cls.of_offsets(offsets if beside is None else offsets.to(beside.device), bounds)
 
     def nested(self, values: torch.Tensor, ragged_dim: int) -> torch.Tensor:
-        """Return the nested tensor of rows; it supports padding.
+        """Return the rows as a nested tensor that supports padding.
 
         Args:
             values: the rows, concatenated along dimension `ragged_dim - 1`.
@@ -526,7 +528,7 @@ class RowPattern:
 
 @cache
 def _known_bounds() -> MutableMapping[torch.Tensor, NDArray[np.int64]]:
-    """Return the cached bounds of offsets on a device: using their nested tensors then does not wait for it."""
+    """Return the cache of row boundaries for offsets on a device, which saves a device synchronization per use."""
     from torch.utils.weak import WeakIdKeyDictionary  # noqa: PLC0415  (torch is optional and slow to import)
 
     return WeakIdKeyDictionary()
@@ -534,7 +536,7 @@ def _known_bounds() -> MutableMapping[torch.Tensor, NDArray[np.int64]]:
 
 @cache
 def _hide_torch_notice() -> None:
-    """Suppress the log line of torch for the first nested tensor of a process: advice for its own developers."""
+    """Suppress the message that torch logs with a process's first nested tensor; it is meant for torch's developers."""
 
     def is_worth_showing(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith("is_fx_tracing will return true")
@@ -552,18 +554,18 @@ def decode_columns(
     """Return the values of columns by field name.
 
     Args:
-        columns: the headers.
-        buffers: the bytes of each column's values; tensors share them if they are writable and aligned.
-        as_torch: whether to return tensors instead of numpy arrays; None: if torch is installed.
-        device_of: returns the device for the tensors of a column, None for the CPU.
+        columns: the column headers.
+        buffers: the value bytes of each column. Tensors share this memory if it is writable and aligned.
+        as_torch: whether to return tensors instead of numpy arrays; None: tensors if torch is installed.
+        device_of: function that returns the device for a column's tensors, or None for the CPU.
 
     Returns:
-        Dense: a tensor or array `(n, ...)`. Jagged: with one ragged dimension a nested tensor (fields with the same
-        extents share one offsets tensor), with several a list of tensors; a list of arrays without torch. Object: a
-        list.
+        A tensor or array `(n, ...)` for a dense column, and a list for a column of objects. A jagged column becomes a
+        nested tensor if it has one ragged dimension, else a list of tensors; without torch, a list of arrays. Nested
+        tensors with the same row lengths share one offsets tensor.
 
     Raises:
-        InvalidArgumentError: bytes and headers do not agree, an object is corrupt, or a dtype needs torch.
+        InvalidArgumentError: bytes and headers disagree, an object is corrupt, or a dtype requires torch.
     """
     is_torch = has_torch() if as_torch is None else as_torch
     devices = list(map(device_of, columns))
@@ -582,9 +584,9 @@ def decode_columns(
 
 
 def to_tensordict(columns: Mapping[str, Any], row_count: int | None) -> TensorDict:
-    """Return decoded columns as a TensorDict of batch size `[row_count]`; lists stay lists when read from it.
+    """Return decoded columns as a TensorDict of batch size `[row_count]`, in which lists can be read back as lists.
 
-    Without a row count it lacks a batch dimension.
+    Without a row count, the TensorDict has no batch dimension.
     """
     from tensordict import TensorDict  # noqa: PLC0415  (optional, slow to import)
 
@@ -593,7 +595,7 @@ def to_tensordict(columns: Mapping[str, Any], row_count: int | None) -> TensorDi
 
 
 def object_stack(rows: Sequence[Any]) -> Any:
-    """Return rows of objects in the form of TensorDict fields, even zero rows: tensordict 0.10 lacks an empty stack."""
+    """Return rows of objects as a TensorDict field; zero rows too, although tensordict 0.10 lacks an empty stack."""
     from tensordict import NonTensorData, NonTensorStack  # noqa: PLC0415  (optional, slow to import)
 
     if not rows:
@@ -603,12 +605,12 @@ def object_stack(rows: Sequence[Any]) -> Any:
 
 
 def _is_nested(column: ColumnShape) -> bool:
-    """Whether a column of tensors becomes a nested tensor: it is ragged in one dimension."""
+    """Return whether a tensor column becomes a nested tensor, that is, has exactly one ragged dimension."""
     return len(column.spec.ragged_dims) == 1
 
 
 class _Decoder:
-    """Decodes columns; keeps row patterns to share one offsets tensor among fields with the same lengths."""
+    """A decoder of columns that shares one offsets tensor among fields with the same row lengths."""
 
     def __init__(self, *, as_torch: bool) -> None:
         self._as_torch = as_torch
@@ -620,7 +622,7 @@ class _Decoder:
         self._patterns: dict[bytes, RowPattern] = {}
 
     def upload(self, columns: Sequence[ColumnShape], buffers: Sequence[Bytes], device: Any) -> list[torch.Tensor]:
-        """Return the bytes of columns on a device; the offsets of their rows are uploaded too."""
+        """Copy columns to a device, including the offsets of their rows, and return their bytes there."""
         lengths = [column.extents[:, 0] for column in columns if column.extents is not None and _is_nested(column)]
         bounds = {each.tobytes(): offsets_of(each) for each in lengths}
         found = upload([*buffers, *(each.view(np.uint8) for each in bounds.values())], device)
@@ -629,7 +631,7 @@ class _Decoder:
         return found[: len(buffers)]
 
     def decode(self, column: ColumnShape, buffer: Any) -> Any:
-        """Return the values of a column, whose bytes may be on a device."""
+        """Decode the values of one column, whose bytes may be on a device."""
         if len(buffer) != column.value_bytes:
             raise InvalidArgumentError(
                 f"field {column.spec.name!r} has {len(buffer)} bytes, but its header declares {column.value_bytes}"
@@ -656,14 +658,14 @@ class _Decoder:
                     rows.append(decode(buffer[start:end]))
         except (InvalidArgumentError, UnicodeDecodeError) as error:
             raise InvalidArgumentError(
-                f"row {len(rows)} of field {spec.name!r} cannot be read: {error}",
+                f"row {len(rows)} of field {spec.name!r} could not be decoded: {error}",
                 field="columns",
                 metadata={"row": str(len(rows)), "field_name": spec.name},
             ) from None
         return rows
 
     def _decode_rows(self, column: ColumnShape, values: Any) -> list[Any]:
-        """Return each row of a jagged column, on the shared bytes."""
+        """Return the rows of a jagged column as views of the shared bytes."""
         flat = make_values(
             values, column.spec.dtype, (column.value_bytes // column.spec.itemsize,), as_torch=self._as_torch
         )
@@ -687,9 +689,9 @@ class _Decoder:
 
 
 def lost_samples(metadata: BatchMeta, read: StorageRead, error: DataLossError) -> DataLossError:
-    """Return the data-loss error of a storage service, with the affected samples and fields of the batch added.
+    """Return a storage service's data-loss error, extended with the affected samples and fields of the batch.
 
-    If the service names the lost puts, these are the samples in them, otherwise all samples of the read.
+    The affected samples are those in the lost puts if the service names these puts, otherwise all samples of the read.
     """
     put_ids = [put_id.hex() for put_id in read.request.put_ids]
     is_lost = np.isin(put_ids, (error.metadata.get("put_ids") or ",".join(put_ids)).split(","))
@@ -724,14 +726,14 @@ def unread_samples(
     deadline: Deadline,
     error: DeadlineError | UnavailableError,
 ) -> DeadlineError | UnavailableError:
-    """Return the error for a storage service that did not answer, naming the fields and samples it holds.
+    """Return the error for a storage service that did not answer; it names the fields and samples stored there.
 
     Args:
         metadata: the batch.
-        read: the read from the storage service.
+        read: the read that failed.
         storage: the storage service, as last located by the controller.
         deadline: deadline of the read.
-        error: why it failed.
+        error: the failure of the read.
     """
     reason = error.__cause__ if isinstance(error.__cause__, UnavailableError) else error
     place = f" at {storage.address}" if storage.address else ""
@@ -739,7 +741,7 @@ def unread_samples(
     sample_count = read.samples_of().size
     return type(error)(
         f"storage service {storage.storage_id!r}{place} did not answer within {deadline.timeout:g} s; it "
-        f"holds {fields} of {sample_count} of the {metadata.size} samples of partition "
+        f"stores {fields} of {sample_count} of the {metadata.size} samples of partition "
         f"{metadata.partition_id!r}: {reason.message}",
         metadata={
             **error.metadata,

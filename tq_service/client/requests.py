@@ -1,4 +1,4 @@
-"""Conversion of Python arguments to requests, and of answers to writes to batches. Refuses only unsendable values."""
+"""Conversion of Python arguments to requests, and of write answers to batches. Only checks what cannot be sent."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ from tq_service.wire.metadata import (
 
 _KNOWN: Final = ("fields", "locations", "produced_columns", *OWN_COLUMNS)
 
-# A list, or a text array `(n,)`.
+# Names are given as a list or a string array `(n,)`.
 Target: TypeAlias = str | BatchMeta
-"""What a call is about: a partition, by its name, or samples, by their metadata."""
+"""Target of a call: a partition, given by its name, or samples, given by their metadata."""
 
 NameColumn: TypeAlias = "Sequence[str] | NDArray[np.str_]"
 GroupColumn: TypeAlias = "Sequence[str | None] | NDArray[np.str_]"
-# One mapping per sample, or by name an array, a tensor or a list of `n` values.
+# One mapping per sample, or one mapping of names to arrays, tensors or lists of `n` values.
 MetaGiven: TypeAlias = "Sequence[Mapping[str, MetaValue]] | Mapping[str, Any]"
 Request = TypeVar("Request", bound=Message)
 Changed = TypeVar("Changed", pb.ClearSamplesRequest, pb.ClearFieldsRequest, pb.FailSamplesRequest)
@@ -80,29 +80,29 @@ Converter = Callable[[Any], Any]
 
 
 class ConfiguredSampler(Protocol):
-    """A sampler with its options: a dataclass, such as those of `tq_service.samplers`.
+    """A sampler with its options, as a dataclass such as those in `tq_service.samplers`.
 
     Attributes:
-        name: the name by which the service knows the sampler.
+        name: name of the sampler in requests.
     """
 
     name: ClassVar[str]
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
-# By name, or with its options.
+# A sampler is given by name, or as an object with its options.
 SamplerGiven: TypeAlias = str | ConfiguredSampler
 
 
 def request_of(kind: type[Request], **arguments: Any) -> Request:
-    """Return a request with these fields, and a new `request_id` if it has such a field.
+    """Return a request with the given fields, and with a new `request_id` if the request type has one.
 
     Args:
-        kind: the request.
-        **arguments: its fields; None for an enum, a list or an optional field that is not given.
+        kind: the request type.
+        **arguments: values of the fields; None leaves an enum, list or optional field unset.
 
     Raises:
-        InvalidArgumentError: an argument does not fit its field.
+        InvalidArgumentError: an argument is not valid for its field.
     """
     rules = _rules(kind.DESCRIPTOR)
     for name, value in arguments.items():
@@ -117,12 +117,12 @@ def request_of(kind: type[Request], **arguments: Any) -> Request:
     except (TypeError, ValueError) as error:  # protobuf does not name the field
         for name, value in arguments.items():
             _check(kind, name, value)
-        raise InvalidArgumentError(f"the arguments cannot be sent: {error}") from None
+        raise InvalidArgumentError(f"the arguments cannot be encoded as a request: {error}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rules:
-    """Converters of lists and enums, required fields, and whether there is a request id."""
+    """Rules of a request type: converters of its lists and enums, its required fields, whether it has a request id."""
 
     converters: Mapping[str, Converter]
     required: Collection[str]
@@ -145,9 +145,9 @@ def _rules(descriptor: Descriptor) -> _Rules:
 
 
 _EXPECTED: Final = {
-    FieldDescriptor.TYPE_STRING: "a string, in valid Unicode",
-    FieldDescriptor.TYPE_INT64: "an integer of 64 bits",
-    FieldDescriptor.TYPE_INT32: "an integer of 32 bits",
+    FieldDescriptor.TYPE_STRING: "a string of valid Unicode",
+    FieldDescriptor.TYPE_INT64: "a 64-bit integer",
+    FieldDescriptor.TYPE_INT32: "a 32-bit integer",
 }
 _ENUMS: Final[Mapping[str, Any]] = {
     "BatchUnit": BATCH_UNITS, "GivenBack": GIVEN_BACK, "KeyMode": KEY_MODES, "Late": LATE, "Layout": LAYOUTS,
@@ -157,7 +157,7 @@ _ENUMS: Final[Mapping[str, Any]] = {
 
 
 def _check(kind: type[Message], name: str, value: Any) -> None:
-    """Refuse an argument that its field does not accept."""
+    """Raise InvalidArgumentError if an argument is not valid for its field."""
     places = [(f"{name}[{place}]", [one]) for place, one in enumerate(value)] if isinstance(value, list) else []
     for where, part in places or [(name, value)]:
         try:
@@ -169,18 +169,18 @@ def _check(kind: type[Message], name: str, value: Any) -> None:
 
 
 def check_word(name: str, word: str | None, words: Sequence[str | None]) -> None:
-    """Refuse a word that is not one of `words`."""
+    """Raise InvalidArgumentError if a word is not one of `words`."""
     if word not in words:
         raise InvalidArgumentError(f"{name} is {word!r}, expected {' or '.join(map(repr, words))}", field=name)
 
 
 def new_id() -> bytes:
-    """Return a request or put id: 16 random bytes."""
+    """Return a new request or put id of 16 random bytes."""
     return secrets.token_bytes(16)
 
 
 def seconds(name: str, value: float) -> float:
-    """Return a time span, checked to be finite and not negative."""
+    """Convert a time span to float. Raise InvalidArgumentError if the span is negative or not finite."""
     try:
         span = float(value)
     except (TypeError, ValueError):
@@ -191,10 +191,10 @@ def seconds(name: str, value: float) -> float:
 
 
 def all_of(kind: type[Given], name: str, values: Iterable[Given]) -> list[Given]:
-    """Return a list of objects of one type.
+    """Return the values as a list of objects of one type.
 
     Raises:
-        InvalidArgumentError: one has another type.
+        InvalidArgumentError: a value has another type.
     """
     given = list(values)
     for value in given:
@@ -204,10 +204,10 @@ def all_of(kind: type[Given], name: str, values: Iterable[Given]) -> list[Given]
 
 
 def listed(name: str, values: Any) -> list[Any]:
-    """Return the items of an iterable, an array or a tensor as a list; empty for None.
+    """Return the items of an iterable, array or tensor as a list; empty for None.
 
     Raises:
-        InvalidArgumentError: it is not iterable, or a single string, which is probably a mistake.
+        InvalidArgumentError: the value is not iterable, or is a single string, which is probably a mistake.
     """
     if values is None or isinstance(values, list | tuple):
         return list(values or ())
@@ -218,11 +218,11 @@ def listed(name: str, values: Any) -> list[Any]:
 
 
 def named_samples(**names: Iterable[Any] | BatchMeta | None) -> tuple[str | None, Sequence[Any] | Indexes]:
-    """Return the kind of names that are given, or None, and the names; a batch names its samples by index."""
+    """Return the kind of names given (None if there are none) and the names. A batch names its samples by index."""
     given = [name for name, value in names.items() if value is not None]
     if len(given) > 1:
         raise InvalidArgumentError(
-            f"samples are named by {' and by '.join(given)}; give one of {', '.join(names)}", field=given[0]
+            f"samples are named by {' and by '.join(given)}; expected one of {', '.join(names)}", field=given[0]
         )
     if not given:
         return None, []
@@ -234,19 +234,19 @@ def named_samples(**names: Iterable[Any] | BatchMeta | None) -> tuple[str | None
 
 
 def partition_of(namespace: Namespace, target: Target) -> str:
-    """Return the service's name of the partition, given by its name in a namespace or by metadata of its samples."""
+    """Return the full name of a partition, given by its name in a namespace or by metadata of its samples."""
     if isinstance(target, BatchMeta):
         return target.full_partition_id
     if not isinstance(target, str):
         raise InvalidArgumentError(
-            f"got {type(target).__name__}, expected the name of a partition, or the metadata of samples",
+            f"target is of type {type(target).__name__}, expected a partition name or the metadata of samples",
             field="partition_id",
         )
     return namespace.full_name(target)
 
 
 def metadata_of(target: Target) -> BatchMeta | None:
-    """Return the metadata if that is what a call is given; None for a partition."""
+    """Return the target if it is the metadata of samples, or None if it is a partition."""
     return target if isinstance(target, BatchMeta) else None
 
 
@@ -259,10 +259,11 @@ def with_short_forms(
     global_batch: int | None,
     batch_unit: BatchUnit,
 ) -> tuple[list[Admission], Release | None]:
-    """Return the admissions and the release of a new partition, including those given in their short forms.
+    """Return the admissions and the release of a new partition, with the short forms expanded.
 
     Raises:
-        InvalidArgumentError: a short form is incomplete, a release is given in both forms, or one has another type.
+        InvalidArgumentError: a short form is incomplete, the release is given in both forms, or a value has the wrong
+            type.
     """
     found = all_of(Admission, "admissions", admissions)
     tasks = listed("clear_after", clear_after)
@@ -271,12 +272,12 @@ def with_short_forms(
     if clear_after is not None:
         if release is not None:
             raise InvalidArgumentError(
-                "clear_after and release are both given; expected one of them. Name the tasks in the release",
+                "clear_after and release are both given; expected only one. Name the tasks in the release",
                 field="clear_after",
             )
         if not tasks:
             raise InvalidArgumentError(
-                "clear_after is empty; expected at least one task. Leave it out to keep samples until they are cleared",
+                "clear_after is empty; expected at least one task. Omit it to keep samples until they are cleared",
                 field="clear_after",
             )
         release = Release("trained", tasks)
@@ -284,14 +285,14 @@ def with_short_forms(
         if global_batch is not None or batch_unit != "sample":
             name, value = ("batch_unit", batch_unit) if global_batch is None else ("global_batch", global_batch)
             raise InvalidArgumentError(
-                f"{name} is {value!r} without max_staleness; expected both. Give max_staleness, or leave it out",
+                f"{name} is {value!r} without max_staleness; expected both. Set max_staleness, or omit both",
                 field=name,
             )
         return found, release
     if len(tasks) != 1:
         raise InvalidArgumentError(
             f"max_staleness is {max_staleness} and clear_after names {len(tasks)} tasks; expected one, whose batches "
-            "are bounded. Name it in clear_after, or give an Admission for it in admissions",
+            "are limited. Name it in clear_after, or put an Admission for it in admissions",
             field="max_staleness",
         )
     bound = Admission(tasks[0], max_staleness=max_staleness, global_batch=global_batch or 0, unit=batch_unit)
@@ -299,12 +300,13 @@ def with_short_forms(
 
 
 class ClaimOptions(TypedDict, total=False):
-    """The options of `Client.claim`, without `batch_count` and `timeout`: the type of a dict that several calls share.
+    """The options of `Client.claim` except `batch_count` and `timeout`: the type of a dict used for several calls.
 
         options: tq.types.ClaimOptions = {"batch_size": 8, "dp_rank": 0, "dp_size": 4}
         data, batch = client.get_batch("train", "update_actor", ["input_ids"], **options | {"batch_index": 0})
 
-    Merge options that vary from call to call, as here: type checkers refuse a name that may be given twice.
+    To set an option that varies between calls, merge it as shown. Type checkers reject an option that may be passed
+    twice.
     """
 
     batch_size: Required[int]
@@ -359,9 +361,9 @@ def get_meta_request(
     namespace: Namespace = NO_NAMESPACE,
     **alike: Any,
 ) -> pb.GetMetaRequest:
-    """Return the request for a batch from the arguments of `get_meta`; `max_wait` is set at each poll.
+    """Return the request of `get_meta` for its arguments. The caller sets `max_wait` before each poll.
 
-    Policies, and the partitions of `refill` and `admit`, are names in `namespace`.
+    Names of policies, and of the partitions in `refill` and `admit`, are names in `namespace`.
     """
     own: dict[str, Any] = {"dp_rank": dp_rank, "batch_index": batch_index}
     if not_before_version is not None:
@@ -406,7 +408,7 @@ def get_meta_request(
     alike |= {"sampler": sampler, "data_fields": tuple(listed("data_fields", data_fields))}
     try:
         request.MergeFromString(_serialized_claim(**alike))
-    except TypeError:  # an argument is not hashable, as most invalid ones are
+    except TypeError:  # an argument is not hashable, which most invalid arguments are not
         request.MergeFromString(_serialized_claim.__wrapped__(**alike))
     return request
 
@@ -414,13 +416,14 @@ def get_meta_request(
 def name_and_options(
     sampler: SamplerGiven, sampler_config: Mapping[str, Any] | None
 ) -> tuple[str, Mapping[str, Any] | None]:
-    """Return the name of a sampler and its options, whichever way they were given.
+    """Return the name and options of a sampler that was given by name or as an object.
 
-    Options of an object are left out if they have their default. So a rank that gives an object agrees with one that
-    gives the name and the same options, and a service does not need to know options that are not used.
+    Options of an object that have their default value are omitted. A rank that passes an object therefore agrees with a
+    rank that passes the name and the same options, and an older service need not know unused options.
 
     Raises:
-        InvalidArgumentError: `sampler` is neither a name nor a sampler, or has options beside `sampler_config`.
+        InvalidArgumentError: `sampler` is neither a name nor a sampler, or is an object although `sampler_config` is
+            given.
     """
     if isinstance(sampler, str):
         return sampler, sampler_config
@@ -433,8 +436,8 @@ def name_and_options(
         )
     if sampler_config is not None:
         raise InvalidArgumentError(
-            f"sampler_config is {sampler_config!r:.200} and sampler is {sampler!r:.200}; expected options in one of "
-            f"the two. Set them in the object, or give the name {name!r}",
+            f"sampler_config is {sampler_config!r:.200} and sampler is {sampler!r:.200}; expected options in one "
+            f"of them. Set the options in the object, or pass the name {name!r}",
             field="sampler_config",
         )
     options: dict[str, Any] = {}
@@ -447,7 +450,7 @@ def name_and_options(
 
 @lru_cache(maxsize=256, typed=True)
 def _serialized_claim(**arguments: Any) -> bytes:
-    """Return the common part of requests for batches, serialized; a rank uses the same one for each of its batches."""
+    """Return the serialized part of batch requests that is the same for all batches of a rank."""
     for name in ("max_deliveries", "max_uses", "least_members"):
         not_zero(name, arguments[name])
     lease = arguments["lease"]
@@ -458,7 +461,7 @@ def _serialized_claim(**arguments: Any) -> bytes:
     return alike.SerializeToString()
 
 
-# Arguments of `get_meta` that may be None. The request represents that as 0 or "", so they are not sent.
+# Arguments of `get_meta` that may be None. They are not sent then, since the request would represent None as 0 or "".
 _MAY_BE_NONE: Final = {"min_batch_size", "micro_batch_size", "sampler", "max_deliveries", "max_uses", "least_members"}
 _NOT_ZERO: Final = {
     "batch_count": "1 to 64",
@@ -473,30 +476,30 @@ _NOT_ZERO: Final = {
 
 
 def lease_duration(lease: float) -> Duration:
-    """Return the duration of a lease in seconds."""
+    """Convert the seconds of a lease to a Duration. Raise InvalidArgumentError if the lease is not positive."""
     return to_duration(not_zero("lease", seconds("lease", lease)))
 
 
 def not_zero(name: str, value: Given) -> Given:
-    """Return a value, or refuse one that means "not given" in the request."""
+    """Return the value. Raise InvalidArgumentError if the request would treat it as not given (0 or "")."""
     if value in (0, ""):
         raise InvalidArgumentError(f"{name} is {'empty' if value == '' else 0}, expected {_NOT_ZERO[name]}", field=name)
     return value
 
 
 def check_leased(metadata: BatchMeta) -> None:
-    """Refuse batches that do not belong to one leased claim."""
+    """Raise InvalidArgumentError if a batch is not from one leased claim."""
     check_is_batch(metadata)
     if metadata.lease_seconds is None:
         raise InvalidArgumentError(
-            "metadata is of no leased claim: ask for it with get_meta(lease=...); batches of several claims that were "
-            "put together with concat are acknowledged and extended one by one",
+            "metadata is not from one leased claim; claim it with get_meta(lease=...). Acknowledge and extend the "
+            "parts of a batch concatenated from several claims separately",
             field="metadata",
         )
 
 
 def held_samples(metadata: BatchMeta) -> pb.HeldSamples:
-    """Return the samples of a leased claim held by a worker."""
+    """Convert a leased batch to the message that refers to samples held by a worker."""
     check_leased(metadata)
     return pb.HeldSamples(
         partition_id=metadata.full_partition_id,
@@ -507,54 +510,54 @@ def held_samples(metadata: BatchMeta) -> pb.HeldSamples:
 
 
 def check_ack(metadata: BatchMeta | None, *, fenced: bool) -> None:
-    """Refuse a put with `ack` whose samples do not belong to one leased claim, or that is not fenced."""
+    """Raise InvalidArgumentError if a put with `ack` is not for samples of one leased claim, or is not fenced."""
     if metadata is None:
         raise InvalidArgumentError(
-            "ack is True, but the put names a partition; expected the samples of a leased claim. Give the batch "
-            "returned by claim(lease=...), or leave ack out.",
+            "ack is True, but the put is to a partition; expected samples of a leased claim. Pass the batch "
+            "returned by claim(lease=...), or omit ack.",
             field="metadata",
         )
     check_leased(metadata)
     if not fenced:
         raise InvalidArgumentError(
-            "fenced is False and ack is True, but samples can only be acknowledged while they are leased; leave out "
+            "fenced is False and ack is True, but samples can only be acknowledged while they are leased; omit "
             "one of the two",
             field="fenced",
         )
 
 
 def check_rows(metadata: BatchMeta, columns: Iterable[ColumnShape]) -> None:
-    """Refuse columns without exactly one row per sample of a batch."""
+    """Raise InvalidArgumentError if a column does not have exactly one row per sample of the batch."""
     for column in columns:
         if column.row_count != metadata.size:
             raise InvalidArgumentError(
-                f"metadata has {metadata.size} samples, field {column.spec.name!r} has {column.row_count} rows; put "
-                "one row for each sample, or give the metadata of the samples that the rows are for",
+                f"metadata has {metadata.size} samples, but field {column.spec.name!r} has {column.row_count} rows; "
+                "put one row per sample, or pass the metadata of the samples that the rows belong to",
                 field="data",
             )
 
 
 def check_group_rows(write: Write, columns: Iterable[ColumnShape]) -> None:
-    """Refuse a put to groups without exactly one row per group."""
+    """Raise InvalidArgumentError if a put to groups does not have exactly one row per group."""
     for column in columns:
         if column.row_count != len(write.group_column):
             raise InvalidArgumentError(
-                f"groups has {len(write.group_column)} names, field {column.spec.name!r} has {column.row_count} rows; "
-                f"put one row for each group",
+                f"groups has {len(write.group_column)} names, but field {column.spec.name!r} has {column.row_count} "
+                f"rows; put one row per group",
                 field="groups",
             )
 
 
 def row_lengths(name: str, values: Iterable[int], row_count: int) -> list[int]:
-    """Return the lengths of the cells of samples, one per sample.
+    """Return cell lengths as a list with one length per sample.
 
     Raises:
-        InvalidArgumentError: the number of lengths is wrong, or one is negative.
+        InvalidArgumentError: there is not one length per sample, or a length is not an integer of at least 0.
     """
     lengths = listed(name, values)
     if len(lengths) != row_count:
         raise InvalidArgumentError(
-            f"{name} has {len(lengths)} lengths, expected {row_count}: one for each sample of metadata", field=name
+            f"{name} has {len(lengths)} lengths, expected {row_count}: one per sample of metadata", field=name
         )
     for place, length in enumerate(lengths):
         if not isinstance(length, int) or isinstance(length, bool) or length < 0:
@@ -582,11 +585,11 @@ def changed_samples(
     fenced: bool,
     **others: Any,
 ) -> Changed | None:
-    """Return a request to clear or fail samples, or to clear fields; None if it selects no sample.
+    """Return a request to clear or fail samples or to clear fields, or None if the arguments select no sample.
 
-    `others` are fields of the request.
+    `others` are further fields of the request.
 
-    Samples that are named, even by an empty list, are the only ones selected: conditions and tasks narrow them.
+    If samples are named, even by an empty list, conditions and tasks only narrow the selection further.
     """
     metadata = metadata_of(target)
     if metadata is not None:
@@ -611,7 +614,7 @@ def changed_samples(
 
 
 def condition_messages(where: Iterable[tuple[str, str, Any]], namespace: Namespace) -> list[pb.Condition]:
-    """Return conditions on custom_meta as messages; policies are names in a namespace."""
+    """Convert conditions on custom_meta to messages. Policies in conditions are names in the namespace."""
     conditions = enumerate(listed("where", where))
     return [_condition(position, condition, namespace) for position, condition in conditions]
 
@@ -647,13 +650,13 @@ def _struct(name: str, mapping: Mapping[str, Any]) -> Struct:
         message.update({key: _plain(value) for key, value in mapping.items()})
     except (TypeError, ValueError, AttributeError) as error:
         raise InvalidArgumentError(
-            f"{name} cannot be sent ({error}); it takes a mapping of strings to JSON-like values", field=name
+            f"{name} cannot be encoded ({error}), expected a mapping of strings to JSON-like values", field=name
         ) from None
     return message
 
 
 def _plain(value: Any) -> Any:
-    """Convert scalars of numpy and torch to Python's, and tuples and arrays to lists, recursively."""
+    """Convert numpy and torch scalars to Python scalars, and tuples and arrays to lists, recursively."""
     if isinstance(value, Mapping):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -662,10 +665,10 @@ def _plain(value: Any) -> Any:
 
 
 class PlacementGrant:
-    """Permission to send further puts to some storage services in turn, for a number of bytes and seconds.
+    """Permission to send puts to certain storage services in turn, up to a number of bytes and seconds.
 
-    It ends early if one of them fails, so a service that is lost or full is dropped at once. Calls may share it: the
-    bytes of a few may be counted late.
+    The grant ends early if one of the services fails, so that a lost or full service is not used again. Concurrent
+    calls may share a grant, at the price of a small delay in counting their bytes.
     """
 
     def __init__(self) -> None:
@@ -675,7 +678,7 @@ class PlacementGrant:
         self._turn = 0
 
     def place(self, size_bytes: int) -> pb.PlacePutResponse | None:
-        """Return the answer with the grant, or None if it does not cover the put; call `endpoint` next."""
+        """Return the placement with the grant, or None if the grant does not cover the put. Then call `endpoint`."""
         used_bytes = self._used_bytes + size_bytes
         if size_bytes > self._answer.max_granted_put_bytes or used_bytes > self._answer.grant_bytes:
             return None
@@ -686,39 +689,39 @@ class PlacementGrant:
         return self._answer
 
     def renew(self, answer: pb.PlacePutResponse) -> None:
-        """Start a new grant; its first storage service gets the put of the request."""
+        """Start a new grant. Its first storage service receives the put that requested the grant."""
         self._answer = answer
         self._until = time.monotonic() + read_seconds("grant_duration", answer.grant_duration)
         self._used_bytes = self._turn = 0
 
     def endpoint(self, answer: pb.PlacePutResponse) -> metadata_pb2.StorageEndpoint:
-        """Return the storage service whose turn it is."""
+        """Return the storage service that is next in turn."""
         return answer.storages[self._turn % len(answer.storages)]
 
     def end(self) -> None:
-        """End the grant: the next put is placed by the controller."""
+        """End the grant, so that the controller places the next put."""
         self._until = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Write:
-    """The samples that one call writes, and their attributes other than columns, see `SampleWrite`.
+    """The samples written by one call, and their attributes other than columns; see `SampleWrite`.
 
     Attributes:
-        partition_id: the service's name of the partition.
+        partition_id: full name of the partition on the service.
         row_count: number of samples.
-        metadata: existing samples; None: new ones, or those of the keys.
-        key_column: keys, in the form of `BatchMeta`; () if none are given.
-        group_column: groups, likewise.
-        rollout_column: rollouts, likewise.
-        meta_columns: custom_meta, likewise.
-        key_mode: whether keys must exist, must be new, or either.
-        group_size: number of members that completes each group.
+        metadata: the existing samples to write; None: new samples, or the samples of the keys.
+        key_column: keys in the form used by `BatchMeta`; () if none are given.
+        group_column: groups in the same form; () if none are given.
+        rollout_column: rollouts in the same form; () if none are given.
+        meta_columns: custom_meta in the same form; () if none is given.
+        key_mode: whether keys must exist, must be new, or may be either.
+        group_size: number of members in a complete group.
         ends_rollouts: whether to close the rollouts of the samples.
         state: new state of the samples.
-        fenced: whether to refuse the write once samples of a leased claim are no longer the worker's.
-        ack: whether to acknowledge the samples too.
-        append_at: lengths of the cells that the columns are appended to; (): cells are replaced.
+        fenced: whether to refuse the write if samples of a leased claim are no longer leased to the worker.
+        ack: whether to acknowledge the samples in the same change.
+        append_at: lengths of the cells before the append; (): cells are replaced.
         of_groups: whether rows belong to groups instead of samples.
     """
 
@@ -740,7 +743,7 @@ class Write:
 
     @property
     def claim(self) -> metadata_pb2.LeasedClaim | None:
-        """The leased claim that the write is checked against; None: it is not checked."""
+        """The leased claim that the service checks the write against; None if the write is not checked."""
         return self.metadata.leased_claim if self.metadata is not None and self.fenced else None
 
 
@@ -755,10 +758,10 @@ def write_of(
     rollouts: GroupColumn | None = None,
     **others: Any,
 ) -> Write:
-    """Return a write from Python arguments.
+    """Build a write from the Python arguments of a call.
 
-    If `row_count` is None, the number is that of the metadata, else of `keys`, `custom_meta`, `groups` or `rollouts`.
-    `others` are attributes of the write.
+    If `row_count` is None, it is taken from the metadata, else from `keys`, `custom_meta`, `groups` or `rollouts`.
+    `others` are further attributes of the write.
     """
     metadata = metadata_of(target)
     given_keys = None if keys is None else listed("keys", keys)
@@ -784,7 +787,7 @@ def write_of(
 
 
 def write_message(writes: Sequence[Write], rows_per_put: int = 0) -> commit_pb2.SampleWrite:
-    """Return the message of a write, or of several combined ones in order; see `SampleWrite`."""
+    """Return the message for one write, or for several writes combined in order; see `SampleWrite`."""
     first = writes[0]
     batches = [write.metadata for write in writes if write.metadata is not None]
     message = request_of(
@@ -815,17 +818,17 @@ def write_message(writes: Sequence[Write], rows_per_put: int = 0) -> commit_pb2.
 
 
 def _names_of(columns: Sequence[Sequence[str]]) -> Sequence[str]:
-    """Return the concatenated names of several writes; those of a single write are not copied."""
+    """Return the concatenated names of several writes. The names of a single write are not copied."""
     return columns[0] if len(columns) == 1 else list(chain.from_iterable(columns))
 
 
 def written_meta(answered: BatchMeta, known: BatchMeta | None, write: Write, indexes: Indexes) -> BatchMeta:
-    """Return the samples of a write.
+    """Return the metadata of the written samples.
 
     Args:
-        answered: answer of the server: partition, incarnation, and the fields of the put. It does not include the
-            keys, groups, rollouts and custom_meta of the write.
-        known: all metadata of the samples, from the server; None: not requested.
+        answered: answer of the service with the partition, its incarnation, and the fields of the put, but without the
+            keys, groups, rollouts and custom_meta that were written.
+        known: all metadata of the samples, as returned by the service; None if not requested.
         write: the write that was sent.
         indexes: global indexes of the samples.
     """
@@ -845,7 +848,7 @@ def written_meta(answered: BatchMeta, known: BatchMeta | None, write: Write, ind
     return replace(
         metadata,
         fields=tuple(fields.values()),
-        # The put has moved some cells; `get_data` queries their new locations.
+        # The put has changed the locations of some cells, so `get_data` must query the new locations.
         locations=CellLocations() if answered.fields else metadata.locations,
         produced_columns=(),
         **overwritten(metadata, write),
@@ -857,7 +860,7 @@ def _given_names(name: str, names: GroupColumn | None) -> list[Any] | None:
 
 
 def _check_names(name: str, names: Sequence[Any] | None, row_count: int) -> None:
-    """Refuse names that are too many, not text, or an empty list, which the request could not tell from none given."""
+    """Raise InvalidArgumentError if there are too many names, if one is not a string, or if the list is empty."""
     if names is None:
         return
     check_named_rows(name, len(names))
@@ -867,17 +870,17 @@ def _check_names(name: str, names: Sequence[Any] | None, row_count: int) -> None
                 raise InvalidArgumentError(f"{name}[{position}] is {one!r:.200}, expected a string", field=name)
     if row_count and not names:
         raise InvalidArgumentError(
-            f"{name} is empty, expected one for each of {row_count} samples; leave it out for samples without any",
+            f"{name} is empty, expected one name for each of {row_count} samples; omit it for samples without any",
             field=name,
         )
 
 
 def meta_columns_of(custom_meta: MetaGiven, row_count: int | None) -> tuple[list[MetaColumn], int | None]:
-    """Return custom_meta as columns, and its number of samples; None without columns.
+    """Return custom_meta as columns, and the number of samples; None if there are no columns.
 
     Raises:
-        InvalidArgumentError: a value is not a JSON value, columns differ in size, or the number of samples is not
-            `row_count`, if that is known.
+        InvalidArgumentError: a value is not a JSON value, columns differ in length, or the number of samples is not
+            `row_count` (if that is given).
     """
     if isinstance(custom_meta, Mapping):
         columns = [values_to_meta_column(name, values) for name, values in custom_meta.items()]
@@ -887,14 +890,14 @@ def meta_columns_of(custom_meta: MetaGiven, row_count: int | None) -> tuple[list
     for column in columns:
         if column.present.size != count:
             raise InvalidArgumentError(
-                f"custom_meta[{column.name!r}] has {column.present.size} values, custom_meta[{columns[0].name!r}] has "
-                f"{count}; give one for each sample",
+                f"custom_meta[{column.name!r}] has {column.present.size} values, but custom_meta[{columns[0].name!r}] "
+                f"has {count}; give one value per sample",
                 field="custom_meta",
             )
     if count is not None and row_count is not None and count != row_count:
         raise InvalidArgumentError(
-            f"custom_meta is for {count} samples, expected {row_count}: one mapping, or one value of each column, "
-            f"for each sample",
+            f"custom_meta is for {count} samples, expected {row_count}: one mapping per sample, or columns with "
+            f"one value per sample",
             field="custom_meta",
         )
     return columns, count

@@ -1,7 +1,7 @@
-"""Parts of rows to fetch: arguments of callers, requests to storage services, and the steps left to the client.
+"""Parts of rows to fetch: the caller's arguments, the requests to storage services, and the work left to the client.
 
-Storage services cut the rows. The client adds the rest: fill values that make shares equally long, and the positions of
-items.
+Storage services slice the rows. The client adds fill values, which make the shares equally long, and the positions of
+the items.
 """
 
 from __future__ import annotations
@@ -22,31 +22,33 @@ from tq_service.wire.metadata import NO_INTEGERS, Indexes, expand_runs
 from tq_service.wire.slices import TO_THE_END, RowCut, cut_rows
 
 RowRange: TypeAlias = tuple[int | None, int | None] | slice
-"""First item, and the item after the last, as in Python slices; steps are not supported."""
+"""First item and the item after the last, as in Python slices. Steps are not supported."""
 
 CpLayout: TypeAlias = Literal["contiguous", "zigzag"]
-"""Split of a row among the ranks of a context-parallel group: one chunk each, or one from each end."""
+"""How a row is split among the ranks of a context-parallel group: one chunk each, or one chunk from each end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSlice:
-    """The part of each row of a field to fetch. The storage service cuts the rows, since it knows their lengths.
+    """The part to fetch of each row of a field. The storage service slices the rows, since it has their lengths.
 
-    Along the first dimension (tokens): one of `ranges`, `by_row` and `chunks`, or all of it. Along the second, such as
-    the layers of routed experts `(tokens, layers, k)`: `layers`, or all of it. Ranges follow Python's slices: negative
-    bounds count from the end of the row, and bounds beyond it are clipped.
+    For the first dimension (tokens), set one of `ranges`, `by_row` and `chunks`, or none of them to fetch all of it.
+    For the second dimension, such as the layers of routed experts `(tokens, layers, k)`, set `layers`, or fetch all of
+    it. Ranges follow Python's slices: negative bounds count from the end of the row, and bounds beyond the row are
+    clipped.
 
     Attributes:
-        ranges: `(start, stop)` for all rows, or several of these, joined in their order.
-        by_row: the same for each row of the batch; or an integer array `(n, 2)` or `(n, ranges, 2)`.
-        chunks: which chunks of each row, joined in their order. A row is cut into `chunk_count` chunks of equal length;
-            the last ones are shorter, or empty.
-        chunk_count: number of chunks per row.
-        align: the length of a chunk is a multiple of this.
-        layers: `(start, stop)` along the second dimension, whose size is the same in all rows.
-        fill: with `chunks`: value to fill up short chunks, which makes the shares of all ranks equally long; None:
-            they stay short.
-        positions: name of an additional int64 column with the position of each item of the part in its row, including
+        ranges: `(start, stop)` for all rows, or several such ranges, which are concatenated in the given order.
+        by_row: the ranges of each row of the batch, in the form of `ranges`; or an integer array `(n, 2)` or `(n,
+            ranges, 2)`.
+        chunks: numbers of the chunks to fetch, which are concatenated in the given order. Each row is split into
+            `chunk_count` chunks of equal length, except that the last chunks may be shorter or empty.
+        chunk_count: number of chunks per row, for `chunks`.
+        align: chunk lengths are multiples of this number.
+        layers: `(start, stop)` in the second dimension, whose size must be the same in all rows.
+        fill: value that fills short chunks, so that the shares of all ranks are equally long; needs `chunks`. None:
+            chunks stay short.
+        positions: name of an additional int64 column with the position of each fetched item in its row, including
             filled items; empty: no such column.
 
     Raises:
@@ -65,13 +67,13 @@ class RowSlice:
     def __post_init__(self) -> None:
         given = [self.ranges is not None, self.by_row is not None, bool(self.chunk_count or len(self.chunks))]
         if sum(given) > 1:
-            raise _wrong("several of ranges, by_row and chunks", "one of them")
+            raise _wrong("more than one of ranges, by_row and chunks", "at most one of them")
         if given[2] and not (len(self.chunks) and all(0 <= chunk < self.chunk_count for chunk in self.chunks)):
-            raise _wrong(f"chunks {list(self.chunks)} of {self.chunk_count}", "chunks from 0 on, below chunk_count")
+            raise _wrong(f"chunks {list(self.chunks)} of {self.chunk_count}", "chunk numbers from 0 to chunk_count - 1")
         if self.align < 1:
             raise _wrong(f"align {self.align}", "at least 1")
         if self.fill is not None and not given[2]:
-            raise _wrong("fill without chunks", "both; padded reads fill rows up to a length")
+            raise _wrong("fill without chunks", "both. To pad rows to a length, use padded")
 
     @classmethod
     def share(
@@ -87,18 +89,18 @@ class RowSlice:
         """Return the share of one rank of a context-parallel group.
 
         Args:
-            cp_rank: the rank.
-            cp_size: number of ranks.
-            layout: "contiguous": rank i gets chunk i of `cp_size`; "zigzag": chunks i and `2 * cp_size - 1 - i` of
-                `2 * cp_size`, which balances the work of causal attention.
-            align: see above.
-            fill: see above.
-            positions: see above.
+            cp_rank: rank in the context-parallel group.
+            cp_size: number of ranks in the group.
+            layout: "contiguous": rank i gets chunk i of `cp_size` chunks. "zigzag": rank i gets chunks i and `2 *
+                cp_size - 1 - i` of `2 * cp_size` chunks, which balances the work of causal attention.
+            align: see the attribute of `RowSlice`.
+            fill: see the attribute of `RowSlice`.
+            positions: see the attribute of `RowSlice`.
         """
         if layout not in get_args(CpLayout):
             raise _wrong(f"layout {layout!r}", "'contiguous' or 'zigzag'")
         if not 0 <= cp_rank < cp_size:
-            raise _wrong(f"cp_rank {cp_rank} of {cp_size}", "cp_rank from 0 on, below cp_size")
+            raise _wrong(f"cp_rank {cp_rank} of {cp_size}", "cp_rank from 0 to cp_size - 1")
         is_zigzag = layout == "zigzag"
         return cls(
             chunks=(cp_rank, 2 * cp_size - 1 - cp_rank) if is_zigzag else (cp_rank,),
@@ -110,7 +112,7 @@ class RowSlice:
 
 
 SliceGiven: TypeAlias = RowSlice | RowRange | Sequence[Any] | Any
-"""A slice of one field: a `RowSlice`; `(start, stop)` or a Python slice for all rows; or a list, as `by_row`."""
+"""A slice of one field: a `RowSlice`, a `(start, stop)` or Python slice for all rows, or a list as in `by_row`."""
 
 
 def _wrong(got: str, expected: str) -> InvalidArgumentError:
@@ -122,8 +124,8 @@ class Slices:
     """The slices of one call.
 
     Attributes:
-        given: by field.
-        cuts: in the form for storage services; fields that share a `RowSlice` also share its cut.
+        given: slices as given, by field.
+        cuts: slices in the form sent to storage services, by field. Fields that share a `RowSlice` also share its cut.
     """
 
     given: Mapping[str, RowSlice]
@@ -131,10 +133,10 @@ class Slices:
 
     @classmethod
     def of(cls, slices: Mapping[str, SliceGiven] | None, row_count: int) -> Slices | None:
-        """Return the slices given for `row_count` rows; None without any.
+        """Return the given slices for `row_count` rows, or None if there are none.
 
         Raises:
-            InvalidArgumentError: they are not slices, or are for another number of rows.
+            InvalidArgumentError: a value is not a slice, or is for another number of rows.
         """
         if not slices:
             return None
@@ -149,11 +151,11 @@ class Slices:
 
     @property
     def is_by_row(self) -> bool:
-        """Whether ranges are given by row: a repeated row may then be cut in two ways."""
+        """Whether ranges differ between rows, so that a repeated row may have two different slices."""
         return any(cut.range_counts.size for cut in self.cuts.values())
 
     def with_heads(self, lengths: Mapping[str, int]) -> Slices:
-        """Return the slices with additional ones that cut the rows of some fields to a length."""
+        """Return these slices, plus slices that truncate the rows of some fields to a length."""
         heads = {length: RowSlice(ranges=(0, length)) for length in lengths.values()}
         cuts = {length: _cut_of("", head, 0) for length, head in heads.items()}
         return Slices(
@@ -162,10 +164,10 @@ class Slices:
         )
 
     def check(self, wanted: Sequence[str]) -> None:
-        """Check that all named fields are fetched, and that the names of positions are free.
+        """Check that all fields with slices are fetched, and that position columns do not have the name of a field.
 
         Raises:
-            InvalidArgumentError: a field is not fetched, or a name is taken.
+            InvalidArgumentError: a field is not fetched, or a position column has the name of a field.
         """
         for name, each in self.given.items():
             if name not in wanted:
@@ -178,30 +180,30 @@ class Slices:
                 raise _wrong(f"positions={each.positions!r}, which is the name of a field", "another name")
 
     def cut_spec(self, spec: FieldSpec) -> FieldSpec:
-        """Return the spec of a field after its rows are cut.
+        """Return the spec of a field after its rows were sliced.
 
         Raises:
-            InvalidArgumentError: its rows cannot be cut.
+            InvalidArgumentError: the field's rows cannot be sliced.
         """
         cut = self.cuts.get(spec.name)
         if cut is None:
             return spec
         if spec.layout is Layout.OBJECT or spec.row_shape == ():
-            what = "objects" if spec.layout is Layout.OBJECT else "rows of single values"
+            what = "objects" if spec.layout is Layout.OBJECT else "scalar rows"
             raise InvalidArgumentError(
-                f"slices has field {spec.name!r} ({spec.describe()}), and {what} have no parts; expected a field of "
-                "tensors of one or more dimensions. Leave it out",
+                f"slices has field {spec.name!r} ({spec.describe()}), but {what} cannot be sliced; expected a field of "
+                "tensors of one or more dimensions. Omit it",
                 field="slices",
                 metadata={"field_name": spec.name},
             )
-        spec = with_ragged_dim(spec)  # a jagged field stays jagged, even if all rows of one put are equal
+        spec = with_ragged_dim(spec)  # a jagged field stays jagged, even if all rows of a put have the same shape
         shape = cut.cut_shape(spec)
         if shape is not None and self.given[spec.name].fill is not None and shape[0] >= 0 and spec.row_shape:
             shape = (self._filled(cut, np.array(spec.row_shape[:1], np.int64))[0], *shape[1:])
         return replace(spec, row_shape=shape)
 
     def position_specs(self, specs: Sequence[FieldSpec]) -> list[FieldSpec]:
-        """Return the specs of the position columns of fields with cut rows."""
+        """Return the specs of the position columns of sliced fields."""
         found: dict[str, FieldSpec] = {}
         for spec in specs:
             name = self.given[spec.name].positions if spec.name in self.given else ""
@@ -210,10 +212,10 @@ class Slices:
         return list(found.values())
 
     def finish(self, received: Sequence[Received]) -> list[Received]:
-        """Fill up the rows of columns, and add the columns of positions.
+        """Fill the rows of columns that have a fill value, and add the position columns.
 
         Raises:
-            FieldMismatchError: two fields share one column of positions, but their parts have different positions.
+            FieldMismatchError: two fields share one position column, but their slices have different positions.
         """
         columns: list[Received] = []
         positions: dict[str, tuple[str, Received]] = {}
@@ -233,13 +235,13 @@ class Slices:
                 first, known = positions.setdefault(each.positions, (name, found))
                 if not _are_alike(known, found):
                     raise FieldMismatchError(
-                        f"fields {first!r} and {name!r} have parts at different positions, since their rows differ "
-                        f"in length; expected equal ones for one column {each.positions!r}. Give each its own name",
+                        f"fields {first!r} and {name!r} share column {each.positions!r}, but their slices differ in "
+                        f"position, since their rows differ in length. Use one position column per field",
                         field="slices",
                         metadata={
                             "field_name": name,
                             "got": f"{found[0].value_bytes // 8} positions",
-                            "expected": f"the {known[0].value_bytes // 8} of {first}",
+                            "expected": f"the {known[0].value_bytes // 8} positions of {first}",
                         },
                     )
         return [*columns, *(found for _, found in positions.values())]
@@ -282,7 +284,7 @@ def _are_alike(one: Received, other: Received) -> bool:
 
 
 def _filled_up(column: ColumnShape, values: Bytes, lengths: Indexes, fill: Any) -> Received:
-    """Return a column with its rows filled up in their first dimension to `lengths` `(n,)`."""
+    """Return a column whose rows are filled in the first dimension to `lengths` `(n,)`."""
     shape = list(column.spec.row_shape or ())
     pattern = fill_pattern(column.spec, fill)
     if column.extents is None:
@@ -290,7 +292,7 @@ def _filled_up(column: ColumnShape, values: Bytes, lengths: Indexes, fill: Any) 
     elif column.spec.ragged_dims != (0,):
         raise InvalidArgumentError(
             f"slices fills field {column.spec.name!r}, which is {column.spec.describe()}; expected rows that differ "
-            "only in their first dimension. Leave out fill",
+            "only in their first dimension. Omit fill",
             field="slices",
             metadata={"field_name": column.spec.name},
         )
@@ -303,7 +305,7 @@ def _filled_up(column: ColumnShape, values: Bytes, lengths: Indexes, fill: Any) 
 
 
 def cut_received(received: Received, cut: RowCut) -> Received:
-    """Return the requested parts of full rows."""
+    """Return the requested parts of rows that were received in full."""
     column, values = received
     pieces = cut_rows(column, cut)
     starts = column.row_offsets()[pieces.rows] + pieces.starts
@@ -346,23 +348,23 @@ def _cut_of(name: str, given: RowSlice, row_count: int) -> RowCut:
 
 
 def _by_row(name: str, given: Any) -> tuple[Indexes, Indexes, Indexes]:
-    """Return the number of ranges of each row, their starts and their stops."""
+    """Return the number of ranges per row, and the starts and stops of all ranges."""
     if hasattr(given, "shape") and hasattr(given, "dtype"):
         bounds = np.asarray(given)
         if bounds.dtype.kind not in "iu" or bounds.ndim not in (2, 3) or bounds.shape[-1] != 2:
             raise _wrong(
                 f"an array of {bounds.dtype} {list(bounds.shape)} for field {name!r}",
-                "one of integers (n, 2), or (n, ranges, 2)",
+                "an integer array (n, 2) or (n, ranges, 2)",
             )
         bounds = bounds.reshape(bounds.shape[0], -1, 2).astype(np.int64)
         counts = np.full(bounds.shape[0], bounds.shape[1], np.int64)
         return counts, bounds[:, :, 0].reshape(-1), bounds[:, :, 1].reshape(-1)
     if not isinstance(given, Sequence) or isinstance(given, str):
-        raise _wrong(f"{given!r} for field {name!r}", "(start, stop), a list of them by row, or a RowSlice")
+        raise _wrong(f"{given!r} for field {name!r}", "(start, stop), a list with one such pair per row, or a RowSlice")
     rows = [[row] if _is_range(row) else row for row in given]
     for row in rows:
         if not isinstance(row, Sequence) or isinstance(row, str):
-            raise _wrong(f"{row!r} for a row of field {name!r}", "(start, stop), or a list of them")
+            raise _wrong(f"{row!r} for a row of field {name!r}", "(start, stop), or a list of such pairs")
     starts, stops = _columns(name, [each for row in rows for each in row])
     return np.array([len(row) for row in rows], np.int64), starts, stops
 
@@ -377,9 +379,7 @@ def _bounds(name: str, given: Any) -> tuple[int, int]:
         raise _wrong(f"{given!r} for field {name!r}", "(start, stop), each an integer or None")
     if isinstance(given, slice):
         if given.step not in (None, 1):
-            raise _wrong(
-                f"a step of {given.step} for field {name!r}", "none; fetch the range, and apply the step to it"
-            )
+            raise _wrong(f"a step of {given.step} for field {name!r}", "no step. Fetch the range, then apply the step")
         given = given.start, given.stop
     start, stop = given
     if not (_is_bound(start) and _is_bound(stop)):

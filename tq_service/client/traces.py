@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of client calls: `tq.trace`. Nothing of OpenTelemetry is imported before that."""
+"""OpenTelemetry spans for client calls, enabled by `tq.trace`. Only that call imports OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _ATTRIBUTES: Final = ("partition_id", "task_name", "dp_rank", "batch_index")
 
 
 def trace() -> None:
-    """Trace the clients of this process: each call is a span, with the service's spans below it.
+    """Trace the clients of this process: each call creates a span, with the service's spans below it.
 
-    The context travels in the metadata of calls, as W3C traceparent unless OTEL_PROPAGATORS is set. Spans go to the
-    provider configured by the program, for example with `opentelemetry-instrument` and its OTEL_* variables; without a
-    provider, no spans are created. A second call does nothing.
+    The trace context is sent in the metadata of calls, as W3C traceparent unless OTEL_PROPAGATORS is set. Spans are
+    exported by the program's provider, configured for example with `opentelemetry-instrument` and its OTEL_* variables.
+    Without a provider, no spans are created. Calling `trace` again has no effect.
 
     Raises:
         InvalidArgumentError: opentelemetry-api is not installed.
@@ -31,7 +31,7 @@ def trace() -> None:
         from opentelemetry import trace as api  # noqa: PLC0415  (as above)
     except ModuleNotFoundError:
         raise InvalidArgumentError(
-            "tq.trace needs opentelemetry-api, which is missing; install tq-service[traces]"
+            "tq.trace needs opentelemetry-api, which is not installed; install tq-service[traces]"
         ) from None
     if carriers:
         return
@@ -58,7 +58,7 @@ def trace() -> None:
 
 
 def _traced(method: Callable[..., Any], name: str, span: Callable[[str, dict[str, Any]], Any]) -> Callable[..., Any]:
-    """Wrap a method in a span."""
+    """Return the method wrapped so that each call creates a span."""
     signature = inspect.signature(method)
 
     def opened(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

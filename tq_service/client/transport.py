@@ -1,7 +1,7 @@
-"""Making calls, as far as asyncio and threads share it: addresses, channels, deadlines, retries, outages and waits.
+"""Code that asyncio and threads share for making calls: addresses, channels, deadlines, retries, outages and waits.
 
-The end of the module has the differences: pairs of functions and classes with one interface. `scripts/unasync.py`
-generates the sync client from the async one by replacing the first of each pair by the second.
+The end of the module contains the differences, as pairs of functions and classes with the same interface.
+`scripts/unasync.py` generates the sync client from the async one by replacing the first of each pair with the second.
 """
 
 from __future__ import annotations
@@ -66,24 +66,24 @@ CHANNEL_OPTIONS: Final = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     *CONNECTION_OPTIONS,
-    # Connections of a parent process must not serve its forked children.
+    # Forked children must not use the connections of their parent process.
     ("grpc.use_local_subchannel_pool", 1),
-    # In the sync client, a get reads its stream in its own thread instead of being woken by another.
+    # In the sync client, the calling thread reads the stream of a get itself instead of being woken by another thread.
     (ChannelOptions.SingleThreadedUnaryStream, 1),
 )
 
 
 CLUSTER_CHANNEL_OPTIONS: Final = cluster_options(CHANNEL_OPTIONS)
-"""Options of channels to controllers of a cluster: another may take over while a paused one still holds its calls."""
+"""Options of channels to cluster controllers, where a paused controller may hold calls while another takes over."""
 
 
 class Method(NamedTuple):
-    """A method of the services.
+    """A method of one of the services.
 
     Attributes:
-        name: its full name.
-        request: its request type.
-        is_batched: whether it may be called within a `CallMany`.
+        name: full name of the method.
+        request: request type of the method.
+        is_batched: whether the method may be called within a `CallMany`.
     """
 
     name: str
@@ -92,13 +92,13 @@ class Method(NamedTuple):
 
     @property
     def short_name(self) -> str:
-        """Its name without the service."""
+        """Name of the method without the service."""
         return self.name.rpartition("/")[2]
 
 
 @cache
 def method_of(answer: Descriptor) -> Method:
-    """Return the method with this response type; every method has its own."""
+    """Return the method that has this response type, which is unique to the method."""
     return next(
         Method(
             f"/{service.full_name}/{method.name}",
@@ -113,7 +113,7 @@ def method_of(answer: Descriptor) -> Method:
 
 
 def resolve_address(address: str | Sequence[str] | None) -> str:
-    """Return the address to use: the given one, or several joined by commas, else `TQ_ADDRESS`, else localhost:50051.
+    """Return the given address (several joined by commas), else the value of `TQ_ADDRESS`, else localhost:50051.
 
     Raises:
         InvalidArgumentError: the address is not valid.
@@ -135,7 +135,7 @@ _LONGEST_TRY_SECONDS: Final = 1e9  # gRPC treats a deadline that overflows 64 bi
 LONGEST_PAUSE_SECONDS: Final = 0.5
 _REFUSED_SECONDS: Final = 10.0
 LONGEST_CLUSTER_PAUSE_SECONDS: Final = 0.2
-"""Shorter, because each try goes to the next controller: of three, the current leader may be the third."""
+"""Shorter than for one controller, since each try goes to the next one: the leader may be the third of three."""
 
 _GRPC_MESSAGE: Final = "grpc_message"
 _FINDING: Final = "finding"
@@ -154,16 +154,16 @@ class Deadline:
         return cls(time.monotonic() + timeout, timeout)
 
     def remaining(self) -> float:
-        """Return the seconds left, 0 after the deadline; capped at the largest timeout that gRPC supports."""
+        """Return the remaining seconds, or 0 after the deadline; at most the longest timeout that gRPC supports."""
         return min(max(0.0, self.at - time.monotonic()), _LONGEST_TRY_SECONDS)
 
 
 @dataclass(slots=True)
 class Backoff:
-    """Pauses between the tries of one call: doubled each time, with jitter, until the deadline.
+    """Pauses between the tries of one call, doubled after each try, with jitter, until the deadline.
 
-    If a controller names another as the leader, the next try follows without a pause; the try after that pauses, since
-    both may be wrong.
+    If a controller names another one as the leader, the next try follows without a pause. The try after it pauses
+    again, since both controllers may be wrong.
     """
 
     deadline: Deadline
@@ -174,17 +174,18 @@ class Backoff:
     _has_followed: bool = field(default=False, init=False)
 
     def pause(self) -> float:
-        """Return the next pause in seconds: between half of its step and the full step."""
+        """Return the next pause in seconds, a random time between half of its step and the full step."""
         step = min(self._longest, FIRST_PAUSE_SECONDS * (1 << min(self.tries, 16)))
         self.tries += 1
         return step * (0.5 + self.draw() / 2)
 
     def after(self, failure: TqError) -> float:
-        """Return the pause before the call is retried.
+        """Return the pause in seconds before the call is retried.
 
         Raises:
-            UnavailableError: the time left is too short for another try, or this try timed out; has the last reason.
-            TqError: the failure itself, if retrying is pointless.
+            UnavailableError: too little time is left for another try, or this try timed out; contains the reason of the
+                last failure.
+            TqError: the given failure, if a retry cannot succeed.
         """
         if isinstance(failure, DeadlineError) and self._last is not None:
             raise self._given_up(self._last, ", and once more without an answer") from self._last
@@ -195,7 +196,7 @@ class Backoff:
             self._longest = LONGEST_CLUSTER_PAUSE_SECONDS
             names_leader = bool(failure.metadata.get("leader_address"))
         if self._last is None or isinstance(self._last, NotLeaderError) or not names_leader:
-            self._last = failure  # otherwise keep the answer of the leader, or the reason why it is unreachable
+            self._last = failure  # otherwise keep the failure of the leader itself
         pause, remaining = self.pause(), self.deadline.remaining()
         if remaining < SHORTEST_TRY_SECONDS:
             raise self._given_up(self._last) from failure
@@ -208,18 +209,18 @@ class Backoff:
         grpc_message = failure.metadata.get(_GRPC_MESSAGE)
         if grpc_message is not None:
             if _FINDING not in failure.metadata:
-                # gRPC's reason may belong to another address of the name, and rarely mentions TLS.
+                # gRPC's reason may be for another address of the name, and rarely mentions TLS.
                 message += "; is the service running there, and do both sides agree on TLS and certificates?"
             message += f" (gRPC: {grpc_message})"
         return UnavailableError(message, metadata=failure.metadata)
 
 
 def unavailable_until(deadline: Deadline, failure: UnavailableError) -> UnavailableError:
-    """Return the error of a call whose deadline passed while another call was failing on its behalf."""
+    """Return the error for a call whose deadline passed while another call that carried its request kept failing."""
     return UnavailableError(f"{failure.message}; tried for {deadline.timeout:g} s", metadata=failure.metadata)
 
 
-# Phrases in messages of the service, which use names of the protos, and their Python equivalents.
+# Phrases in service messages that use names from the protos, with their Python equivalents.
 _IN_PYTHON: Final = {
     "with skip_missing": "missing='skip'",
     "with skip_missing_fields": "missing_fields='skip'",
@@ -228,15 +229,15 @@ _IN_PYTHON: Final = {
 
 
 def error_of(error: grpc.RpcError, address: str, finding: str | None = None) -> TqError:
-    """Convert the error of a failed call.
+    """Convert the gRPC error of a failed call to a TqError.
 
-    Errors of gRPC itself name the address. If it could not be reached, the error explains why, and has gRPC's message
-    in its metadata.
+    Errors raised by gRPC itself include the address. If the address is unreachable, the error explains why and has
+    gRPC's message in its metadata.
 
     Args:
-        error: the error raised by the call.
-        address: the address of the service.
-        finding: diagnosis of the address by `Outage`.
+        error: error raised by the call.
+        address: address of the service.
+        finding: diagnosis of the address made by `Outage`, if any.
     """
     status = status_from_trailers(error.trailing_metadata())
     failure = from_rpc_error(error.code(), error.details(), status)
@@ -256,14 +257,14 @@ def error_of(error: grpc.RpcError, address: str, finding: str | None = None) -> 
 
 
 class Outage:
-    """Shared knowledge of the calls on one channel about whether its service is reachable. Thread-safe.
+    """Reachability of the service on one channel, tracked for all calls on this channel. Thread-safe.
 
     Args:
         address: address of the service.
-        tls: TLS settings; None for plaintext.
+        tls: TLS settings; None: plaintext.
 
     Attributes:
-        finding: the fault at the address, if it was diagnosed and gRPC does not report it.
+        finding: diagnosed fault at the address that gRPC does not report; None if there is no such fault.
     """
 
     def __init__(self, address: str, tls: Tls | None = None) -> None:
@@ -276,12 +277,12 @@ class Outage:
         self._warning_count = 0
 
     def lasts(self, began: float, failure: UnavailableError, remaining_seconds: float) -> None:
-        """Record a failed try, and log it after five seconds or once the cause is known, then every minute.
+        """Record a failed try. Log it after five seconds, or once the cause is known, and then every minute.
 
         Args:
-            began: start of the try, on the monotonic clock.
-            failure: why it failed.
-            remaining_seconds: for how long the call will be retried.
+            began: start of the try on the monotonic clock.
+            failure: error of the try.
+            remaining_seconds: seconds for which the call will still be retried.
         """
         now = time.monotonic()
         with self._lock:
@@ -290,12 +291,12 @@ class Outage:
             is_check_due = _GRPC_MESSAGE in failure.metadata and now >= self._check_at
             if is_check_due:
                 self._check_at = now + _CHECK_EVERY_SECONDS
-            is_news = _FINDING in failure.metadata and not self._warning_count  # rarely resolves without action
+            is_news = _FINDING in failure.metadata and not self._warning_count  # such a fault rarely resolves itself
             is_logged = now >= self._warn_at or is_news
             if is_logged:
                 self._warning_count += 1
                 self._warn_at = now + _WARN_EVERY_SECONDS
-        if is_check_due:  # in a thread: neither calls nor the event loop wait for it
+        if is_check_due:  # in a thread, so that it blocks neither calls nor the event loop
             threading.Thread(target=self._check, name="tq-connection-check", daemon=True).start()
         if is_logged:
             _log.warning(
@@ -310,12 +311,12 @@ class Outage:
     def _check(self) -> None:
         finding = find_fault(self._address, self._tls)
         with self._lock:
-            if self._began is not None:  # otherwise the service has answered since
+            if self._began is not None:  # skip it if the service has answered meanwhile
                 self.finding = finding
 
     def is_over(self) -> None:
-        """Record that the service has answered."""
-        if self._began is None:  # the case of nearly all calls, which need no lock
+        """Record that the service has answered, which ends the outage."""
+        if self._began is None:  # nearly all calls return here without taking the lock
             return
         with self._lock:
             began, self._began = self._began, None
@@ -332,51 +333,51 @@ _TOLERANCE_SECONDS: Final = 0.5  # a wait of 10 s may end slightly earlier
 
 
 def warn_of_wait(reason: WaitReason) -> None:
-    """Log why a call or a loader waits: the default `on_wait` of both."""
+    """Log why a call or a loader waits. Default of their `on_wait`."""
     _log.warning(LogMessage("waiting for a batch", task=reason.task_name, reason=reason.text))
 
 
 @dataclass(slots=True)
 class WaitReports:
-    """Times of the reports of one wait, which starts when this is created."""
+    """Schedule of the reports about one wait, which starts when the object is created."""
 
     began_at: float = field(default_factory=time.monotonic)
     next_seconds: float = field(default_factory=lambda: _FIRST_REPORT_SECONDS)
 
     @property
     def waited_seconds(self) -> float:
-        """The seconds waited so far."""
+        """Seconds waited so far."""
         return time.monotonic() - self.began_at
 
     def seconds_left(self) -> float:
-        """Return the seconds until the next report is due."""
+        """Return the seconds until the next report is due, or 0 if it is due now."""
         return max(0.0, self.next_seconds - self.waited_seconds)
 
     def is_due_after(self, seconds: float) -> bool:
-        """Whether a report will be due after that many more seconds."""
+        """Return whether a report will be due after the given number of further seconds."""
         return self.seconds_left() <= seconds + _TOLERANCE_SECONDS
 
     def lasts_after(self, seconds: float) -> bool:
-        """Whether the wait will have lasted long enough to be explained, after that many more seconds."""
+        """Return whether the wait will be long enough to be explained after the given number of further seconds."""
         return self.waited_seconds + seconds >= _FIRST_REPORT_SECONDS - _TOLERANCE_SECONDS
 
     def made(self) -> None:
-        """Record that a report was made."""
+        """Record that a report was just made."""
         self.next_seconds = self.waited_seconds + _NEXT_REPORT_SECONDS
 
 
-_MOST_VALUES: Final = 128  # examined and encoded in about the time that starting a thread takes
+_MOST_VALUES: Final = 128  # examining and encoding these takes about as long as starting a thread
 HEAVY: Final = range(_MOST_VALUES)
-"""An input of work that always runs in a thread."""
+"""An input whose work always runs in a thread."""
 _TEXTS: Final = (str, bytes, bytearray, memoryview)
-_BYTES_A_VALUE: Final = 4096  # copied in about the time of one value
+_BYTES_A_VALUE: Final = 4096  # copying these takes about as long as one value
 
 async_sleep = asyncio.sleep
 sleep = time.sleep
 
 
 async def async_gather(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
-    """Run calls concurrently; the first failure cancels the others and is raised."""
+    """Run calls concurrently and return their results. The first failure cancels the other calls and is raised."""
     if len(calls) == 1:
         return [await calls[0]()]
     tasks = [asyncio.ensure_future(call()) for call in calls]
@@ -389,7 +390,7 @@ async def async_gather(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
 
 
 def gather(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Run calls concurrently, each in a thread; the first failure is raised when all have ended."""
+    """Run calls concurrently in threads and return their results. A failure is raised after all calls have ended."""
     if len(calls) == 1:
         return [calls[0]()]
     with ThreadPoolExecutor(max_workers=max(1, len(calls)), thread_name_prefix="tq-client") as pool:
@@ -398,9 +399,9 @@ def gather(calls: Sequence[Callable[[], T]]) -> list[T]:
 
 
 async def async_unless_light(work: Callable[[], T], *inputs: Any) -> T:
-    """Return the result of `work`, run in a thread unless its inputs are light, to keep the event loop responsive.
+    """Return the result of `work`. Unless its inputs are light, run it in a thread to keep the event loop responsive.
 
-    Tensors on a device are ordered as in the caller's thread: its current streams are also those of the worker thread.
+    Operations on device tensors stay in order, since the worker thread uses the current streams of the caller's thread.
     """
     return work() if are_light(inputs) else await asyncio.to_thread(on_these_streams(work))
 
@@ -411,37 +412,37 @@ def unless_light(work: Callable[[], T], *_inputs: Any) -> T:
 
 
 def are_light(values: Iterable[Any]) -> bool:
-    """Whether values need little work; only a few are examined."""
+    """Return whether values are quick to process, judged by examining only a few of them."""
     return _left_after(values, _MOST_VALUES) > 0
 
 
 def answer_weight(value_count: int, value_bytes: int) -> range:
-    """Return an input as heavy as this many received values and bytes; heavier if a library must be imported first."""
+    """Return an input as heavy as these received values and bytes, or heavier if tensordict must be imported first."""
     is_ready = "tensordict" in sys.modules or not has_tensordict()
     return range(value_count + value_bytes // _BYTES_A_VALUE) if is_ready else HEAVY
 
 
 @cache
 def has_tensordict() -> bool:
-    """Whether batches are returned as TensorDicts."""
+    """Return whether batches are returned as TensorDicts, that is, whether torch and tensordict are installed."""
     return find_spec("torch") is not None and find_spec("tensordict") is not None
 
 
 def import_tensordict() -> None:
-    """Import the libraries that `get_data` needs, which takes seconds, before a lease or another deadline starts."""
+    """Import the libraries used by `get_data` before a lease or deadline starts, since the import takes seconds."""
     if has_tensordict():
         import tensordict  # noqa: F401, PLC0415  (optional, slow to import)
 
 
 def _left_after(values: Iterable[Any], left: int) -> int:
-    """Return how many more values may be examined after these; 0 or less if there are too many."""
+    """Return how many more values may be examined after the given ones; 0 or less if the limit is reached."""
     for value in values:
-        if value is None:  # costs nothing, and is common
+        if value is None:  # common, and free to process
             continue
         left -= 1 + _copied_bytes(value) // _BYTES_A_VALUE
         if isinstance(value, np.ndarray):
             pass
-        elif left > 0 and hasattr(value, "batch_size"):  # from tensordict: columns, or one value per row
+        elif left > 0 and hasattr(value, "batch_size"):  # a tensordict type: columns, or one value per row
             is_columns = type(value).__name__ == "TensorDict"
             left = _left_after(value.values(), left) if is_columns else left - math.prod(value.batch_size)
         elif left > 0 and isinstance(value, Mapping):
@@ -454,7 +455,7 @@ def _left_after(values: Iterable[Any], left: int) -> int:
 
 
 def _copied_bytes(value: Any) -> int:
-    """Return the minimum bytes of a value that encoding copies; those on a device need a wait."""
+    """Return the minimum bytes copied to encode a value; values on a device count as heavy, since they need a wait."""
     if isinstance(value, _TEXTS):
         return len(value)
     if isinstance(value, np.ndarray):
@@ -468,7 +469,7 @@ def _copied_bytes(value: Any) -> int:
 
 
 def async_is_of_closing(error: BaseException) -> bool:
-    """Whether grpc raises this error because the channel was closed, rather than because the caller was cancelled."""
+    """Return whether grpc raised this error because the channel was closed, not because the caller was cancelled."""
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is not None and not task.cancelling()
@@ -476,12 +477,12 @@ def async_is_of_closing(error: BaseException) -> bool:
 
 
 def is_of_closing(error: BaseException) -> bool:
-    """Whether grpc raises this error because the channel was closed."""
+    """Return whether grpc raised this error because the channel was closed."""
     return isinstance(error, ValueError) and not isinstance(error, TqError)
 
 
 async def async_next_answer(call: Any) -> Any | None:
-    """Return the next answer of a stream; None at its end, or if this process cancelled it."""
+    """Return the next message of a stream, or None at its end or if this process cancelled the stream."""
     try:
         answer = await call.read()
     except asyncio.CancelledError:
@@ -493,7 +494,7 @@ async def async_next_answer(call: Any) -> Any | None:
 
 
 def next_answer(call: Any) -> Any | None:
-    """Return the next answer of a stream; None at its end, or if this process cancelled it."""
+    """Return the next message of a stream, or None at its end or if this process cancelled the stream."""
     try:
         return next(call, None)
     except grpc.RpcError:
@@ -503,7 +504,7 @@ def next_answer(call: Any) -> Any | None:
 
 
 class AsyncSignal:
-    """Wakes the one coroutine that waits for it, or is about to."""
+    """A signal that wakes its only waiting coroutine; a signal set before the wait is not lost."""
 
     __slots__ = ("_is_set", "_waiter")
 
@@ -512,13 +513,13 @@ class AsyncSignal:
         self._waiter: asyncio.Future[None] | None = None
 
     def set(self) -> None:
-        """End the current wait; if nobody is waiting, the next wait returns immediately."""
+        """End the current wait. Without a current wait, the next one returns immediately."""
         self._is_set = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def wait_until(self, deadline: Deadline) -> None:
-        """Wait until it is set, or has been since the last wait, or the deadline passes."""
+        """Wait until the signal is set, or was set since the last wait, or until the deadline passes."""
         if not self._is_set:
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
@@ -531,30 +532,30 @@ class AsyncSignal:
 
 
 class Signal(threading.Event):
-    """Wakes the one thread that waits for it, or is about to."""
+    """A signal that wakes its only waiting thread; a signal set before the wait is not lost."""
 
     def wait_until(self, deadline: Deadline) -> None:
-        """Wait until it is set, or has been since the last wait, or the deadline passes."""
+        """Wait until the signal is set, or was set since the last wait, or until the deadline passes."""
         self.wait(min(deadline.remaining(), threading.TIMEOUT_MAX))
         self.clear()
 
 
 def carried() -> Metadata:
-    """Return the trace context of a call; empty if calls are not traced."""
+    """Return the trace context to send with a call; empty if calls are not traced."""
     return tuple(pair for carry in carriers for pair in carry()) if carriers else ()
 
 
 def metadata_of(token: Metadata | None, trace: Metadata) -> Metadata | None:
-    """Return the metadata of a separate call."""
+    """Return the metadata of a call that is made separately: its token and trace context."""
     return (*(token or ()), *trace) if trace else token
 
 
 class _Calls:
-    """Common base of both forms of unary calls on a channel.
+    """Common base of the sync and async forms of unary calls on a channel.
 
     Args:
-        channel: channel of the calls.
-        token: returns the authorization metadata.
+        channel: channel on which the calls are made.
+        token: function that returns the authorization metadata.
     """
 
     def __init__(self, channel: Any, token: Callable[[], Metadata | None]) -> None:
@@ -563,7 +564,7 @@ class _Calls:
         self._opened: dict[tuple[type[Message], bool], Any] = {}
 
     def _alone(self, kind: type[Response], request: bytes, deadline: Deadline) -> Any:
-        """Start a separate call with a serialized request, in parts if it is large, and return it."""
+        """Start a separate call with a serialized request (in parts if it is large), and return the call object."""
         name = method_of(kind.DESCRIPTOR).name
         first, *others = in_parts(request, name)
         key = kind, bool(others)
@@ -576,41 +577,41 @@ class _Calls:
 
 
 class UnaryCalls(_Calls):
-    """Unary calls of threads, each made separately: sharing a stream would take two more threads (ADR 48)."""
+    """Unary calls made by threads, each separately, since sharing a stream would need two more threads (ADR 48)."""
 
     def make(self, kind: type[Response], request: bytes, deadline: Deadline) -> Response:
-        """Return the answer to a serialized request.
+        """Make a call and return its answer.
 
         Raises:
-            grpc.RpcError: the call has failed.
+            grpc.RpcError: the call failed.
             InvalidArgumentError: the request is larger than the service accepts.
         """
         answer: Response = self._alone(kind, request, deadline)
         return answer
 
     def close(self) -> None:
-        """Do nothing: all calls are on the channel."""
+        """Do nothing, since closing the channel ends all calls."""
 
 
 class AsyncUnaryCalls(_Calls):
-    """Unary calls of one event loop.
+    """Unary calls made in one event loop.
 
-    If another call of a batchable method is in flight, such calls share a stream, which saves both sides a third of the
-    cost. A single call is made separately, as are all calls if the service refuses streams.
+    While another batchable call is in flight, batchable calls share a stream, which saves client and service a third of
+    the cost. A single call is made separately, and so are all calls if the service refuses streams.
     """
 
     def __init__(self, channel: Any, token: Callable[[], Metadata | None]) -> None:
         super().__init__(channel, token)
-        # The last stream takes calls. The others, with older tokens, end with their calls.
+        # New calls use the last stream. The other streams have older tokens, and end after their last call.
         self._streams: list[CallStream] = []
         self._under_way = 0  # batchable calls in flight
         self._alone_until = 0.0
 
     async def make(self, kind: type[Response], request: bytes, deadline: Deadline) -> Response:
-        """Return the answer to a serialized request.
+        """Make a call and return its answer.
 
         Raises:
-            grpc.RpcError: the call has failed.
+            grpc.RpcError: the call failed.
             InvalidArgumentError: the request is larger than the service accepts.
         """
         method = method_of(kind.DESCRIPTOR)
@@ -631,7 +632,7 @@ class AsyncUnaryCalls(_Calls):
                 self._under_way -= 1
 
     def _stream(self) -> CallStream | None:
-        """Return the stream for another call; None if it must be made separately."""
+        """Return the stream for another call, or None if the call must be made separately."""
         token, stream = self._token(), self._streams[-1] if self._streams else None
         if stream is not None and not stream.is_over and stream.token == token:
             return stream if stream.has_place else None
@@ -644,7 +645,7 @@ class AsyncUnaryCalls(_Calls):
         return stream
 
     def close(self) -> None:
-        """Cancel the calls in streams."""
+        """Cancel the calls in all streams."""
         for stream in self._streams:
             stream.close()
 
@@ -654,67 +655,67 @@ def _size_of(metadata: Sequence[tuple[str, str]]) -> int:
 
 
 class AsyncBackgroundCalls:
-    """Calls that continue after their caller has returned: tasks that `drain` waits for."""
+    """Calls that outlive their caller, run as tasks that `drain` waits for."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def run(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Start a call; its failure is logged."""
+        """Start a call as a task; if it fails, the error is logged."""
 
         async def logged() -> None:
             with logging_failure():
                 await call()
 
         for task in self._tasks.copy():
-            if task.get_loop().is_closed():  # it will never finish
+            if task.get_loop().is_closed():  # the task will never finish
                 self._tasks.discard(task)
         task = asyncio.get_running_loop().create_task(logged())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def drain(self) -> None:
-        """Wait for the calls of this loop that are still running."""
+        """Wait for the background calls of this event loop to finish."""
         loop = asyncio.get_running_loop()
         await asyncio.gather(*(task for task in self._tasks.copy() if task.get_loop() is loop))
 
 
 class BackgroundCalls:
-    """Calls that are made before their caller returns: at once."""
+    """The sync form of background calls, which makes each call at once."""
 
     def run(self, call: Callable[[], None]) -> None:
-        """Make a call; its failure is logged."""
+        """Make a call; if it fails, the error is logged."""
         with logging_failure():
             call()
 
     def drain(self) -> None:
-        """Do nothing: all calls have been made."""
+        """Do nothing, since all calls have already been made."""
 
 
 @contextmanager
 def logging_failure() -> Iterator[None]:
-    """Log an error of a call that no caller waits for."""
+    """Log a TqError of a call whose caller does not wait for it."""
     try:
         yield
     except TqError as error:
         _log.warning(LogMessage("a background call failed", error=error))
 
 
-# The process that has opened an asyncio channel. A process forked from it hangs or aborts when it opens another.
+# Process that has opened an asyncio channel. A process forked from it would hang or abort when it opens another.
 _async_process_id: int | None = None
 
 
 def async_current_home() -> asyncio.AbstractEventLoop:
-    """Return the home of channels that are used now: the running event loop.
+    """Return the owner of channels opened now: the running event loop.
 
     Raises:
-        PreconditionError: this is a forked child.
+        PreconditionError: this process was forked from one that used an asyncio client.
     """
     global _async_process_id  # noqa: PLW0603  (a fact about the process)
     if _async_process_id not in (None, os.getpid()):
         raise PreconditionError(
-            "an AsyncClient cannot be used in a process forked from one that has used it: gRPC's asyncio channels "
-            "hang there. Start the process by spawn (multiprocessing.get_context('spawn')), or use tq.Client",
+            "an AsyncClient cannot be used in a process whose parent used one before the fork: gRPC's asyncio channels "
+            "would hang. Start the process by spawn (multiprocessing.get_context('spawn')), or use tq.Client",
             reason="FORKED_CLIENT",
             metadata={"cause": "fork"},
         )
@@ -723,26 +724,26 @@ def async_current_home() -> asyncio.AbstractEventLoop:
 
 
 def current_home() -> int:
-    """Return the home of channels that are used now: this process; a forked child needs its own."""
+    """Return the owner of channels opened now: this process, since a forked child needs its own channels."""
     return os.getpid()
 
 
 def async_is_over(home: asyncio.AbstractEventLoop) -> bool:
-    """Whether channels of a loop can no longer be used, and need not be kept."""
+    """Return whether an event loop is closed, so that its channels can be dropped."""
     return home.is_closed()
 
 
 def is_over(home: int) -> bool:
-    """Whether channels belong to a parent process."""
+    """Return whether channels belong to a parent process, so that this process cannot use them."""
     return home != os.getpid()
 
 
 def async_leave(
     home: asyncio.AbstractEventLoop, endpoints: Mapping[Any, Any], close: Callable[[], Awaitable[None]]
 ) -> None:
-    """Close channels of another loop: in that loop if it runs, otherwise when they are collected.
+    """Close channels of another event loop: in that loop if it is running, otherwise when they are garbage-collected.
 
-    This does not wait, because that loop may be waiting for this one.
+    The call does not wait for the other loop, which may be waiting for this one.
     """
     if home.is_running():
         home.call_soon_threadsafe(lambda: asyncio.ensure_future(close()))
@@ -751,10 +752,10 @@ def async_leave(
             endpoint.driver.close()
 
 
-# Channels of a parent process: closing them in a forked child would hang, and so might their destructors.
+# Channels of a parent process. Closing or destroying them in a forked child could hang.
 _ABANDONED: Final[list[object]] = []
 
 
 def leave(_home: int, endpoints: Mapping[Any, Any], _close: Callable[[], None]) -> None:
-    """Keep channels of a parent process unclosed."""
+    """Keep channels of a parent process referenced and unclosed."""
     _ABANDONED.append(endpoints)

@@ -1,4 +1,4 @@
-"""Updates of a watch: the latest state of everything that has changed."""
+"""Updates of a watch: the latest state of everything that changed."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ _NO_INDEXES = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PartitionUpdate:
-    """Current state of the changed parts of a partition. Apply it as state, not as a difference: it may be repeated.
+    """Current state of the changed parts of a partition. Updates may be repeated, so do not apply them as differences.
 
     Attributes:
-        partition_id: its name.
-        incarnation: 16 random bytes; if they differ from before, the partition was cleared and created again.
-        cleared: whether this incarnation was removed, or is sent anew; nothing else is set then.
+        partition_id: name of the partition.
+        incarnation: incarnation of the partition, 16 random bytes. A new value means that the partition was cleared and
+            created again.
+        cleared: whether this incarnation was cleared, or will be sent again from the start. No other attribute is set
+            then.
         summary: summary of the partition; None if unchanged since the previous update.
-        samples: samples that were inserted or written to, with keys, groups, all of their custom_meta, `fields` and
-            `produced`, as from `lookup_samples`; None: none. `get_data` accepts them.
+        samples: samples that were inserted or written to, with keys, groups, all custom_meta, `fields` and `produced`,
+            as returned by `lookup_samples`; None if there are none. Pass them to `get_data` to read the data.
         cleared_indexes: `(n,)` global indexes of removed samples.
-        cleared_keys: `(n,)` their keys, None for samples without one; empty if none had one.
-        tasks: status of the tasks that have advanced.
+        cleared_keys: `(n,)` keys of the removed samples, None for a sample without a key; empty if no removed sample
+            had a key.
+        tasks: status of the tasks that have made progress.
     """
 
     partition_id: str
@@ -43,7 +46,7 @@ class PartitionUpdate:
 
     @classmethod
     def from_proto(cls, message: pb.PartitionChange, namespace: Namespace) -> PartitionUpdate:
-        """Return the update of a message."""
+        """Return the update contained in a message."""
         name, ranges = namespace.own_name(message.partition_id), message.cleared_samples.index_ranges
         summary = read_message(PartitionSummary, message.summary, partition_id=name)
         return read_message(
@@ -62,11 +65,12 @@ class WatchUpdate:
     """One update of a watch.
 
     Attributes:
-        partitions: changes, in the order to apply them. Empty: a periodic update without changes.
-        revision: all changes up to this revision have been yielded, and a watch can resume from it; None: more parts of
+        partitions: changes, in the order in which to apply them; empty in a periodic update without changes.
+        revision: revision from which a watch can resume; all changes up to it have been yielded. None: further parts of
             this update follow.
-        is_reset: whether to drop all known state first: this update and those up to the next revision are the complete
-            state. Set on the first update of a watch without a revision, and after missed changes.
+        is_reset: whether to drop all known state first, because this update and the following ones up to the next
+            revision form the complete state. Set on the first update of a watch without a revision, and after missed
+            changes.
     """
 
     partitions: tuple[PartitionUpdate, ...]
@@ -75,7 +79,7 @@ class WatchUpdate:
 
     @classmethod
     def from_proto(cls, message: pb.WatchResponse, namespace: Namespace, *, is_reset: bool) -> WatchUpdate:
-        """Return the update of a message."""
+        """Return the update contained in a message."""
         return cls(
             partitions=tuple(PartitionUpdate.from_proto(each, namespace) for each in message.partitions),
             revision=read_message(Revision, message.revision) if message.HasField("revision") else None,

@@ -1,1 +1,1 @@
-"""Drop-in replacements for other data planes, built on the clients; so far TransferQueue."""
+"""Drop-in replacements for other data planes, built on the clients of this package; so far for TransferQueue only."""

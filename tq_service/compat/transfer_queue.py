@@ -1,4 +1,4 @@
-"""Location of the `transfer_queue` package that replaces TransferQueue; put it first on PYTHONPATH.
+"""Location of the `transfer_queue` package that replaces TransferQueue. Put this directory first on PYTHONPATH.
 
 python -m tq_service.compat.transfer_queue --path
 """
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Final
 
 SITE: Final = Path(__file__).parent / "site"
-"""The directory that contains only this package."""
+"""The directory that contains only the `transfer_queue` package."""
 
 
 def main() -> None:
-    """Print the directory."""
+    """Print the directory of the package."""
     parser = argparse.ArgumentParser(prog="python -m tq_service.compat.transfer_queue", description=__doc__)
     parser.add_argument("--path", action="store_true", required=True, help="print the directory for PYTHONPATH")
     parser.parse_args()

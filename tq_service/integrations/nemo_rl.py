@@ -1,7 +1,7 @@
-"""NeMo-RL's data plane on top of the service: a `DataPlaneClient` that NeMo-RL's configuration selects.
+"""NeMo-RL's data plane on top of the service: a `DataPlaneClient`, selected in NeMo-RL's configuration.
 
-`docs/integrations/nemo_rl.md` describes the settings, and contains a patch that lets NeMo-RL's factory select a class
-by name.
+`docs/integrations/nemo_rl.md` describes the settings and contains a patch with which NeMo-RL's factory can select a
+class by name.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from tq_service.client.batch_meta import BatchMeta
 from tq_service.custom_meta import keeping_nulls
 from tq_service.schema import Encoding, Layout
 
-_LENGTH_TAG: Final = "input_lengths"  # NeMo-RL balances its ranks by this tag's values
+_LENGTH_TAG: Final = "input_lengths"  # tag by whose values NeMo-RL balances its ranks
 _LEAST_WAIT_SECONDS: Final = 0.05
 _MARKER: Final = "tq_service.json"
-_REMEMBERED_IDS: Final = 65_536  # ids to remember before those cleared by others are dropped
+_REMEMBERED_IDS: Final = 65_536  # beyond this number, ids cleared by other processes are dropped
 
 
 class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-RL is not installed for type checks
-    """The data plane of one process.
+    """The data plane client of one process.
 
     ::
 
-        register_partition ──> create_partition: its tasks and, as text, the fields of `enums`
-        put_samples        ──> put: keys are sample_ids, custom_meta is tags
+        register_partition ──> create_partition: with its tasks, and the fields of `enums` as text
+        put_samples        ──> put: sample_ids are keys, tags are custom_meta
         claim_meta         ──> get_meta as a queue worker: waits at the service, without polling
-        get_samples        ──> get_data: rows of equal shape are returned dense, others jagged
+        get_samples        ──> get_data: rows of equal shape are returned as dense tensors, others as jagged ones
         list_sample_ids    ──> lookup_samples
         clear_samples      ──> clear_samples: the named samples, or those put by this process
 
     Args:
-        cfg: NeMo-RL's section `data_plane`. `controller_address` is the address of the service, "host:port"; default:
-            `TQ_ADDRESS`. `namespace` separates the partitions of runs that share a service; default: `TQ_NAMESPACE`.
-            Sizes of TransferQueue's backends are ignored.
-        bootstrap: whether this process is the driver, which checks at once that the service is reachable.
+        cfg: section `data_plane` of NeMo-RL's configuration. `controller_address` is the address of the service,
+            "host:port"; default: the value of `TQ_ADDRESS`. `namespace` separates the runs that share a service;
+            default: the value of `TQ_NAMESPACE`. Size settings for TransferQueue's backends are ignored.
+        bootstrap: whether this process is the driver. The driver checks at once that the service is reachable.
 
     Raises:
         UnavailableError: `bootstrap` is set, but the service does not answer.
@@ -58,7 +58,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
     def _start(self, client: tq.Client) -> None:
         self._client = client
         self._is_clean = True
-        # Ids put by this process, by partition; clear_samples(None) clears these samples.
+        # Ids put by this process, by partition. clear_samples(None) clears the samples with these ids.
         self._put_ids: dict[str, dict[str, None]] = {}
         self._remembered_ids = _REMEMBERED_IDS
 
@@ -66,11 +66,11 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         return self._client
 
     def __setstate__(self, client: tq.Client) -> None:
-        self._start(client)  # in a new process, which has not put anything yet
+        self._start(client)  # unpickled in a new process, which has not put anything yet
 
     @property
     def _used_client(self) -> tq.Client:
-        """The client, for calls after which `load_checkpoint` is rejected."""
+        """The client, for calls that make `load_checkpoint` invalid afterwards."""
         self._is_clean = False
         return self._client
 
@@ -83,18 +83,18 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         grpo_group_size: int | None = None,
         enums: dict[str, list[str]] | None = None,
     ) -> None:
-        """Create a partition with declared tasks, which start with nothing consumed; other tasks are rejected.
+        """Create a partition with the given tasks, which have consumed nothing yet; other tasks are rejected.
 
-        An existing empty partition with other settings is created anew, since a later step may reuse it with new
-        settings.
+        If the partition exists with other settings but is empty, it is cleared and created again, since a later step
+        may reuse the name with new settings.
 
         Args:
             partition_id: name of the partition.
-            fields: ignored: every field is accepted, whether or not the partition has samples.
-            num_samples: ignored: the partition grows as needed.
-            consumer_tasks: tasks of the partition.
-            grpo_group_size: ignored: NeMo-RL balances groups in its driver.
-            enums: text fields with few distinct values. They are stored as text, and values of other types are
+            fields: ignored, since a partition accepts every field.
+            num_samples: ignored, since a partition grows as needed.
+            consumer_tasks: names of the tasks that may consume the partition.
+            grpo_group_size: ignored, since NeMo-RL balances groups in its driver.
+            enums: names of text fields with few distinct values. They are stored as text, and values of other types are
                 rejected.
 
         Raises:
@@ -124,19 +124,19 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         blocking: bool = True,
         timeout_s: float = 60.0,
     ) -> KVBatchMeta:
-        """Claim samples for a task; no other claim of the task receives them.
+        """Claim samples for a task. No other claim of the task receives these samples.
 
         Args:
             partition_id: the partition.
-            task_name: the task.
+            task_name: the task that consumes the samples.
             required_fields: fields that a sample must have to be ready.
-            batch_size: maximum number of samples.
-            dp_rank: ignored: NeMo-RL shards the batch itself.
-            blocking: whether to wait for a full batch; otherwise claim the samples that are ready now, possibly none.
-            timeout_s: seconds to wait for a full batch; after that, the samples that are ready are claimed.
+            batch_size: maximum number of samples in the batch.
+            dp_rank: ignored, since NeMo-RL shards the batch itself.
+            blocking: whether to wait for a full batch. False: claim the samples that are ready now, possibly none.
+            timeout_s: seconds to wait for a full batch. After that, the samples that are ready are claimed.
 
         Raises:
-            TimeoutError: nothing was ready in time.
+            TimeoutError: no sample became ready in time.
         """
         del dp_rank
         claim: dict[str, Any] = {
@@ -174,7 +174,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         return self.get_samples(meta.sample_ids, meta.partition_id, list(fields))
 
     def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
-        """Return whether every task has consumed all samples inserted into the partition so far."""
+        """Return whether every task has consumed (or skipped) all samples inserted into the partition so far."""
         statuses = [self._used_client.check_consumption(partition_id, name, missing_ok=True) for name in task_names]
         return all(status.consumed_count + status.skipped_count >= status.total_count for status in statuses)
 
@@ -185,7 +185,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         fields: TensorDict | None = None,
         tags: list[dict[str, Any]] | None = None,
     ) -> KVBatchMeta:
-        """Put fields and tags of samples, new or existing, in one step.
+        """Put fields and tags of new or existing samples in one step.
 
         Returns:
             References to the samples, with the fields and tags of this put.
@@ -199,12 +199,12 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
             partition_id=partition_id,
             task_name=None,
             sample_ids=list(sample_ids),
-            fields=None if fields is None else [str(name) for name in fields.keys()],  # noqa: SIM118  (no dict)
+            fields=None if fields is None else [str(name) for name in fields.keys()],  # noqa: SIM118  (not a dict)
             tags=None if tags is None else [dict(tag) for tag in tags],
         )
 
     def _remember(self, partition_id: str, sample_ids: Sequence[str]) -> None:
-        """Record ids put by this process, and drop ids cleared by others, since rollout actors never clear."""
+        """Record ids put by this process. Drop ids cleared by others if there are many: rollout actors never clear."""
         put_ids = self._put_ids.setdefault(partition_id, {})
         put_ids.update(dict.fromkeys(sample_ids))
         if len(put_ids) > self._remembered_ids:
@@ -213,7 +213,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
             self._remembered_ids = max(_REMEMBERED_IDS, 2 * len(self._put_ids[partition_id]))
 
     def get_samples(self, sample_ids: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
-        """Return fields of samples, in order: rows of equal shape as a dense tensor, other rows as a nested one."""
+        """Return fields of samples, in order. Rows of equal shape form a dense tensor, other rows a nested tensor."""
         if not sample_ids:
             return TensorDict({}, batch_size=(0,))
         data: TensorDict = self._used_client.get_data(
@@ -227,10 +227,11 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         return sorted(key for key in samples.keys or () if key)
 
     def clear_samples(self, sample_ids: list[str] | None, partition_id: str) -> None:
-        """Remove samples; missing ones are ignored.
+        """Remove samples; samples that do not exist are ignored.
 
         Args:
-            sample_ids: the samples; None: those put by this process or, if it put none, all samples of the partition.
+            sample_ids: the samples to remove. None: those put by this process or, if it has put none, all samples of
+                the partition.
             partition_id: the partition.
         """
         put_ids = self._put_ids.get(partition_id, {})
@@ -252,9 +253,10 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
             put_ids.pop(name, None)
 
     def save_checkpoint(self, checkpoint_dir: str | Path, *, metadata: dict[str, Any] | None = None) -> None:
-        """Write a checkpoint of the service, named after the directory, and store its name in the directory.
+        """Write a checkpoint of the service, named after the directory, and record its name in the directory.
 
-        The service needs `--checkpoint-dir`, where it writes the samples; `checkpoint_dir` only receives a marker file.
+        The service must be started with `--checkpoint-dir`, where it writes the samples. `checkpoint_dir` only receives
+        a marker file.
         """
         directory = Path(checkpoint_dir)
         copy = self._client.checkpoint(f"{directory.name}-{secrets.token_hex(8)}", metadata=metadata or {})
@@ -262,10 +264,10 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         (directory / _MARKER).write_text(json.dumps({"checkpoint": copy.name}))
 
     def load_checkpoint(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        """Replace the service's contents with the checkpoint named in a directory, and return its metadata.
+        """Replace the service's contents with the checkpoint recorded in a directory, and return its metadata.
 
         Raises:
-            FileNotFoundError: `save_checkpoint` was not called for this directory.
+            FileNotFoundError: `save_checkpoint` did not write to this directory.
             RuntimeError: this client has already been used to register, put, claim, read or clear.
         """
         if not self._is_clean:
@@ -278,7 +280,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         return dict(restored.metadata or {})
 
     def close(self) -> None:
-        """Close the client. Idempotent; the service keeps its contents."""
+        """Close the client. Idempotent. The contents of the service remain."""
         self._client.close()
 
 

@@ -1,7 +1,7 @@
-"""verl's NeoProto on top of the service: a `StorageEngine` for its values, which `install` selects.
+"""verl's NeoProto on top of the service: a `StorageEngine` for NeoProto's values, activated by `install`.
 
-`docs/integrations/neoproto.md` describes settings and semantics. The engine was written for
-`verl/experimental/neoproto/storage` in verl's repository at commits 68ee5fa and 40c4bd1; no release of verl includes
+`docs/integrations/neoproto.md` describes settings and semantics. The engine is written against
+`verl/experimental/neoproto/storage` in verl's repository, at commits 68ee5fa and 40c4bd1. No release of verl includes
 NeoProto yet.
 """
 
@@ -23,15 +23,15 @@ from verl.experimental.neoproto.storage.engine import Ref
 import tq_service as tq
 
 BACKEND: Final = "tq_service"
-"""The `backend` of refs to values in this engine."""
+"""The `backend` of refs to values stored by this engine."""
 
 _PARTITION: Final = "neoproto"
-# A tensor with several rows is stored row by row if its rows are large enough to be fetched separately.
+# A tensor with several rows is stored row by row if each row is large enough to be fetched separately.
 _LEAST_ROW_BYTES: Final = 1 << 10
 _MOST_ROWS: Final = 1 << 16
-_SMALL_BYTES: Final = 1 << 18  # smaller values of `put_many` share a put
+_SMALL_BYTES: Final = 1 << 18  # smaller values in `put_many` share a put
 _GATHERED_BYTES: Final = 8 << 20
-_MOST_NAMED: Final = 1 << 16  # samples per call
+_MOST_NAMED: Final = 1 << 16  # limit of samples per call
 _OBJECTS: Final = "object"
 _VALUE: Final = "value"
 _NUMBERS: Final = frozenset(
@@ -43,18 +43,18 @@ _NUMBERS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class StoredValue:
-    """Location of a value, the `dataptr` of its refs. It can be pickled, compared and stored, and keeps nothing alive.
+    """Location of a value, used as the `dataptr` of refs. Can be pickled, compared and stored; keeps no value alive.
 
     Attributes:
         namespace: namespace of the client that put the value.
         partition_id: partition of the value, within the namespace.
-        incarnation: incarnation of the partition, which distinguishes the value from all later ones.
+        incarnation: incarnation of the partition, which distinguishes the value from later values under the same name.
         first_index: index of the value's first sample.
-        row_count: number of the value's samples: with `is_split`, one per row; otherwise 1.
-        field: the field of the samples.
-        form: kind of the original value.
-        shape: shape of a tensor or array.
-        is_split: whether each row of the value is a sample.
+        row_count: number of the value's samples: one per row with `is_split`, otherwise 1.
+        field: name of the field that stores the value.
+        form: type of the original value.
+        shape: shape of the tensor or array; () for an object.
+        is_split: whether each row of the value is a separate sample.
     """
 
     namespace: str
@@ -73,19 +73,19 @@ class StoredValue:
 
 
 def _received(*values: Any) -> StoredValue:
-    """Return the location of a value received from another process, and register an engine for its refs with verl."""
+    """Return the location of a value received from another process, and ensure that verl has an engine for its refs."""
     _register(None)
     return StoredValue(*values)
 
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """A value as rows of a field.
+    """A value in the form of rows of a field.
 
     Attributes:
-        value: location of the value, whose samples are not known yet.
+        value: location of the value, in which the samples are not set yet.
         rows: tensor or array `(row_count, ...)`, or a list with one object.
-        size_bytes: size of the rows, 0 for objects.
+        size_bytes: size of the rows in bytes; 0 for objects.
     """
 
     value: StoredValue
@@ -94,29 +94,29 @@ class _Column:
 
 
 class TqServiceStorageEngine:
-    """Storage of NeoProto values in a partition of the service.
+    """A storage engine that stores NeoProto values in a partition of the service.
 
     ::
 
-        put, put_many ──> put: a sample per value, or per row of a tensor with large rows; small values share a put
+        put, put_many ──> put: one sample per value, or per row of a tensor with large rows; small values share a put
         get, get_many ──> get_data: for tensors stored by row, only the rows selected by the ref
-        get_rows_many ──> the same for the columns of a batch, together
-        consolidate   ──> values of refs, joined along their first dimension, stored as one value
-        apply         ──> get, a function of the caller in this process, put of its result
+        get_rows_many ──> get_data: the same rows of several columns of a batch together
+        consolidate   ──> get and put: the values of refs, joined along the first dimension, stored as one value
+        apply         ──> get and put: the result of calling a function on a value in this process
         release       ──> clear_samples
 
-    Any process may get and release values that another process put. `release` frees values at once, even if other
-    processes have refs to them, as verl's own engines do.
+    Any process may get and release values put by another process. As in verl's own engines, `release` frees values at
+    once, even if other processes have refs to them.
 
-    An engine may be used by several threads, and after a fork; it connects on first use. Pickling an engine preserves
-    its settings.
+    Several threads may use an engine, and forked processes may too; the engine connects on first use. Pickling an
+    engine preserves its settings.
 
     Args:
-        address: address of the service, "host:port", or several addresses; None: `TQ_ADDRESS`.
+        address: address of the service, "host:port", or several addresses; None: the value of `TQ_ADDRESS`.
         partition_id: partition for new values. Refs to values in other partitions also work.
-        namespace: separates the partitions of runs that share a service; None: `TQ_NAMESPACE`.
-        ttl_seconds: age at which the service frees unreleased values; None: never. It takes effect in the engine that
-            creates the partition, when that engine connects or clears.
+        namespace: namespace that separates the runs sharing a service; None: the value of `TQ_NAMESPACE`.
+        ttl_seconds: seconds after which the service frees unreleased values; None: never. Only the engine that creates
+            the partition can set this limit, when it connects or clears.
     """
 
     backend = BACKEND
@@ -141,11 +141,11 @@ class TqServiceStorageEngine:
 
     @property
     def client(self) -> tq.Client:
-        """The client of this process."""
+        """The client of this process, created on first use."""
         connected = self._connected
         if connected is not None and connected[0] == os.getpid():
             return connected[1]
-        if connected is not None:  # the client of the parent process, which may have held the lock during the fork
+        if connected is not None:  # the parent's client, whose lock may have been held during the fork
             self._connecting = threading.Lock()
         with self._connecting:
             if self._connected is None or self._connected[0] != os.getpid():
@@ -162,31 +162,31 @@ class TqServiceStorageEngine:
     # Values
 
     def to_wire(self, value: Any) -> Any:
-        """Return a value unchanged: the service accepts tensors, arrays and objects."""
+        """Return the value unchanged, since the service accepts tensors, arrays and objects."""
         return value
 
     def from_wire(self, value: Any) -> Any:
-        """Return a value unchanged."""
+        """Return the value unchanged."""
         return value
 
     def put(self, value: Any, *, key_hint: str | None = None, spec: Any = None) -> Ref:
-        """Store a value, and return a ref to it.
+        """Store a value and return a ref to it.
 
         Args:
-            value: a tensor on any device, an array, or an object of a type that object fields accept.
+            value: a tensor on any device, an array, or an object of a type allowed in object fields.
             key_hint: prefix of the ref's `uid`.
-            spec: verl's FieldSpec; its dtype and shape are used for the ref if the value lacks them.
+            spec: verl's FieldSpec, whose dtype and shape are used for the ref if the value has none.
 
         Raises:
             UnsupportedObjectError: objects of this type cannot be stored.
-            QuotaExceededError, ResourceExhaustedError: the service is full.
+            QuotaExceededError, ResourceExhaustedError: the service has no capacity.
         """
         return self.put_many([value], key_hint=key_hint, spec=spec)[0]
 
     def put_many(self, values: Iterable[Any], *, key_hint: str | None = None, spec: Any = None) -> list[Ref]:
-        """Store values and return refs to them, in order. If one value cannot be stored, none is.
+        """Store values and return refs to them, in order. If a value cannot be stored, none of the values is stored.
 
-        Large values are stored one by one as they arrive, so a generator need not keep all of them in memory. Small
+        Large values are stored one by one as they arrive, so a generator need not have all of them in memory. Small
         values with the same dtype share a put.
         """
         stored: dict[int, StoredValue] = {}
@@ -207,7 +207,7 @@ class TqServiceStorageEngine:
                     gathered_bytes = 0
             self._store_all(gathered, stored)
         except BaseException:
-            with suppress(tq.TqError):  # the first error is more useful
+            with suppress(tq.TqError):  # the original error is more useful
                 self._clear(stored.values())
             raise
         return [
@@ -226,7 +226,7 @@ class TqServiceStorageEngine:
             self._store(gathered.pop(next(iter(gathered))), stored)
 
     def _store(self, columns: Sequence[tuple[int, _Column]], stored: dict[int, StoredValue]) -> None:
-        """Put columns of one field, and record their locations."""
+        """Put several columns of one field, and record the locations of their values."""
         field = columns[0][1].value.field
         rows = _joined([column.rows for _, column in columns])
         put = self.client.put(self.partition_id, {field: rows})
@@ -239,21 +239,21 @@ class TqServiceStorageEngine:
             at += column.value.row_count
 
     def get(self, ref: Ref) -> Any:
-        """Return the value of a ref, with the ref's slice and operations applied.
+        """Return the value of a ref, after applying the slice and operations of the ref.
 
         Raises:
             SampleNotFoundError, PartitionNotFoundError: the value was released or cleared; both are KeyErrors.
             ValueError: the ref belongs to another backend.
-            DataLossError: the storage service with the value restarted empty.
+            DataLossError: the storage service that stored the value restarted empty.
         """
         return self.get_many([ref])[0]
 
     def get_many(self, refs: Sequence[Ref | None], apply_ops: bool = True) -> list[Any]:
-        """Return the values of refs in order, and None for None; one call fetches all values of the same kind.
+        """Return the values of refs in order, and None for None. All values of the same kind are fetched in one call.
 
         Args:
-            refs: the refs, several of which may select different rows of one value.
-            apply_ops: whether to apply slices and operations of the refs; otherwise complete values are returned.
+            refs: the refs; several refs may select different rows of the same value.
+            apply_ops: whether to apply the slices and operations of the refs. False: return complete values.
 
         Raises:
             SampleNotFoundError, PartitionNotFoundError, ValueError, DataLossError: see `get`.
@@ -268,7 +268,7 @@ class TqServiceStorageEngine:
         return [None if each is None else each.result() for each in wanted]
 
     def _fetch(self, group: Sequence[_Wanted]) -> None:
-        """Fetch values of the same kind: rows with one shape, or complete values of one field."""
+        """Fetch values of the same kind: rows of one shape, or complete values of one field."""
         first = group[0].value
         indexes = np.concatenate([each.indexes for each in group])
         column: Any
@@ -299,11 +299,11 @@ class TqServiceStorageEngine:
         )
 
     def get_rows(self, ref: Ref, rows: Any) -> Any:
-        """Return rows of a value by position in the ref's selection; NeoProto uses it to request a rank's rows."""
+        """Return rows of a value, by position in the ref's selection. NeoProto calls this to get the rows of a rank."""
         return self.get_rows_many([ref], rows)[0]
 
     def get_rows_many(self, refs: Sequence[Ref], rows: Any) -> list[Any]:
-        """Return the same rows of several values. For tensors stored by row, only these rows are fetched."""
+        """Return the same rows of several values. From tensors stored by row, only these rows are fetched."""
         numbers = np.asarray(rows)
         wanted = [_Wanted(ref, apply_ops=True, rows=numbers) for ref in refs]
         together: dict[Any, list[_Wanted]] = {}
@@ -314,25 +314,25 @@ class TqServiceStorageEngine:
         return [each.result() for each in wanted]
 
     def consolidate(self, old_engine: Any, refs: Sequence[Ref]) -> Ref:
-        """Store the values of refs, joined along their first dimension, as one value; the refs stay valid.
+        """Store the values of refs as one value, joined along the first dimension. The refs remain valid.
 
-        Tensors and arrays without dimensions are stacked, and objects become an array of objects. Data that was
-        scattered over puts and storage services is then stored together, and a single call fetches it.
+        Tensors and arrays without dimensions are stacked, and objects form an array of objects. Data that was scattered
+        over several puts and storage services is then stored together, and one call fetches it.
 
         Args:
-            old_engine: the engine of the refs; None: this one.
-            refs: at least one, in the order of the rows.
+            old_engine: the engine that stores the values of the refs; None: this engine.
+            refs: at least one ref, in the order of the rows.
 
         Raises:
-            ValueError: there are no refs, a ref is None, or the values do not fit together.
+            ValueError: there are no refs, a ref is None, or the values differ in dtype or row shape.
         """
         if not refs or any(ref is None for ref in refs):
-            raise ValueError(f"refs: got {list(refs)!r}; expected at least one ref, and no None")
+            raise ValueError(f"refs is {list(refs)!r}; expected at least one ref, and no None")
         engine = self if old_engine is None else old_engine
         return self.put(_consolidated(engine.get_many(list(refs))), key_hint="consolidated")
 
     def release(self, refs: Ref | Iterable[Ref | None]) -> None:
-        """Free the values of refs, even if other refs to them exist. Values that are already freed are ignored.
+        """Free the values of refs, even if other refs to them exist. Values that were already freed are ignored.
 
         Raises:
             ValueError: a ref belongs to another backend; nothing is freed.
@@ -349,26 +349,26 @@ class TqServiceStorageEngine:
             for begin in range(0, len(indexes), _MOST_NAMED):
                 with suppress(
                     tq.errors.StaleIncarnationError, tq.errors.PartitionNotFoundError
-                ):  # the whole partition was cleared
+                ):  # the entire partition was cleared
                     self.client.clear_samples(self._meta(group[0], indexes[begin : begin + _MOST_NAMED]))
 
     def apply(self, ref: Ref, fn: Callable[[Any], Any], *, key_hint: str | None = None, spec: Any = None) -> Ref:
-        """Apply a function to the value of a ref, and return a ref to the result; the original value is kept.
+        """Apply a function to the value of a ref, store the result, and return a ref to it. The original value remains.
 
-        The function runs in this process, since the service does not execute code of its clients.
+        The function runs in this process, since the service does not execute client code.
         """
         return self.put(fn(self.get(ref)), key_hint=key_hint, spec=spec)
 
     # Cleanup
 
     def clear(self) -> None:
-        """Free all values of the partition, from all processes."""
+        """Free all values in the partition, including those put by other processes."""
         client = self.client
         client.clear_partition(self.partition_id, missing_ok=True)
         self._create_partition(client)
 
     def close(self) -> None:
-        """Close the client of this process. Idempotent; stored values are kept, and the next call reconnects."""
+        """Close the client of this process. Idempotent. Stored values remain, and the next call reconnects."""
         connected, self._connected = self._connected, None
         if connected is not None and connected[0] == os.getpid():
             connected[1].close()
@@ -381,13 +381,13 @@ def _engine_of(
 
 
 class _Wanted:
-    """A ref whose value is to be fetched.
+    """A ref whose value will be fetched.
 
     Attributes:
         value: location of the value.
-        indexes: indexes of the required samples.
-        alike: key shared by refs that are fetched together.
-        rows: the rows of these samples, once they are fetched.
+        indexes: indexes of the samples to fetch.
+        alike: key that is equal for refs fetched together.
+        rows: the fetched rows of these samples; None before the fetch.
     """
 
     def __init__(self, ref: Ref, *, apply_ops: bool, rows: NDArray[Any] | None = None) -> None:
@@ -399,7 +399,7 @@ class _Wanted:
         self.rows: Any = None
         self.indexes = _indexes(value)
         self._takes_first = False
-        # Operations may change the rows, so rows are selected from the result of the operations.
+        # The ref's operations may change the rows, so `rows` are selected from the result of the operations.
         self._late_rows = rows if ref.apply_funcs else None
         early_rows = None if ref.apply_funcs else rows
         if value.is_split and (self._spec or early_rows is not None):
@@ -409,7 +409,7 @@ class _Wanted:
             self.indexes = value.first_index + np.atleast_1d(kept)
             self._takes_first = np.ndim(kept) == 0
             is_paired = any(isinstance(dim, (list, tuple, np.ndarray)) for dim in self._spec[1:])
-            # Lists for several axes select pairs, so the selector of the first axis must stay a list.
+            # Lists for several axes select pairs of indices, so the selector of the first axis must remain a list.
             first: Any = 0 if self._takes_first else slice(None)
             if is_paired and isinstance(self._spec[0], (list, tuple, np.ndarray)):
                 first = list(range(self.indexes.size))
@@ -422,7 +422,7 @@ class _Wanted:
         )  # fmt: skip
 
     def result(self) -> Any:
-        """Build the value from its fetched rows."""
+        """Return the value built from the fetched rows."""
         value: Any = self.rows if self.value.is_split else self.rows[0]
         if self.value.form == "array":
             value = value.numpy()
@@ -438,7 +438,7 @@ class _Wanted:
 
 
 def apply_slice(value: Any, spec: Sequence[Any]) -> Any:
-    """Apply verl's `SliceSpec`, with one selector per axis; for lists and objects, only the first selector applies."""
+    """Apply verl's `SliceSpec`, which has one selector per axis; only the first applies to lists and objects."""
     if not isinstance(value, (torch.Tensor, np.ndarray)):
         picked = _axis_indices(spec[0], len(value))
         return value[int(picked)] if np.ndim(picked) == 0 else [value[int(each)] for each in picked]
@@ -446,7 +446,7 @@ def apply_slice(value: Any, spec: Sequence[Any]) -> Any:
 
 
 def _selector(dim: Any, length: int) -> Any:
-    """Return an axis selector in a form that torch and numpy accept; two composed selectors become one list."""
+    """Convert an axis selector to a form that torch and numpy accept. Two composed selectors become one list."""
     if dim is None:
         return slice(None)
     if isinstance(dim, (int, np.integer)):
@@ -458,14 +458,14 @@ def _selector(dim: Any, length: int) -> Any:
 
 
 def _axis_indices(dim: Any, length: int) -> NDArray[np.int64]:
-    """Return the indices that an axis selector selects, or a scalar if it removes the axis.
+    """Return the indices that an axis selector selects; a scalar if the selector removes the axis.
 
     Raises:
         IndexError: an index is out of range.
     """
     indices: Any = np.arange(length, dtype=np.int64)
     is_composed = isinstance(dim, tuple) and not all(isinstance(each, (int, np.integer)) for each in dim)
-    for each in dim if is_composed else (dim,):  # verl keeps two selectors of an axis that it cannot combine
+    for each in dim if is_composed else (dim,):  # verl passes two selectors of an axis if it cannot combine them
         indices = indices[_plain(each)]
     return np.asarray(indices, np.int64)
 
@@ -482,7 +482,7 @@ def _plain(dim: Any) -> Any:
 
 
 def _column_of(value: Any, partition_id: str) -> _Column:
-    """Return a value as rows of the field that stores its dtype and number of dimensions."""
+    """Convert a value to rows of a field. The field is chosen by dtype and number of dimensions."""
     form: Literal["tensor", "array", "object"] = "object"
     dtype, size_bytes = "", 0
     if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested:
@@ -493,7 +493,7 @@ def _column_of(value: Any, partition_id: str) -> _Column:
     shape = tuple(value.shape) if form != "object" else ()
     if form == "object" or not all(shape):  # a put needs at least one row
         stored = StoredValue("", partition_id, b"", 0, 1, _OBJECTS, "object", (), is_split=False)
-        return _Column(stored, [{_VALUE: value}], size_bytes)  # a list of numbers would be a column of numbers
+        return _Column(stored, [{_VALUE: value}], size_bytes)  # a dict: a list of numbers would become numbers
     is_split = len(shape) > 1 and 1 < shape[0] <= _MOST_ROWS and size_bytes >= _LEAST_ROW_BYTES * shape[0]
     field = f"{dtype}.{len(shape) - is_split}"
     stored = StoredValue("", partition_id, b"", 0, shape[0] if is_split else 1, field, form, shape, is_split=is_split)
@@ -501,7 +501,7 @@ def _column_of(value: Any, partition_id: str) -> _Column:
 
 
 def _joined(columns: Sequence[Any]) -> Any:
-    """Concatenate the rows of columns of the same field."""
+    """Concatenate the rows of several columns of one field."""
     if len(columns) == 1:
         return columns[0]
     if isinstance(columns[0], list):
@@ -513,7 +513,7 @@ def _joined(columns: Sequence[Any]) -> Any:
 
 
 def _each_row(column: Any) -> Sequence[Any]:
-    """Return the rows of a column: a tensor, a nested tensor, or a list."""
+    """Return the rows of a column, which is a tensor, a nested tensor or a list."""
     return column.unbind() if isinstance(column, torch.Tensor) else list(column)
 
 
@@ -535,7 +535,7 @@ def _consolidated(values: Sequence[Any]) -> Any:
 
 
 def _described(value: Any, spec: Any) -> tuple[str, tuple[int, ...] | None]:
-    """Return the dtype and shape of a ref, as verl's own engines do."""
+    """Return the dtype and shape to set in a ref, determined as in verl's own engines."""
     given = getattr(spec, "dtype", None)
     is_column = isinstance(value, (torch.Tensor, np.ndarray))
     if given not in {None, "object"}:
@@ -562,7 +562,7 @@ def _indexes(value: StoredValue) -> NDArray[np.int64]:
 def _value_of(ref: Ref) -> StoredValue:
     if ref.backend != BACKEND or not isinstance(ref.dataptr, StoredValue):
         raise ValueError(
-            f"ref belongs to backend {ref.backend!r}, and its dataptr is a {type(ref.dataptr).__name__}; expected a "
+            f"ref has backend {ref.backend!r} and a dataptr of type {type(ref.dataptr).__name__}; expected a "
             f"ref of backend {BACKEND!r}. Use the engine that created the ref"
         )
     return ref.dataptr
@@ -572,19 +572,19 @@ def _value_of(ref: Ref) -> StoredValue:
 
 
 def install(engine: TqServiceStorageEngine | None = None, *, clear_at_exit: bool = False) -> TqServiceStorageEngine:
-    """Make an engine verl's default in this process, so NeoProto stores values in it from now on.
+    """Make an engine verl's default in this process, so that NeoProto stores its values there.
 
-    Processes that only receive refs need not call this function: unpickling a ref sets up an engine for `TQ_ADDRESS`.
+    Processes that only receive refs need not call `install`, since unpickling a ref sets up an engine for `TQ_ADDRESS`.
 
     Args:
-        engine: the engine; None: an engine for `TQ_ADDRESS`.
-        clear_at_exit: whether to free all values of the engine's partition when this process ends; for the driver of a
-            run.
+        engine: the engine to use; None: a new engine for `TQ_ADDRESS`.
+        clear_at_exit: whether to free all values of the engine's partition when this process ends; intended for the
+            driver of a run.
 
     Returns:
-        The engine.
+        The engine that is now the default.
     """
-    from verl.experimental.neoproto.storage import default  # noqa: PLC0415  (it imports the engine's module)
+    from verl.experimental.neoproto.storage import default  # noqa: PLC0415  (verl's module imports the engine module)
 
     engine = TqServiceStorageEngine() if engine is None else engine
     default.set_default_storage_engine(engine)
@@ -601,12 +601,13 @@ def _clear_quietly(engine: TqServiceStorageEngine) -> None:
 
 
 def _register(engine: TqServiceStorageEngine | None) -> None:
-    """Register an engine with verl for refs of this backend; None: an engine for `TQ_ADDRESS`, if none is registered.
+    """Register an engine with verl for refs of this backend. None: one for `TQ_ADDRESS`, unless one is registered.
 
-    Verl looks up engines in a dict and, when refs are released, through a function that knows only verl's own backends.
+    verl finds engines through a dict and, when refs are released, through a function that only supports verl's own
+    backends.
     """
-    from verl.experimental.neoproto import neo  # noqa: PLC0415  (it imports the engine's module)
-    from verl.experimental.neoproto.storage import default  # noqa: PLC0415  (likewise)
+    from verl.experimental.neoproto import neo  # noqa: PLC0415  (verl's module imports the engine module)
+    from verl.experimental.neoproto.storage import default  # noqa: PLC0415  (as above)
 
     if engine is not None:
         neo.GLOBAL_ENGINE_DICT[BACKEND] = engine

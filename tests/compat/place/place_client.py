@@ -117,7 +117,7 @@ def test_rows_before_their_data(client):
     assert client.check_production_status(["x"], "p")
     everything = client.get_meta(data_fields=["x", "y"], batch_size=1, partition_id="p", mode="force_fetch")
     assert (everything.size, everything.is_ready) == (2, False)
-    with pytest.raises(ValueError, match="mode 'other'"):
+    with pytest.raises(ValueError, match="mode is 'other'"):
         fetch(client, mode="other")
 
 

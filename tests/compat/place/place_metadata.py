@@ -171,7 +171,7 @@ def test_keyed_batches_that_cannot_be():
         KVBatchMeta(keys=["a", "a"], tags=[{}, {}])
     with pytest.raises(ValueError, match="fields contains duplicates"):
         keyed(fields=["x", "x"])
-    with pytest.raises(RuntimeError, match="lacks the keys"):
+    with pytest.raises(RuntimeError, match="does not have the keys"):
         keyed().select_keys(["k9"])
     with pytest.raises(ValueError, match="keys contains duplicates"):
         keyed().select_keys(["k1", "k1"])

@@ -1,4 +1,4 @@
-"""The channels of one client, calls on them, and the state that all parts of a client share."""
+"""Channels of one client, the calls on them, and the state shared by all parts of a client."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ Response = TypeVar("Response", bound=Message)
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
 
-# A server that answers "not yet" sooner than this is not waiting on our behalf: pause before the next call.
+# A server that answers "not yet" sooner than this does not wait for results itself: pause before the next call.
 _SHORT_POLL_SECONDS: Final = 0.05
 _MOST_REFUSALS: Final = 64
 _CLOSE_SECONDS: Final = 5.0
 
 
 class AsyncEndpoint:
-    """A channel to one address, and the calls on it."""
+    """A channel to one address, with the calls on it."""
 
     def __init__(self, address: str, calls: AsyncCalls) -> None:
         self.address = address
@@ -81,12 +81,12 @@ class AsyncEndpoint:
         self._outage = Outage(address, calls.credentials.tls)
 
     def metadata(self) -> Metadata | None:
-        """Return the metadata of a call: the token and, if the call is traced, its trace context."""
+        """Return the metadata of a call: the token and, if the call is traced, the trace context."""
         return metadata_of(self._calls.credentials.metadata(), carried())
 
     @contextmanager
     def errors(self, deadline: Deadline, *, is_retried: bool = True) -> Iterator[None]:
-        """Convert errors of a call on this channel to TqError, and track whether its service is reachable."""
+        """Convert gRPC errors on this channel to TqError, and track whether the service is reachable."""
         began = time.monotonic()
         try:
             yield
@@ -108,7 +108,7 @@ class AsyncEndpoint:
 
 
 async def async_close_all(endpoints: dict[Any, AsyncEndpoint]) -> None:
-    """Close the channels of one home and cancel calls in flight."""
+    """Close the channels of one event loop or process, and cancel calls in flight."""
     while endpoints:
         _, endpoint = endpoints.popitem()
         endpoint.driver.close()
@@ -117,13 +117,13 @@ async def async_close_all(endpoints: dict[Any, AsyncEndpoint]) -> None:
 
 
 class AsyncCalls:
-    """The channels of one client, and the calls on them.
+    """The channels of one client, with the calls on them.
 
-    Channels are opened on first use; each event loop and each process has separate ones. An empty address means the
-    leading controller.
+    Channels are opened on first use, separately for each event loop and process. An empty address refers to the leading
+    controller.
 
     Attributes:
-        controllers: the controllers known to the client.
+        controllers: controllers known to the client.
         closed: whether `aclose` was called.
     """
 
@@ -132,7 +132,8 @@ class AsyncCalls:
         self.credentials = credentials
         self.namespace = namespace
         self._opening = credentials.signature(), self.controllers.has_several
-        # By home, then by address and the settings of the channel. Outdated channels may have calls in flight.
+        # By event loop or process, then by address and channel settings. Outdated channels may still have calls in
+        # flight.
         self._channels: dict[Any, dict[tuple[str, tuple[Signature, bool]], AsyncEndpoint]] = {}
         self.closed = False
 
@@ -140,19 +141,21 @@ class AsyncCalls:
         """Return the channel to an address.
 
         Raises:
-            PreconditionError: the client is closed, or its channels belong to another process and cannot be reopened.
+            PreconditionError: the client is closed, or its channels belong to the parent process and cannot be reopened
+                here.
             InvalidArgumentError: the credentials cannot be used for this address.
         """
         self._check_open()
         endpoints, target = self._here(), address or self.controllers.current
         key = target, self._opening
-        # No lock, which a fork could leave locked: threads that race create two channels, and all use the first stored.
+        # No lock, since a fork could leave it locked: racing threads may create two channels, but all use the stored
+        # one.
         endpoint = endpoints.get(key) or endpoints.setdefault(key, AsyncEndpoint(target, self))
         self._check_open()  # again: another thread may have closed the client before this channel was stored
         return endpoint
 
     def _here(self) -> dict[tuple[str, tuple[Signature, bool]], AsyncEndpoint]:
-        """Return the channels of this home. When it is new, drop channels of homes that no longer exist."""
+        """Return the channels of this event loop or process. On first use, drop those of dead loops and processes."""
         home = async_current_home()
         channels = self._channels.get(home)
         if channels is None:
@@ -173,9 +176,9 @@ class AsyncCalls:
         deadline: Deadline,
         note: Callable[[TqError], object] = lambda failure: None,
     ) -> T:
-        """Return the result of `attempt`, retried with back-off on UnavailableError until the deadline.
+        """Return the result of `attempt`; on UnavailableError, retry it with back-off until the deadline.
 
-        `note` is called with each failure.
+        `note` is called with each TqError.
         """
         backoff: Backoff | None = None
         while True:
@@ -194,7 +197,7 @@ class AsyncCalls:
         wait: Deadline,
         deadline: Deadline,
     ) -> T:
-        """Return the result of `attempt`, called with the seconds left while it is "not yet" and some are left."""
+        """Call `attempt` with the remaining seconds of `wait` until its result is not "not yet" or no time remains."""
         backoff: Backoff | None = None
         while True:
             asked = time.monotonic()
@@ -206,7 +209,7 @@ class AsyncCalls:
                 await async_sleep(min(backoff.pause(), wait.remaining()))
 
     async def unary(self, kind: type[Response], request: Message, deadline: Deadline, address: str = "") -> Response:
-        """Make the unary call whose response has this type, retried until the deadline."""
+        """Make the unary call that has this response type, retried until the deadline."""
         return await self.retried(lambda: self.unary_once(kind, request, deadline, address), deadline)
 
     async def unary_once(
@@ -218,24 +221,24 @@ class AsyncCalls:
         *,
         is_retried: bool = True,
     ) -> Response:
-        """Make a unary call once; `is_retried`: whether the caller retries while the service is unavailable."""
+        """Make a unary call once. `is_retried` tells whether the caller retries while the service is unavailable."""
         endpoint = self.endpoint(address)
         with endpoint.errors(deadline, is_retried=is_retried):
             return await endpoint.unary.make(kind, request.SerializeToString(), deadline)
 
     def _check_open(self) -> None:
         if self.closed:
-            raise PreconditionError("the client is closed; make a new one")
+            raise PreconditionError("the client is closed; create a new one")
 
     def leave_outdated(self) -> None:
-        """Close channels whose settings are outdated; their calls in flight may finish."""
+        """Close channels whose settings are outdated; calls in flight on them may finish."""
         self._opening = self.credentials.signature(), self.controllers.has_several
         for (_, opening), endpoint in list(self._here().items()):
             if opening != self._opening:
                 endpoint.driver.close()
 
     async def aclose(self) -> None:
-        """Close all channels. Calls in flight are cancelled; those of other event loops soon after."""
+        """Close all channels and cancel calls in flight. Calls of other event loops are cancelled soon after."""
         self.closed = True
         if not self._channels:
             return
@@ -247,7 +250,7 @@ class AsyncCalls:
 
 
 class AsyncBase:
-    """Base of the parts of a client. See `AsyncClient`."""
+    """Base class of the parts of a client. See `AsyncClient`."""
 
     def __init__(
         self,
@@ -269,15 +272,15 @@ class AsyncBase:
         self._placement = PlacementGrant()
         self._allocations: Allocations = WeakValueDictionary()
         self.gathers_puts = bool(gathers_puts)
-        self._lines_of: dict[Any, Lines] = {}  # of puts, by home
-        self._apart: dict[str, float] = {}  # partitions whose puts are not gathered, and until when
-        self._refused_lists: deque[str] = deque(maxlen=_MOST_REFUSALS)  # partitions, see `put`
-        if "torch" in sys.modules:  # otherwise `get_data` may never be called, and importing torch takes seconds
+        self._lines_of: dict[Any, Lines] = {}  # lines of puts, by event loop or process
+        self._apart: dict[str, float] = {}  # when each partition's puts may be gathered again
+        self._refused_lists: deque[str] = deque(maxlen=_MOST_REFUSALS)  # partitions that refused lists, see `put`
+        if "torch" in sys.modules:  # do not import torch, which takes seconds, if `get_data` may never be called
             import_tensordict()
 
     @property
     def namespace(self) -> str:
-        """Namespace: the prefix of this client's partition names on the service, before a "/"; empty: none."""
+        """Prefix of this client's partition names on the service, before a "/"; empty if there is none."""
         return self._namespace.name
 
     def _deadline(self, timeout: float | None, more_seconds: float = 0.0) -> Deadline:
@@ -287,13 +290,14 @@ class AsyncBase:
     async def _ask(
         self, kind: type[Response], timeout: float | None, *, batch: BatchMeta | None = None, **arguments: Any
     ) -> Response:
-        """Make a call to the controller, retried until the timeout; the pages of a list are merged into one answer.
+        """Make a call to the controller, retried until the timeout, and merge the pages of a list into one answer.
 
         Args:
-            kind: the response type, which determines the call and its request.
-            timeout: seconds; None: the client's.
-            batch: a batch of the partition; None: `partition_id`, if given, is its name in the client's namespace.
-            **arguments: fields of the request, see `request_of`.
+            kind: the response type, which determines the call and its request type.
+            timeout: seconds until the call fails; None: the client's `timeout`.
+            batch: a batch of the partition to call. None: `partition_id`, if passed, is a name in the client's
+                namespace.
+            **arguments: fields of the request; see `request_of`.
         """
         if batch is not None:
             arguments["partition_id"] = batch.full_partition_id
@@ -306,7 +310,7 @@ class AsyncBase:
         return answer
 
     async def _ack(self, metadata: BatchMeta, timeout: float | None) -> int:
-        """Acknowledge all samples of a leased batch; return how many were acknowledged by this call."""
+        """Acknowledge all samples of a leased batch, and return how many this call acknowledged."""
         if not metadata.handled_indexes.size:
             return 0
         answer = await self._ask(
@@ -321,7 +325,7 @@ class AsyncBase:
         return answer.acked_count
 
     async def _fields_of(self, full_partition_id: str, deadline: Deadline) -> dict[str, FieldSpec]:
-        """Return the fields of a partition, by name."""
+        """Return the fields of a partition as a dict by name."""
         request = pb.DescribePartitionRequest(partition_id=full_partition_id)
         answer = await self._calls.unary(pb.DescribePartitionResponse, request, deadline)
         return {field.spec.name: decode_spec(field.spec) for field in answer.fields}
@@ -329,7 +333,7 @@ class AsyncBase:
     async def _pages(
         self, kind: type[Response], request: Any, deadline: Deadline, first: Response | None = None
     ) -> AsyncIterator[Response]:
-        """Yield the pages of a list, one call to the controller per page; `first` is a page already received."""
+        """Yield the pages of a list, with one call to the controller per page. `first` is a page already received."""
         answer: Any = first
         while True:
             if answer is None:
@@ -342,14 +346,14 @@ class AsyncBase:
     async def aclose(self) -> None:
         """Send outstanding calls, such as claim releases, and close the channels.
 
-        Gathered puts that have not been sent are sent first. Waits for their answers and those of earlier puts.
+        Gathered puts that have not been sent are sent first, and the call waits for the answers to all puts.
         """
         await self._background_calls.drain()
         await self._send_gathered()
         await self._calls.aclose()
 
     async def _send_gathered(self) -> None:
-        """Wait until puts gathered in this event loop or process are answered; a few seconds at most."""
+        """Wait, for at most a few seconds, until puts gathered in this event loop or process are answered."""
         lines = self._lines_of.get(async_current_home()) if self._lines_of else None
         if lines is not None:
             lines.await_gathered(signal := AsyncSignal())

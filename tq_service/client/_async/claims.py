@@ -1,4 +1,4 @@
-"""Calls of consumers: claim batches, manage the claims of queue workers, query consumption and production."""
+"""Consumer calls: claim batches, manage the claims of queue workers, and query consumption and production."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from tq_service.wire.messages import read_message, read_seconds, to_duration, to
 DEFAULT_MAX_WAIT_SECONDS: Final = 30.0
 RELEASE_SECONDS: Final = 5.0
 
-# After these errors, the server may have recorded a claim whose answer was lost.
+# After one of these errors, the server may have recorded a claim although the client received no answer.
 _UNKNOWN_OUTCOMES: Final = (CallCancelledError, DeadlineError, InternalError, UnavailableError)
 
 
 class AsyncClaimCalls(AsyncBase):
-    """The part of the client for consumers. See `AsyncClient`."""
+    """The consumer calls of the client. See `AsyncClient`."""
 
     @overload
     async def claim(
@@ -162,88 +162,96 @@ class AsyncClaimCalls(AsyncBase):
         on_wait: Callable[[WaitReason], object] | None = None,
         timeout: float | None = None,
     ) -> BatchMeta | list[BatchMeta]:
-        """Claim a batch: as a trainer rank if `dp_rank`, `dp_size` and `batch_index` are given, else as a queue worker.
+        """Claim a batch, as a trainer rank (with `dp_rank`, `dp_size` and `batch_index`) or else as a queue worker.
 
-        A rank that repeats the call gets the same answer. A queue worker's claim is released when its call is cancelled
-        or times out, unless the claim is named.
+        If a rank repeats the call, it gets the same batch again. If a queue worker's call is cancelled or times out,
+        its claim is released, unless the claim has a name.
 
         Args:
-            partition_id: the partition; the call waits for it if it does not exist yet.
-            task_name: the consumer.
-            data_fields: fields that make a sample ready.
+            partition_id: the partition. The call waits for the partition if it does not exist yet.
+            task_name: the task that consumes the samples.
+            data_fields: fields that a sample must have to be ready.
             batch_size: number of samples, rollouts or groups per rank.
-            min_batch_size: queue workers: minimum batch size; None: `batch_size`.
-            batch_unit: the unit of both: "sample", "rollout" or "group".
-            micro_batch_size: samples per micro-batch; None: the batch is one micro-batch.
-            sampler: the sampler, by name or as an object with its options, such as
+            min_batch_size: minimum batch size, for queue workers; None: `batch_size`.
+            batch_unit: the unit of `batch_size` and `min_batch_size`: "sample", "rollout" or "group".
+            micro_batch_size: number of samples per micro-batch; None: one micro-batch per batch.
+            sampler: the sampler, as a name or as an object with options, such as
                 `tq.samplers.SeqlenBalancedSampler(n_samples_per_prompt=8)`; None: "sequential".
-            sampler_config: options of a sampler that is given by name.
-            dp_rank: this rank.
-            dp_size: number of ranks.
-            batch_index: index of the batch, counted from 0 in the epoch.
-            batch_count: ranks: maximum number of batches, 1 to 64: the batch at `batch_index`, and the following ones
-                that are ready at that moment. None: one batch. A batch claimed early cannot include later samples, so
-                request only batches that will be used soon.
-            drop_last: whether to drop a short last batch.
-            where: conditions `(column, operator, value)` on custom_meta; a sample must satisfy all of them. Operators
-                are ==, !=, <, <=, >, >= and "in" with a list of values. <, <=, > and >= take a `Published` too.
-            order_by: custom_meta columns to order ready samples by; "-column" for largest first.
-            finite: also end when every sample inserted so far is consumed, without waiting for the seal.
+            sampler_config: options of a sampler given by name.
+            dp_rank: the data-parallel rank of the caller.
+            dp_size: number of data-parallel ranks.
+            batch_index: index of the batch; every epoch starts at 0.
+            batch_count: maximum number of batches to claim, 1 to 64, for ranks: the batch at `batch_index`, and those
+                of the next batches that are already ready. None: one batch. A batch claimed early cannot include
+                samples that arrive later, so request only batches that will be used soon.
+            drop_last: whether to drop the last batch if it is incomplete.
+            where: conditions `(column, operator, value)` on custom_meta; a sample must satisfy all of them. The
+                operators are ==, !=, <, <=, >, >= and "in" (with a list of values). The value for <, <=, > and >= can
+                also be a `Published`.
+            order_by: custom_meta columns that order the ready samples; "-column" sorts in descending order.
+            finite: whether to end, without waiting for the seal, as soon as all samples inserted so far are consumed.
             incarnation: expected incarnation of the partition; empty: any.
-            epoch: expected epoch of the task, which counts its resets; None: any.
-            lease: queue workers: seconds within which the samples must be acknowledged (`ack`), at most a day; after
-                that, other workers can claim unacknowledged samples. None: samples are done once delivered.
-            max_deliveries: with a lease: deliveries after which a sample that was never acknowledged in time is
-                dead-lettered: not delivered again in this epoch, and counted as skipped. None: unlimited.
-            claim_name: queue workers: a name for the claim, such as "rank0/batch3". The first call with this name
-                claims the next samples. All calls with it, from any process, get the same answer until the epoch of
-                the task ends. Their arguments must be the same.
-            max_uses: how often a sample is delivered to the task before it counts as consumed; until then it stays
-                ready for later batches. With a lease a delivery counts once it is acknowledged. None: set by the
-                sampler, else once.
-            unmatched: handling of samples that `where` excludes. "wait": they stay. "fail" or "clear": they are
-                evicted, with or without a batch: failed or cleared for all tasks. Samplers that keep groups together
-                evict entire groups. Samples that are held, leased or delivered stay, and so do groups with such a
-                member.
-            least_members: a complete group with fewer members left, because others failed or were cleared, is evicted
-                too. Needs `unmatched` "fail" or "clear". None: no group is too small.
-            refill: `(partition_id, task_name)` that regenerates evicted units, such as the prompts and the
-                rollout task. The sample there whose key is the name of an evicted group, or the key of a sample evicted
-                alone, becomes claimable for the task again, in the same change. `take_evicted` returns the outcome.
-            max_refills: maximum number of refills of each sample per epoch of that task.
-            totals: ranks: numeric custom_meta columns, at most 4, whose sums over all ranks are returned in
-                `BatchMeta.totals`; each sample of the batch needs a value.
-            held: rollout workers, with a `lease`: whether to claim held samples instead of live ones: slots that other
-                workers have lost. `data_fields` may be empty then.
-            admit: rollout workers, with a `lease`: slots to create in another partition with the claim, in one change;
-                returned in `BatchMeta.admitted`. The call waits until there are prompts, which need keys, and capacity
-                for the slots of `min_batch_size` of them. Prompts and slots share the lease: `extend` of either extends
-                both. A prompt is acknowledged with the last of its slots; `release` of a prompt removes its slots.
-            not_before_version: version of `policy` that must be published before the batch is planned. Until then the
-                call waits, as for missing samples. None: any.
-            policy: the policy of `not_before_version`, in the client's namespace.
-            max_wait: seconds to wait for a batch before the answer is "not_yet".
-            explain: whether "not_yet" includes its reason (`BatchMeta.reason` and `waiting_for`); the service scans all
-                samples of the partition for it. None: after a wait of 10 s or more.
-            on_wait: called with the reason while the call keeps waiting, after 10 s and then every minute, unless
-                `explain` is False. An exception from it ends the call. None: a warning is logged.
-            timeout: seconds beyond `max_wait` until the call fails; None: the client's.
+            epoch: expected epoch of the task; every reset starts a new epoch. None: any.
+            lease: for queue workers: seconds until unacknowledged samples can be claimed by other workers, at most a
+                day; see `ack`. None: samples are consumed once delivered.
+            max_deliveries: with `lease`: number of deliveries after which an unacknowledged sample is dead-lettered,
+                that is, not delivered again in this epoch and counted as skipped. None: unlimited.
+            claim_name: for queue workers: a name for the claim, such as "rank0/batch3". The first call with a name
+                claims the next samples. All calls with this name, from any process, must have the same arguments and
+                get the same answer until the task's epoch ends.
+            max_uses: number of deliveries to the task after which a sample is consumed; before that, it remains ready
+                for later batches. With a lease, only acknowledged deliveries count. None: the sampler's setting, else
+                1.
+            unmatched: handling of samples excluded by `where`. "wait": they remain. "fail" or "clear": they are
+                evicted, that is, marked as failed or cleared for all tasks, even if no batch is returned. Samplers that
+                keep groups together evict entire groups. Held, leased and delivered samples are never evicted, nor are
+                groups that contain one.
+            least_members: minimum number of members that a complete group must still have after others failed or were
+                cleared. Smaller groups are evicted too. Needs `unmatched="fail"` or `"clear"`. None: no minimum.
+            refill: `(partition_id, task_name)` of the task that regenerates evicted units, such as the rollout task and
+                its prompts. The key of the sample to refill is the name of the evicted group, or the key of the evicted
+                sample. In the same change as the eviction, the sample becomes claimable for that task again.
+                `take_evicted` returns the outcome.
+            max_refills: maximum number of refills of each sample, per epoch of the refilling task.
+            totals: for ranks: up to 4 numeric custom_meta columns to sum over the batches of all ranks; see
+                `BatchMeta.totals`. Each sample of the batch needs a value.
+            held: for rollout workers, with `lease`: whether to claim held instead of live samples, that is, slots lost
+                by other workers. With `held`, `data_fields` may be empty.
+            admit: for rollout workers, with `lease`: slots to create in another partition in the same change as the
+                claim, returned in `BatchMeta.admitted`. The call waits until there are prompts with keys, and capacity
+                for the slots of `min_batch_size` prompts. Prompts and slots share one lease, which `extend` of either
+                extends. A prompt is acknowledged with the last of its slots; `release` of a prompt removes its slots.
+            not_before_version: version of `policy` that must be published before the batch is planned. The call waits
+                for this version as it waits for samples. None: any.
+            policy: the policy whose version `not_before_version` requires, named in the client's namespace.
+            max_wait: seconds to wait for a batch before the call returns the status "not_yet".
+            explain: whether a "not_yet" answer includes the reason (`BatchMeta.reason` and `waiting_for`), for which
+                the service scans all samples of the partition. None: include the reason only after a wait of 10 s or
+                more.
+            on_wait: function called with the reason after 10 s of waiting and then every minute, unless `explain` is
+                False. An exception raised by the function ends the call. None: log a warning.
+            timeout: seconds beyond `max_wait` until the call fails; None: the client's `timeout`.
 
         Returns:
-            The batch; check its `status` first: "batch", "not_yet" or "end". With `batch_count`, a non-empty list:
-            batches in order, possibly with the "end" as the last; or only "not_yet".
+            The batch; check its `status` first: "batch", "not_yet" or "end". With `batch_count`, a list: one or more
+            batches in order, the last of which may be the "end", or a single "not_yet".
 
         Raises:
-            InvalidArgumentError: an argument is invalid; also MissingLengthError.
-            PreconditionError: the arguments of ranks, or of calls with one `claim_name`, differ; the partition was
-                cleared; or the incarnation or epoch is stale.
-            LeaseExpiredError: a retry, or a call with the same `claim_name`, came after the lease of the first answer
-                expired. ClaimReleasedError, SamplesClearedError: after its samples were released or cleared.
-            PartitionNotFoundError, PolicyNotFoundError, AdmissionLimitError, AlreadyExistsError: with `admit`, see
-                `acquire`; the last one also if a group already has the name of a prompt. No prompt is claimed.
-            BatchForgottenError: only the latest batches that do not consume their samples are kept on record.
-            TaskNotFoundError: the partition was created for other tasks.
-            SamplerError: the sampler failed; SamplerTimeoutError: it hung.
+            InvalidArgumentError, MissingLengthError: an argument is invalid, or a sample has no length for the sampler.
+            PreconditionError: ranks, or calls with the same `claim_name`, disagree in their arguments; the partition
+                was cleared; or the incarnation or epoch is stale.
+            LeaseExpiredError: the call is a retry or repeats a `claim_name`, and the lease of the first answer has
+                expired.
+            ClaimReleasedError, SamplesClearedError: the call is a retry or repeats a `claim_name`, and the samples of
+                the first answer were released or cleared.
+            PartitionNotFoundError, PolicyNotFoundError, AdmissionLimitError, AlreadyExistsError: with `admit`: see
+                `acquire`. AlreadyExistsError is also raised if a group already has the name of a prompt. No prompt is
+                claimed.
+            BatchForgottenError: the batch is too old; only the latest batches that do not consume their samples are
+                kept.
+            TaskNotFoundError: the partition was created with a list of tasks that does not include this one.
+            SamplerError: the sampler failed.
+            SamplerTimeoutError: the sampler did not return in time.
         """
         request = get_meta_request(
             partition_id=self._namespace.full_name(partition_id),
@@ -284,7 +292,7 @@ class AsyncClaimCalls(AsyncBase):
         if take_steps is not None and (steps := take_steps()) is not None:
             request.step_times.CopyFrom(to_message(pb.StepTimes, steps))
         if lease is not None:
-            import_tensordict()  # otherwise the first `get_data` of the process would spend lease time on it
+            import_tensordict()  # so that the first `get_data` does not spend lease time on the import
         is_queue = dp_rank is None and dp_size is None and batch_index is None
         wait, began_at = seconds("max_wait", max_wait), time.perf_counter()
         try:
@@ -314,7 +322,7 @@ class AsyncClaimCalls(AsyncBase):
         return [meta, *more]
 
     get_meta = claim
-    """The name that TransferQueue has for `claim`."""
+    """The name of `claim` in TransferQueue."""
 
     async def _poll(
         self,
@@ -324,7 +332,7 @@ class AsyncClaimCalls(AsyncBase):
         explain: bool | None,
         on_wait: Callable[[WaitReason], object] | None,
     ) -> pb.GetMetaResponse:
-        """Poll until there is an answer or the wait is spent: the server may cap how long one call waits."""
+        """Poll until a batch is available or the wait is over. The server may limit how long a single call waits."""
         wait, reports = Deadline.after(wait_seconds), WaitReports()
         tell = on_wait or warn_of_wait
 
@@ -340,7 +348,7 @@ class AsyncClaimCalls(AsyncBase):
                 waited_until = min(began_at + read_seconds("waited", answer.waited), ended_at) if is_over else ended_at
                 collected.note(Stage.ROLLOUTS, began_at, waited_until)
                 collected.note(Stage.PLAN, waited_until, ended_at, is_call=is_over)
-            # When the wait is spent, the caller gets the reason with the answer.
+            # Once the wait is over, the caller gets the reason with the answer, so it is not reported here.
             if explain is not False and answer.HasField("reason") and reports.is_due_after(0) and wait.remaining():
                 reports.made()
                 tell(read_message(WaitReason, answer.reason))
@@ -353,12 +361,12 @@ class AsyncClaimCalls(AsyncBase):
     async def explain(
         self, partition_id: str, task_name: str | None = None, *, timeout: float | None = None
     ) -> list[WaitReason]:
-        """Return why claims of a partition wait: one reason for all calls with the same arguments.
+        """Return why claims on a partition are waiting. Waiting calls with the same arguments share one reason.
 
         Args:
-            partition_id: the partition; it may be one that does not exist yet and is waited for.
-            task_name: claims of this task only; None: of all tasks.
-            timeout: seconds until the call fails; None: the client's.
+            partition_id: the partition; it does not have to exist yet.
+            task_name: the task whose claims to explain; None: all tasks.
+            timeout: seconds until the call fails; None: the client's `timeout`.
         """
         answer = await self._ask(
             pb.ExplainResponse,
@@ -387,45 +395,48 @@ class AsyncClaimCalls(AsyncBase):
         max_wait: float = DEFAULT_MAX_WAIT_SECONDS,
         timeout: float | None = None,
     ) -> BatchMeta:
-        """Create slots before samples are generated: held samples without data, leased to this worker.
+        """Create slots for samples that are yet to be generated: held samples without data, leased to this worker.
 
-        Slots count towards the admissions of their partition and wait for capacity in order of arrival, as puts of new
-        samples do. Put the data with `put(slots, data, ack=True)`, which makes them live. Extend the lease for
-        long work. Slots that are released without data are removed. A call that fails or is cancelled may have created
-        slots; they are lost when their lease expires.
+        Slots count towards the admission limits of their partition. They wait for capacity in order of arrival,
+        together with puts of new samples. Put the data with `put(slots, data, ack=True)`, which makes the slots live,
+        and extend the lease during long work. Releasing a slot without data removes it. A call that fails or is
+        cancelled may have created slots; these are lost when their lease expires.
 
         Args:
             partition_id: the partition, which must exist.
-            task_name: the task of the rollout workers.
-            count: number of slots; None: as many as `keys`, `groups`, `rollouts` or `custom_meta` have, else 1.
+            task_name: the task that the rollout workers run.
+            count: number of slots; None: the length of `keys`, `groups` times `group_size`, `rollouts` or
+                `custom_meta`, else 1.
             keys: unique keys, one per slot.
-            groups: names of new groups; all `group_size` members of each are created.
-            group_size: members of each group.
-            rollouts: the rollout of each slot, see `put`, in the order of the members of `groups`. Without `groups`,
-                slots of existing rollouts join the groups of those rollouts.
-            custom_meta: custom_meta of each slot, see `put`.
-            lease: seconds until slots that are still held are lost, at most a day.
-            on_lost: handling of lost slots. "requeue": workers claim them with `get_meta(held=True)` and continue from
-                their data; "fail" or "remove".
-            policy: the published version of this policy becomes `start_version` in the custom_meta of the slots. None:
-                the policy of the admission with a `max_staleness`; without one, no `start_version` is set.
-            holding: samples of a leased claim of this worker, such as the current turn of the rollout that the slots
-                continue, or their prompt. No slots are created if the worker has lost them.
-            ack: whether to acknowledge the samples of `holding` in the same change: a prompt is done once it has
-                slots.
-            max_wait: seconds to wait for capacity before the answer is "not_yet".
-            timeout: seconds beyond `max_wait` until the call fails; None: the client's.
+            groups: names of new groups; a slot is created for each of the `group_size` members.
+            group_size: number of members per group.
+            rollouts: the rollout of each slot (see `put`), in the order of the members of `groups`. Without `groups`,
+                slots of existing rollouts join the groups of these rollouts.
+            custom_meta: custom_meta of each slot; see `put`.
+            lease: seconds until the slots are lost if they are still held, at most a day.
+            on_lost: handling of lost slots. "requeue": other workers claim them with `get_meta(held=True)` and continue
+                from their data. "fail": they are marked as failed. "remove": they are removed.
+            policy: the policy whose published version is stored as `start_version` in the custom_meta of the slots.
+                None: the policy of the admission with a `max_staleness`; without such an admission, `start_version` is
+                not set.
+            holding: samples of one of this worker's leased claims, such as the prompt of the slots or the rollout turn
+                that they continue. If the worker has lost these samples, no slots are created.
+            ack: whether to acknowledge the samples of `holding` in the same change; for example, a prompt is done once
+                it has slots.
+            max_wait: seconds to wait for capacity before the call returns the status "not_yet".
+            timeout: seconds beyond `max_wait` until the call fails; None: the client's `timeout`.
 
         Returns:
-            The slots as a leased batch; check its `status` first: "batch", "not_yet", or "end" if the partition is
+            The slots as a leased batch. Check its `status` first: "batch", "not_yet", or "end" if the partition is
             sealed.
 
         Raises:
-            PartitionNotFoundError, TaskNotFoundError: the partition does not exist, or was created for other tasks.
-            PolicyNotFoundError: the policy lacks a published version.
-            AlreadyExistsError: a key exists already.
+            PartitionNotFoundError: the partition does not exist.
+            TaskNotFoundError: the partition was created with a list of tasks that does not include this one.
+            PolicyNotFoundError: the policy has no published version.
+            AlreadyExistsError: a key already exists.
             LeaseExpiredError, SampleNotFoundError: the samples of `holding` were lost or cleared.
-            AdmissionLimitError: more slots than may ever be outstanding.
+            AdmissionLimitError: the number of slots exceeds the limit on outstanding slots.
             InvalidArgumentError: an argument is invalid.
         """
         check_word("on_lost", on_lost, get_args(OnLost))
@@ -471,7 +482,7 @@ class AsyncClaimCalls(AsyncBase):
 
     async def _release(self, claim: pb.GetMetaRequest) -> None:
         if self._calls.closed:
-            return  # the service sees that this client has left
+            return  # the service notices that this client has disconnected
         request = request_of(
             pb.ReleaseClaimRequest,
             partition_id=claim.partition_id,
@@ -482,23 +493,23 @@ class AsyncClaimCalls(AsyncBase):
         await self._calls.unary_once(pb.ReleaseClaimResponse, request, deadline, is_retried=False)
 
     async def ack(self, metadata: BatchMeta, *, timeout: float | None = None) -> int:
-        """Acknowledge leased samples: their work is done, and they are not delivered again even if the lease expires.
+        """Acknowledge leased samples: they are consumed, and are not redelivered when the lease expires.
 
-        Put the results first; `put(..., ack=True)` does both in one change. Samples that were already acknowledged, or
-        have since failed or been cleared, are accepted.
+        Put the results first, or use `put(..., ack=True)` to do both in one change. Samples that were already
+        acknowledged, marked as failed or cleared are accepted.
 
         Args:
             metadata: the batch returned by `get_meta(lease=...)`, or a part of it (`select_samples`, `chunk`). If the
-                batch has complete groups, the part must too.
-            timeout: seconds until the call fails; None: the client's.
+                batch consists of complete groups, a part must not split a group.
+            timeout: seconds until the call fails; None: the client's `timeout`.
 
         Returns:
             The number of samples acknowledged by this call.
 
         Raises:
-            LeaseExpiredError: some of the samples (the message names them) are no longer leased to this worker, and
-                others may do the same work; none is acknowledged.
-            InvalidArgumentError: `metadata` is not one leased claim, or splits a group.
+            LeaseExpiredError: some samples, named in the message, are no longer leased to this worker, and other
+                workers may process them too. None is acknowledged.
+            InvalidArgumentError: `metadata` is not from one leased claim, or splits a group.
             PartitionNotFoundError: the partition was cleared.
             StaleIncarnationError: the partition was cleared and created again.
         """
@@ -506,20 +517,22 @@ class AsyncClaimCalls(AsyncBase):
         return await self._ack(metadata, timeout)
 
     async def extend(self, metadata: BatchMeta, lease: float, *, timeout: float | None = None) -> int:
-        """Extend the lease of a claim. Samples that were acknowledged or released are not affected.
+        """Extend the lease of a claim. Acknowledged and released samples are not affected.
 
         Args:
-            metadata: the batch returned by `get_meta(lease=...)`, or a part of it: the entire claim is extended.
-            lease: seconds from now; may be less than the time left.
-            timeout: seconds until the call fails; None: the client's.
+            metadata: the batch returned by `get_meta(lease=...)`. If it is a part of the batch, the entire claim is
+                extended.
+            lease: new lease duration in seconds from now; it may be shorter than the remaining lease.
+            timeout: seconds until the call fails; None: the client's `timeout`.
 
         Returns:
-            The number of leased samples.
+            The number of samples that are still leased.
 
         Raises:
             LeaseExpiredError: the lease has already expired.
-            PreconditionError: no samples of the claim are left.
-            InvalidArgumentError: `metadata` is not one leased claim, or `lease` is not a positive number of seconds.
+            PreconditionError: all samples of the claim were acknowledged, released or cleared.
+            InvalidArgumentError: `metadata` is not from one leased claim, or `lease` is not a positive number of
+                seconds.
             PartitionNotFoundError: the partition was cleared.
             StaleIncarnationError: the partition was cleared and created again.
         """
@@ -536,21 +549,21 @@ class AsyncClaimCalls(AsyncBase):
         return answer.leased_count
 
     async def release(self, metadata: BatchMeta, *, timeout: float | None = None) -> int:
-        """Release samples that a queue worker claimed and will not process: they can be claimed again at once.
+        """Release samples that a queue worker claimed but will not process; they can be claimed again at once.
 
         A released delivery does not count towards `max_deliveries`. Samples that were already acknowledged, released,
         cleared or reset are ignored.
 
         Args:
-            metadata: the batch returned by `get_meta`; of a leased batch also a part. If the batch has complete
-                groups, the part must too.
-            timeout: seconds until the call fails; None: the client's.
+            metadata: the batch returned by `get_meta`, or a part of it if the batch is leased. If the batch consists of
+                complete groups, a part must not split a group.
+            timeout: seconds until the call fails; None: the client's `timeout`.
 
         Returns:
             The number of samples that can be claimed again; 0 if `metadata` is not a claim of a queue worker.
 
         Raises:
-            LeaseExpiredError: the lease of some of the samples has expired; none is released.
+            LeaseExpiredError: the lease of some samples has expired; none is released.
             InvalidArgumentError: `metadata` is a part of a claim without a lease, or splits a group.
         """
         if not metadata.claim_id or not metadata.size:
@@ -568,19 +581,19 @@ class AsyncClaimCalls(AsyncBase):
     async def check_consumption(
         self, partition_id: str, task_name: str, *, missing_ok: bool = False, timeout: float | None = None
     ) -> ConsumptionStatus:
-        """Return how many samples a task has consumed, and whether any are left for it.
+        """Return how many samples a task has consumed and whether any remain for it.
 
         Args:
             partition_id: the partition.
-            task_name: the consumer.
-            missing_ok: whether to treat a missing partition as empty, and a task that has not claimed yet as having
-                consumed nothing.
-            timeout: seconds until the call fails; None: the client's.
+            task_name: the task that consumes the samples.
+            missing_ok: whether to accept a missing partition (as empty) and a task that has not claimed yet (as having
+                consumed nothing).
+            timeout: seconds until the call fails; None: the client's `timeout`.
 
         Raises:
             PartitionNotFoundError: the partition does not exist, unless `missing_ok`.
-            TaskNotFoundError: the task has not claimed anything yet, unless `missing_ok`; or the partition was
-                created for other tasks.
+            TaskNotFoundError: the task has not claimed anything yet, unless `missing_ok`; or the partition was created
+                with a list of tasks that does not include it.
         """
         answer = await self._ask(
             pb.CheckConsumptionResponse,
@@ -599,13 +612,14 @@ class AsyncClaimCalls(AsyncBase):
         missing_ok: bool = False,
         timeout: float | None = None,
     ) -> ProductionStatus:
-        """Return how many samples have all of these fields.
+        """Return how many samples of a partition have all of the given fields.
 
         Args:
             partition_id: the partition.
-            data_fields: the fields, at least one.
-            missing_ok: whether to treat a missing partition as empty, and a missing field as one that no sample has.
-            timeout: seconds until the call fails; None: the client's.
+            data_fields: the names of the fields, at least one.
+            missing_ok: whether to accept a missing partition (as empty) and a missing field (as a field that no sample
+                has).
+            timeout: seconds until the call fails; None: the client's `timeout`.
 
         Raises:
             PartitionNotFoundError: the partition does not exist, unless `missing_ok`.
@@ -629,21 +643,21 @@ class AsyncClaimCalls(AsyncBase):
         keep_consumed: bool = False,
         timeout: float | None = None,
     ) -> int:
-        """Start the next epoch of a task: its samples can be claimed again, and batches are counted from 0.
+        """Start the next epoch of a task: its samples can be claimed again, and batch indexes restart at 0.
 
         Args:
             partition_id: the partition.
-            task_name: the consumer.
-            epoch: the epoch to end: if many ranks pass it, the task is reset once. None: the current one; every call
-                ends an epoch, also when it is retried.
-            keep_consumed: keep samples consumed, and only count batches from 0 again.
-            timeout: seconds until the call fails; None: the client's.
+            task_name: the task to reset.
+            epoch: the epoch to end. If many ranks pass the same epoch, the task is reset only once. None: the current
+                epoch; every call, including each retry, then ends one.
+            keep_consumed: whether consumed samples remain consumed and only the batch indexes restart.
+            timeout: seconds until the call fails; None: the client's `timeout`.
 
         Returns:
             The new epoch.
 
         Raises:
-            StaleEpochError: the task is at another epoch.
+            StaleEpochError: the current epoch of the task is not `epoch`.
             PartitionNotFoundError: the partition does not exist.
             TaskNotFoundError: the task has not claimed anything yet.
         """
@@ -667,20 +681,21 @@ class AsyncClaimCalls(AsyncBase):
         incarnation: bytes = b"",
         timeout: float | None = None,
     ) -> EvictedUnits:
-        """Return units that claims of a task have evicted (`get_meta(unmatched=)`), to replace them.
+        """Return units evicted by the claims of a task (see `unmatched` of `get_meta`), so that they can be replaced.
 
-        The newest 65,536 are kept. Call again with the serial of the last unit until the answer is empty.
+        The service keeps the newest 65,536 units. Call again with the serial of the last unit until the answer is
+        empty.
 
         Args:
             partition_id: the partition.
-            task_name: the task.
-            after: serial of the last known unit; 0: start with the first.
-            limit: maximum number of units in the answer, 1 to 1,024; very long names may reduce it.
+            task_name: the task whose claims evicted the units.
+            after: serial of the last unit already received; 0: start with the first.
+            limit: maximum number of units in the answer, 1 to 1,024. Very long names may reduce it further.
             incarnation: expected incarnation of the partition; empty: any. Serials restart with each incarnation.
-            timeout: seconds until the call fails; None: the client's.
+            timeout: seconds until the call fails; None: the client's `timeout`.
 
         Raises:
-            InvalidArgumentError: a number is out of its range.
+            InvalidArgumentError: `after` or `limit` is out of range.
             PartitionNotFoundError, TaskNotFoundError: the partition or task does not exist.
             StaleIncarnationError: the partition was cleared and created again.
         """
@@ -704,21 +719,22 @@ class AsyncClaimCalls(AsyncBase):
         incarnation: bytes = b"",
         timeout: float | None = None,
     ) -> int:
-        """Deliver dead-lettered samples of a task again, with their delivery count reset.
+        """Make dead-lettered samples of a task claimable again and reset their delivery count.
 
         Args:
             partition_id: the partition.
-            task_name: the consumer that dead-lettered them.
-            global_indexes: samples, of these only dead-lettered ones; None: all dead-lettered samples.
+            task_name: the task that dead-lettered the samples.
+            global_indexes: indexes of samples; those that are not dead-lettered are ignored. None: all dead-lettered
+                samples.
             incarnation: expected incarnation of the partition; empty: any.
-            timeout: seconds until the call fails; None: the client's.
+            timeout: seconds until the call fails; None: the client's `timeout`.
 
         Returns:
             The number of samples that can be claimed again.
 
         Raises:
-            PreconditionError: the ranks of the task have reached the end; `reset_consumption(keep_consumed=True)`
-                delivers its dead-lettered samples again.
+            PreconditionError: the ranks of the task have reached the end. Call `reset_consumption(keep_consumed=True)`
+                to have dead-lettered samples delivered again.
             PartitionNotFoundError: the partition does not exist.
             TaskNotFoundError: the task has not claimed anything yet.
             StaleIncarnationError: the partition was cleared and created again.

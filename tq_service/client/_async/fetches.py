@@ -1,4 +1,4 @@
-"""Fetching data: locate cells, read from the storage services in parallel, restore the requested order."""
+"""Calls that fetch data: locate cells, read them from the storage services in parallel, restore the requested order."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 class AsyncFetchCalls(AsyncBase):
-    """The part of the client that fetches data. See `AsyncClient`."""
+    """The data-fetching calls of the client. See `AsyncClient`."""
 
     async def get_data(
         self,
@@ -81,64 +81,69 @@ class AsyncFetchCalls(AsyncBase):
         truncate: bool = False,
         timeout: float | None = None,
     ) -> TensorDict:
-        """Fetch the data of samples, in the order given; a sample named several times is fetched once.
+        """Fetch the data of samples in the requested order. A sample requested several times is fetched only once.
 
         Args:
-            target: the metadata of the samples, such as a batch; an empty batch gives empty columns without a call. Or
-                the partition, with one of the following.
-            keys: keys of samples,
-            global_indexes: or their indexes.
-            data_fields: the fields; None: those of the metadata, or all of the partition.
-            missing: "error", or "skip" to leave out samples that are unknown or lack one of the fields.
-            missing_fields: "error", or "skip" to leave out fields that are unknown or missing in one of the samples.
-                With `data_fields=None` this fetches the fields that all of the samples have. No sample is left out for
-                lack of a field then.
-            layout: layout of tensor fields with rows of one or more dimensions. None: the layout of the field,
-                whichever rows are fetched: dense fields give dense tensors. Fields that were put or declared jagged, or
-                whose rows differ in shape in any put, give nested tensors. Otherwise by the fetched rows: "auto": dense
-                if all have the same shape, else jagged; "dense": dense, an error if shapes differ; "jagged": nested
-                tensors, even if all shapes are the same.
-            device: CUDA device for the tensors, such as "cuda:0"; objects stay on the CPU. Bytes are received in pinned
-                memory and copied to the device on a separate stream. The caller's current stream waits for it; this
-                call does not. None, "cpu": the CPU.
-            out: by field, contiguous tensors to fill and return instead of new ones: dtype and shape `(n, ...)` of
-                dense fields, on the CPU or a device. After a call that failed while receiving, their contents are
-                undefined.
-            expand: for fields shared by the samples of a group, whose values are fetched once per group. True: one row
-                per sample. Rows of a group are the same objects in lists, and share memory if the tensor covers one
-                group (`Tensor.expand`), so do not change them in place; other tensors are copies. False: one row per
-                group, in order of first appearance; `group_index` `(n,)` has the row of each sample.
-            slices: by field, the part of each row to fetch: `(start, stop)`, a list with one such pair per sample, or a
-                `RowSlice`, which has the other forms. The storage service cuts the rows and sends only these bytes.
-                Rows of a dense field stay dense if their parts have equal lengths, otherwise they become jagged.
-            padded: True: jagged fields are returned as dense tensors `(n, longest, ...)`, except fields ragged in
-                several dimensions. Or a list of fields to pad, dense ones along their first dimension.
-            pad_value: fill value for the rest of a row, or fill values by field.
-            length: row length of padded fields, or lengths by field; None: that of the longest fetched row. A longer
-                row is an error, unless `truncate` is set.
-            side: padding side: "right" (after the values) or "left" (before them).
-            mask: whether to add for each padded field a bool field `<name>_mask` `(n, length)`, True for values of the
-                row.
-            truncate: whether the storage service cuts rows longer than `length` to their first items.
-            timeout: seconds until the call fails; None: the client's.
+            target: the metadata of the samples, such as a batch; or a partition, with `keys` or `global_indexes`. An
+                empty batch returns empty columns without a call.
+            keys: keys of the samples.
+            global_indexes: indexes of the samples, instead of keys.
+            data_fields: the fields to fetch; None: the fields of the metadata, or all fields of the partition.
+            missing: "error", or "skip" to omit samples that do not exist or lack one of the fields.
+            missing_fields: "error", or "skip" to omit fields that do not exist or that one of the samples lacks. With
+                `data_fields=None`, this fetches the fields that all samples have. No sample is then omitted because it
+                lacks a field.
+            layout: layout of tensor fields whose rows have at least one dimension. None: the field's own layout,
+                regardless of the fetched rows: dense fields are returned as dense tensors. Fields that were put or
+                declared as jagged, or that have rows of different shapes in any put, are returned as nested tensors.
+                The other values depend on the fetched rows. "auto": dense if all rows have the same shape, else jagged.
+                "dense": dense; rows of different shapes are an error. "jagged": always nested tensors.
+            device: CUDA device for the tensors, such as "cuda:0"; objects stay on the CPU. Data is received in pinned
+                memory and copied to the device on a separate stream. The caller's current stream waits for the copy,
+                but the call returns before the copy ends. None or "cpu": the CPU.
+            out: contiguous tensors by field, on the CPU or a device, to fill and return instead of new ones. Their
+                dtype and shape `(n, ...)` must be those of the (dense) field. If a call fails while receiving, their
+                contents are undefined.
+            expand: form of fields that the samples of a group share, which are fetched once per group. True: one row
+                per sample. In lists, all samples of a group then have the same object. A tensor that covers a single
+                group shares memory between its rows (`Tensor.expand`), so do not modify these rows in place; other
+                tensors are copies. False: one row per group, in order of first appearance; `group_index` `(n,)` maps
+                each sample to its row.
+            slices: the part of each row to fetch, by field: `(start, stop)`, a list of such pairs with one per sample,
+                or a `RowSlice`, which supports further forms. The storage service slices the rows and sends only the
+                selected bytes. A dense field remains dense if all slices have the same length; otherwise it becomes
+                jagged.
+            padded: True to return jagged fields as dense tensors `(n, longest, ...)`, except fields that are ragged in
+                several dimensions; or a list of fields to pad, which may include dense fields (padded in the first
+                dimension).
+            pad_value: value that fills the rest of a row, or a dict of such values by field.
+            length: row length of padded fields, or a dict of lengths by field; None: the length of the longest fetched
+                row. A longer row is an error unless `truncate` is set.
+            side: side of the padding: "right" (after the values) or "left" (before the values).
+            mask: whether to add, for each padded field, a bool field `<name>_mask` `(n, length)` that is True for
+                values and False for padding.
+            truncate: whether the storage service truncates rows longer than `length` to their first `length` items.
+            timeout: seconds until the call fails; None: the client's `timeout`.
 
         Returns:
-            A TensorDict of batch size `[n]`, or `[]` with `expand=False`. Jagged fields are nested tensors, ragged in
-            the dimension that differs, or lists of tensors if they differ in several. Objects are lists. If tensordict
-            is not installed: a dict of tensors and lists, or of numpy arrays and lists if torch is not installed
-            either; type checkers then take it as `Any`.
+            A TensorDict of batch size `[n]`, or `[]` with `expand=False`. A jagged field is a nested tensor, or a list
+            of tensors if its rows are ragged in several dimensions. A field of objects is a list. Without tensordict, a
+            dict of tensors and lists. Without torch as well, a dict of numpy arrays and lists. If tensordict is not
+            installed, type checkers see the type as `Any`.
 
         Raises:
-            PartitionNotFoundError, FieldNotFoundError, KeyNotFoundError, SampleNotFoundError: a name does not exist.
-            CellNotFoundError: a sample lacks one of the fields; `missing` or `missing_fields` can leave it out.
-            FieldMismatchError: rows requested as dense differ in shape, or a tensor of `out` differs from its field in
-                dtype or shape; it is not changed. A row is longer than `length`, or a field cannot be padded.
-            InvalidArgumentError: the device does not exist, `out` cannot be filled, rows of a field cannot be cut, or
-                `pad_value` does not fit its dtype.
-            torch.OutOfMemoryError: the device is full; the received data is freed.
-            StaleIncarnationError: the partition of the metadata was cleared and created again.
-            DataLossError: the storage service that held the data restarted empty; names the samples.
-            UnavailableError: the controller, or the storage service that holds the data, did not answer in time.
+            PartitionNotFoundError, FieldNotFoundError, KeyNotFoundError, SampleNotFoundError: a partition, field, key
+                or sample does not exist.
+            CellNotFoundError: a sample lacks one of the fields; set `missing` or `missing_fields` to omit either of
+                them.
+            FieldMismatchError: rows requested as dense differ in shape; a row is longer than `length`; a field cannot
+                be padded; or a tensor of `out`, which is then unchanged, has another dtype or shape than its field.
+            InvalidArgumentError: the device does not exist, `out` cannot be filled, a field cannot be sliced, or
+                `pad_value` is not valid for the dtype.
+            torch.OutOfMemoryError: the device has too little free memory; the received data is freed.
+            StaleIncarnationError: the partition was cleared and created again after the metadata was returned.
+            DataLossError: the storage service that stored the data restarted empty; the error names the samples.
+            UnavailableError: the controller, or the storage service that stores the data, did not answer in time.
         """
         began_at = time.perf_counter()
         deadline = self._deadline(timeout)
@@ -151,7 +156,7 @@ class AsyncFetchCalls(AsyncBase):
         name, named = named_samples(metadata=metadata, keys=keys, global_indexes=global_indexes)
         if name is None:
             raise InvalidArgumentError(
-                "got a partition without keys or global_indexes; give one of them, or the metadata of samples",
+                "target is a partition without keys or global_indexes; pass one of them, or the metadata of samples",
                 field="keys",
             )
         form = None
@@ -164,7 +169,7 @@ class AsyncFetchCalls(AsyncBase):
         wanted = fields if fields is not None else metadata.data_fields if metadata is not None else []
         partition = partition_of(self._namespace, target)
         if not len(named):
-            # The partition is queried only for fields that the batch does not describe.
+            # Query the partition only for fields that the batch does not describe.
             specs = {} if metadata is None else {spec.name: spec for spec in metadata.fields}
             if not specs or not specs.keys() >= set(wanted):
                 specs = await self._fields_of(partition, deadline) | specs
@@ -208,7 +213,8 @@ class AsyncFetchCalls(AsyncBase):
                     probe.fetched(time.perf_counter() - began_at)
                 return fetched
             except (PutNotFoundError, DataLossError):
-                # The data may have been overwritten since it was located. If its location is unchanged, it is lost.
+                # The data may have been overwritten after it was located: locate it again. If its location is
+                # unchanged, it is lost.
                 if stale is not None and stale.locations.puts == located.locations.puts:
                     raise
                 stale, located = located, await locate()
@@ -216,7 +222,7 @@ class AsyncFetchCalls(AsyncBase):
     async def _locate(
         self, deadline: Deadline, name: str, named: Sequence[Any] | Indexes, **arguments: Any
     ) -> BatchMeta:
-        """Locate samples; `name` is the way they are given: "keys" or "global_indexes"."""
+        """Locate samples. `name` is the request field that selects them: "keys" or "global_indexes"."""
         parts: list[BatchMeta] = []
         began_at = time.perf_counter()
         for some in in_parts(named):
@@ -342,18 +348,18 @@ class AsyncFetchCalls(AsyncBase):
         *,
         rows: RowPlacement | None,
     ) -> list[Received]:
-        """Read from one storage service. While it does not answer, ask the controller for its current address."""
+        """Read from one storage service. If it does not answer, look up its current address and retry."""
         storage, loss_count = read.storage, 0
 
         async def attempt() -> list[Received]:
             nonlocal storage, loss_count
             try:
                 if storage.is_away:
-                    raise UnavailableError("it has not registered since the controller started")
+                    raise UnavailableError("the storage service has not registered since the controller started")
                 driver = self._calls.endpoint(storage.address).driver
                 return await driver.get(read.request, read.positions.size, deadline, size_bytes, landing, rows=rows)
             except DataLossError as error:
-                # Another storage service may have taken the puts over, or be about to.
+                # Another storage service may have taken over the puts, or may be about to.
                 now = await self._find_storage(located, read, deadline)
                 if now == storage and loss_count:
                     raise
@@ -372,7 +378,7 @@ class AsyncFetchCalls(AsyncBase):
             raise unread_samples(located, read, storage, deadline, error) from error
 
     async def _find_storage(self, located: BatchMeta, read: StorageRead, deadline: Deadline) -> StorageRef:
-        """Locate a storage service that does not answer: it may have restarted at another address."""
+        """Look up the current address of a storage service that does not answer, since it may have restarted."""
         now = await self._locate(
             deadline,
             "global_indexes",
@@ -385,11 +391,11 @@ class AsyncFetchCalls(AsyncBase):
             if put.storage[:2] == read.storage[:2]:
                 return put.storage
         raise PutNotFoundError(
-            f"the cells have moved from storage service {read.storage.storage_id!r} to another",
+            f"the data has moved from storage service {read.storage.storage_id!r} to another one",
             metadata={"put_id": read.request.put_ids[0].hex(), "storage_id": read.storage.storage_id},
         )
 
 
 def _are_shared(specs: Iterable[FieldSpec]) -> bool:
-    """Whether any of the fields is shared by groups."""
+    """Return whether any of the fields has group scope."""
     return any(spec.scope is FieldScope.GROUP for spec in specs)

@@ -1,4 +1,4 @@
-"""Calls about partitions, checkpoints of all partitions, and the services."""
+"""Calls on partitions, checkpoints and the services."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tq_service.wire.messages import read_message, to_message
 from tq_service.wire.metadata import encode_spec
 from tq_service.wire.objects import decode_json_object, encode_json_object
 
-# Default timeout for writing or restoring a checkpoint.
+# Default timeout in seconds for writing or restoring a checkpoint.
 _CHECKPOINT_SECONDS: Final = 3600.0
 
 
 class AsyncPartitionCalls(AsyncBase):
-    """The part of the client about partitions and services. See `AsyncClient`."""
+    """The calls of the client on partitions and services. See `AsyncClient`."""
 
     async def create_partition(
         self,
@@ -55,41 +55,41 @@ class AsyncPartitionCalls(AsyncBase):
         batch_unit: BatchUnit = "sample",
         timeout: float | None = None,
     ) -> bytes:
-        """Create a partition, or confirm that it exists with these settings. Optional: its first samples create it too.
+        """Create a partition, or confirm that it exists with these settings. Optional: the first put creates it too.
 
         Args:
-            partition_id: its name.
-            expected_samples: number of samples that will be inserted: reaching it seals the partition. None: sealed
-                by `seal_partition`.
-            default_layout: layout of tensor fields without a declared one. "auto": dense until a row differs in shape
-                from the others, jagged from then on. "dense": rows that differ are refused. "jagged": jagged even while
-                all rows have the same shape; scalars are dense.
-            fields: fields known beforehand; the first put can fix their dtype, layout and row shape.
-            max_bytes: maximum total bytes of its samples; puts of new samples wait for capacity. None: limited only by
-                the quota of the service.
-            admissions: limits on outstanding work per task; puts of new samples wait until they are admitted. Empty:
-                limited only by capacity.
-            tasks: names of all tasks that may consume it. Each has consumed 0 before its first claim, and other names
-                raise TaskNotFoundError. Empty: any name is a task.
-            samples_per_round: number of samples per round, for a partition that is reused without a seal:
-                `check_consumption` is complete once the rounds that have begun are full and consumed, and
-                `check_production` once they are full and produced. None: complete only after a seal.
-            release: when the service clears samples automatically. None: only `clear_samples` and `clear_partition`
-                clear them.
-            clear_after: short form of `release`: samples are cleared once all of these tasks have trained or
-                acknowledged them, as by `Release("trained", clear_after)`.
-            max_staleness: short form of one of the `admissions`, for the only task in `clear_after`: maximum number of
-                versions published between the slot of a sample and its training. Samples are then created by `acquire`,
-                and versions are those of the default policy, see `Admission`. None: unbounded.
-            global_batch: with `max_staleness`: units that all ranks of the task take per version.
-            batch_unit: the unit of `global_batch`: "sample", "rollout" or "group", as in the claims of the ranks.
-            timeout: seconds until the call fails; None: the client's.
+            partition_id: name of the partition.
+            expected_samples: number of samples after which the partition is sealed automatically. None: only
+                `seal_partition` seals it.
+            default_layout: layout of tensor fields that do not declare one. "auto": dense until a row with a different
+                shape is put, then jagged. "dense": rows with a different shape are refused. "jagged": always jagged,
+                except scalars, which are dense.
+            fields: declared fields. Dtype, layout and row shape that a declaration omits are set by the first put.
+            max_bytes: maximum total bytes of the samples; puts of new samples wait for capacity. None: only the quota
+                of the service applies.
+            admissions: limits on the outstanding work of each task; puts of new samples wait until they are admitted.
+                Empty: only capacity limits new samples.
+            tasks: names of the only tasks that may consume the partition; other names raise TaskNotFoundError. Before
+                its first claim, each of these tasks counts as having consumed nothing. Empty: any task may consume it.
+            samples_per_round: number of samples per round, for a partition that is reused without being sealed.
+                `check_consumption` reports completion once all rounds begun are full and consumed, `check_production`
+                once they are full and produced. None: completion requires a seal.
+            release: when the service clears samples automatically. None: samples are cleared only by `clear_samples`
+                and `clear_partition`.
+            clear_after: short form of `Release("trained", clear_after)`: samples are cleared once all of these tasks
+                have trained or acknowledged them.
+            max_staleness: short form of an entry of `admissions` for the only task in `clear_after`: maximum number of
+                versions of the default policy published between the creation of a sample's slot and its training.
+                Samples are then created by `acquire`; see `Admission`. None: unlimited.
+            global_batch: with `max_staleness`: number of units that all ranks of the task consume per version.
+            batch_unit: unit of `global_batch`: "sample", "rollout" or "group", as in the claims of the ranks.
+            timeout: seconds until the call fails; None: the client's `timeout`.
 
         Returns:
             The incarnation of the partition (16 bytes).
 
         Raises:
-            AlreadyExistsError: it exists with other settings.
+            AlreadyExistsError: the partition exists with other settings.
             InvalidArgumentError: an argument is invalid, or a short form is incomplete or contradicts `release`.
         """
         all_admissions, any_release = with_short_forms(
@@ -119,19 +119,19 @@ class AsyncPartitionCalls(AsyncBase):
         return answer.incarnation
 
     async def seal_partition(self, partition_id: str, *, incarnation: bytes = b"", timeout: float | None = None) -> int:
-        """Seal a partition: it accepts no new samples; columns for existing samples are still accepted.
+        """Seal a partition: it accepts no new samples, but still accepts columns for existing samples.
 
         Args:
             partition_id: the partition.
             incarnation: expected incarnation of the partition; empty: any.
-            timeout: seconds until the call fails; None: the client's.
+            timeout: seconds until the call fails; None: the client's `timeout`.
 
         Returns:
-            The number of samples ever inserted.
+            The number of samples inserted since the partition was created.
 
         Raises:
             PartitionNotFoundError: the partition does not exist.
-            StaleIncarnationError: it was cleared and created again.
+            StaleIncarnationError: the partition was cleared and created again.
         """
         answer = await self._ask(
             pb.SealPartitionResponse,
@@ -144,20 +144,20 @@ class AsyncPartitionCalls(AsyncBase):
     async def clear_partition(
         self, partition_id: str, *, incarnation: bytes = b"", missing_ok: bool = False, timeout: float | None = None
     ) -> int:
-        """Remove a partition with all its contents; its name can be reused. Calls that wait for it end.
+        """Remove a partition with all its contents. Calls waiting on the partition end, and its name can be reused.
 
         Args:
             partition_id: the partition.
             incarnation: expected incarnation of the partition; empty: any.
-            missing_ok: return 0 instead of raising either of the errors below.
-            timeout: seconds until the call fails; None: the client's.
+            missing_ok: whether to return 0 instead of raising PartitionNotFoundError or StaleIncarnationError.
+            timeout: seconds until the call fails; None: the client's `timeout`.
 
         Returns:
             The number of samples removed.
 
         Raises:
             PartitionNotFoundError: the partition does not exist.
-            StaleIncarnationError: it was cleared and created again.
+            StaleIncarnationError: the partition was cleared and created again.
         """
         answer = await self._ask(
             pb.ClearPartitionResponse,
@@ -171,7 +171,7 @@ class AsyncPartitionCalls(AsyncBase):
     async def close_groups(
         self, partition_id: str, groups: Iterable[str], *, incarnation: bytes = b"", timeout: float | None = None
     ) -> None:
-        """Declare that these groups get no further members: they are complete once their rollouts are closed.
+        """Close groups to further members. A closed group is complete once all of its rollouts are closed.
 
         Raises:
             PartitionNotFoundError: the partition does not exist.
@@ -188,7 +188,7 @@ class AsyncPartitionCalls(AsyncBase):
     async def close_rollouts(
         self, partition_id: str, rollouts: Iterable[str], *, incarnation: bytes = b"", timeout: float | None = None
     ) -> None:
-        """Declare that these rollouts get no further samples: they are complete as they are.
+        """Close rollouts to further samples. A closed rollout is complete.
 
         Raises:
             PartitionNotFoundError: the partition does not exist.
@@ -205,8 +205,8 @@ class AsyncPartitionCalls(AsyncBase):
     async def list_partitions(self, prefix: str = "", *, timeout: float | None = None) -> PartitionList:
         """Return the partitions whose names begin with `prefix`, sorted by name.
 
-        Large results are read page by page: partitions created or cleared during the call may be included or not.
-        `watch` can start from the `revision` of the list.
+        Large results are read in pages, so partitions created or cleared during the call may or may not be included.
+        Pass the `revision` of the list to `watch` to receive later changes.
         """
         request = request_of(pb.ListPartitionsRequest, prefix=self._namespace.prefix + prefix)
         pages = self._pages(pb.ListPartitionsResponse, request, self._deadline(timeout))
@@ -221,7 +221,7 @@ class AsyncPartitionCalls(AsyncBase):
         return PartitionList(partitions, revision)
 
     async def describe_partition(self, partition_id: str, *, timeout: float | None = None) -> PartitionDescription:
-        """Return the samples by state, fields and tasks of a partition.
+        """Return a description of a partition: its samples by state, its fields and its tasks.
 
         Raises:
             PartitionNotFoundError: the partition does not exist.
@@ -244,13 +244,14 @@ class AsyncPartitionCalls(AsyncBase):
     async def status(self, prefix: str = "", *, explain: bool = True, timeout: float | None = None) -> ServiceStatus:
         """Return the state of the service: storage services, partitions, and waiting claims with their reasons.
 
-        Large results are read page by page: partitions created or cleared during the call may be included or not.
+        Large results are read in pages, so partitions created or cleared during the call may or may not be included.
 
         Args:
-            prefix: prefix of partition names, including partitions that are waited for but do not exist.
-            explain: whether to include the reasons of waits; the service scans the samples of each partition that is
-                waited for.
-            timeout: seconds until the call fails; None: the client's.
+            prefix: prefix of the partition names, including names of partitions that clients wait for but that do not
+                exist.
+            explain: whether to include the reasons why claims wait; for each partition that claims wait for, the
+                service then scans all samples.
+            timeout: seconds until the call fails; None: the client's `timeout`.
         """
         full_prefix = self._namespace.prefix + prefix
         answer = await self._ask(pb.GetStatusResponse, timeout, prefix=full_prefix, explain=explain)
@@ -262,30 +263,30 @@ class AsyncPartitionCalls(AsyncBase):
         return read_message(ServiceStatus, answer)
 
     async def list_samplers(self, *, timeout: float | None = None) -> list[SamplerDescription]:
-        """Return the samplers available to `get_meta`, with their options."""
+        """Return the samplers that `get_meta` can use, with their options."""
         answer = await self._ask(pb.ListSamplersResponse, timeout)
         return [read_message(SamplerDescription, one) for one in answer.samplers]
 
     async def checkpoint(
         self, name: str, *, metadata: Mapping[str, Any] | None = None, timeout: float | None = None
     ) -> CheckpointCopy:
-        """Write a consistent copy of everything to the controller's disk, while the service keeps running.
+        """Write a consistent copy of all partitions to the controller's disk, while the service continues to run.
 
-        The name always refers to a complete checkpoint: the new one, or the one before it. A client with a namespace
-        copies only the partitions in it, under their names in the namespace.
+        The name always refers to a complete checkpoint, either the previous or the new one. A client with a namespace
+        copies only the partitions in the namespace, under their names without the namespace.
 
         Args:
-            name: a path below the `checkpoint_dir` of the service, such as "nightly/2026-11-21"; parts consist of
-                letters, digits and "._=@+-" and begin with a letter or digit; at most 200 characters in all.
-            metadata: returned by `restore` and `list_checkpoints` with the checkpoint, such as the step of a trainer: a
-                mapping of strings to JSON values, at most 256 KiB; tuples come back as lists.
-            timeout: seconds until the call fails and the copy is cancelled; None: an hour.
+            name: a path below the `checkpoint_dir` of the service, such as "nightly/2026-11-21", of at most 200
+                characters. Each part consists of letters, digits and "._=@+-", and begins with a letter or digit.
+            metadata: a mapping of strings to JSON values, such as the step of a trainer, at most 256 KiB; tuples are
+                returned as lists. `restore` and `list_checkpoints` return the mapping.
+            timeout: seconds until the call fails and the copy is cancelled; None: one hour.
 
         Raises:
-            InvalidArgumentError: the name is invalid or cannot be written to, or the metadata is not JSON.
+            InvalidArgumentError: the name is invalid, nothing can be written there, or the metadata is not JSON.
             PreconditionError: another checkpoint is being written or restored, or the service has no `checkpoint_dir`.
             DiskFullError: the disk is full.
-            DataLossError: bytes to copy are lost; it names their samples.
+            DataLossError: some of the data to copy is lost; the error names the samples.
         """
         answer = await self._ask(
             pb.CheckpointResponse,
@@ -309,27 +310,27 @@ class AsyncPartitionCalls(AsyncBase):
         ]
 
     async def restore(self, name: str, *, replace: bool = False, timeout: float | None = None) -> RestoredCheckpoint:
-        """Restore a checkpoint, into a service without partitions or in place of all its partitions.
+        """Restore a checkpoint into a service without partitions, or replace all partitions of the service.
 
-        The entire checkpoint is read and checked first. Its bytes go to the current storage services, and all its
-        partitions appear in one step, with their claims: trainers continue from there. A client with a namespace
-        restores into it, whichever namespace the checkpoint was written from, and leaves partitions of other namespaces
-        unchanged.
+        The entire checkpoint is read and checked first. Its data is sent to the current storage services. Then all its
+        partitions appear atomically, with their claims, so trainers continue from there. A client with a namespace
+        restores into this namespace, even if the checkpoint was written from another one, and does not change
+        partitions of other namespaces.
 
         Args:
-            name: the name given to `checkpoint`.
-            replace: whether to replace all existing partitions in the same step: a crash leaves either the old or the
-                restored state. Calls waiting on old partitions end with PartitionClearedError, and their BatchMetas are
-                stale (StaleIncarnationError), also if the partition is in the checkpoint. The storage services need
-                capacity for both.
-            timeout: seconds until the call fails and nothing is restored; None: an hour.
+            name: the name that was passed to `checkpoint`.
+            replace: whether to replace all existing partitions atomically: a crash leaves either the old or the
+                restored state. Calls waiting on old partitions end with PartitionClearedError. BatchMetas of old
+                partitions are stale (StaleIncarnationError), even if the checkpoint contains the partition. The storage
+                services need capacity for both the old and the restored data.
+            timeout: seconds until the call fails without restoring anything; None: one hour.
 
         Raises:
             PreconditionError: partitions exist and `replace` is False, or another checkpoint is being written or
                 restored, or the service has no `checkpoint_dir`.
             InvalidArgumentError: the checkpoint does not exist.
-            SnapshotDamagedError: it is damaged.
-            QuotaExceededError: the storage services lack capacity for its bytes.
+            SnapshotDamagedError: the checkpoint is damaged.
+            QuotaExceededError: the storage services lack capacity for the checkpoint's data.
         """
         answer = await self._ask(
             pb.RestoreResponse,
@@ -341,7 +342,7 @@ class AsyncPartitionCalls(AsyncBase):
         return read_message(RestoredCheckpoint, answer, metadata=decode_json_object(answer.metadata))
 
     async def storage_stat(self, address: str | None = None, *, timeout: float | None = None) -> StorageStat:
-        """Return sizes and counts of the storage service at an address; None: at the client's address."""
+        """Return the sizes and counts of the storage service at an address; None: the client's address."""
         deadline = self._deadline(timeout)
         target = parse_address(address) if address else ""
         answer = await self._calls.unary(StatResponse, StatRequest(), deadline, target)
@@ -354,10 +355,10 @@ class AsyncPartitionCalls(AsyncBase):
         )
 
     async def health(self, *, timeout: float | None = None) -> bool:
-        """Return whether the service reports that it is serving. No retries: a service that is down raises at once.
+        """Return whether the service reports that it is serving. The call is not retried.
 
         Raises:
-            UnavailableError: nothing answers at the address.
+            UnavailableError: no service answers at the address.
         """
         request = HealthCheckRequest()
         answer = await self._calls.unary_once(HealthCheckResponse, request, self._deadline(timeout), is_retried=False)

@@ -1,4 +1,4 @@
-"""Calls of trainers about the versions of their weights, and about their progress."""
+"""Trainer calls: publish versions of policy weights, and record the progress of training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tq_service.wire.messages import read_message, to_duration
 
 
 class AsyncPolicyCalls(AsyncBase):
-    """The part of the client for versions of policies. See `AsyncClient`."""
+    """The trainer calls of the client. See `AsyncClient`."""
 
     async def publish_version(
         self,
@@ -26,23 +26,23 @@ class AsyncPolicyCalls(AsyncBase):
         rewind: bool = False,
         timeout: float | None = None,
     ) -> None:
-        """Record that a version of the weights of a policy is in use.
+        """Record that a version of a policy's weights is in use.
 
-        Publishing the same version again changes nothing, so several ranks may publish it.
+        Publishing the same version again has no effect, so several ranks may publish it.
 
         Args:
-            version: the number of the weights, 0 or more.
-            policy: its name, in the client's namespace; a new one is added.
-            trained: batches trained for this version: by (partition_id, task_name) the last batch_index, as for
+            version: version number of the weights, 0 or more.
+            policy: name of the policy, in the client's namespace; a new name adds a policy.
+            trained: batches that this version was trained on: the last batch_index by (partition_id, task_name), as in
                 `advance`.
-            rewind: whether the version may be lower than the published one, because the trainer went back to a
+            rewind: whether to accept a version lower than the published one, because the trainer resumed from a
                 checkpoint.
-            timeout: seconds until the call fails; None: the client's.
+            timeout: seconds until the call fails; None: the client's `timeout`.
 
         Raises:
-            VersionError: a higher version is published, and `rewind` is False.
-            InvalidArgumentError: `version` is negative, or a batch was never planned.
-            PartitionNotFoundError, TaskNotFoundError: a partition or task of `trained` does not exist.
+            VersionError: a higher version has been published, and `rewind` is False.
+            InvalidArgumentError: `version` is negative, or a batch in `trained` was never planned.
+            PartitionNotFoundError, TaskNotFoundError: a partition or task in `trained` does not exist.
             LimitExceededError: there are too many policies.
         """
         given = (trained or {}).items()
@@ -79,13 +79,14 @@ class AsyncPolicyCalls(AsyncBase):
         """Return the published version of a policy.
 
         Args:
-            policy: its name, in the client's namespace.
-            at_least: version to wait for; None: any. If it is not published in time, the call returns a lower one.
-            max_wait: seconds to wait for it.
-            timeout: seconds beyond `max_wait` until the call fails; None: the client's.
+            policy: name of the policy, in the client's namespace.
+            at_least: version to wait for; None: any version. If it is not published in time, the call returns a lower
+                version.
+            max_wait: seconds to wait for the version.
+            timeout: seconds beyond `max_wait` until the call fails; None: the client's `timeout`.
 
         Raises:
-            PolicyNotFoundError: no version of it was published in time.
+            PolicyNotFoundError: no version of the policy was published in time.
         """
         wait = seconds("max_wait", max_wait)
         request = request_of(pb.GetVersionRequest, policy=self._namespace.full_name(policy), at_least=at_least)
@@ -95,7 +96,7 @@ class AsyncPolicyCalls(AsyncBase):
             request.max_wait.CopyFrom(to_duration(wait_seconds))
             try:
                 return (await self._calls.unary_once(pb.GetVersionResponse, request, deadline)).version
-            except PolicyNotFoundError:  # the service may cap how long one call waits
+            except PolicyNotFoundError:  # the service may limit how long a single call waits
                 if not waited.remaining():
                     raise
                 return -1
@@ -105,15 +106,15 @@ class AsyncPolicyCalls(AsyncBase):
     async def remove_policy(
         self, policy: str = DEFAULT_POLICY, *, missing_ok: bool = False, timeout: float | None = None
     ) -> bool:
-        """Remove a policy, such as that of a finished run; return whether it existed.
+        """Remove a policy, for example after its run, and return whether the policy existed.
 
         Args:
-            policy: its name, in the client's namespace.
-            missing_ok: whether it may be missing.
-            timeout: seconds until the call fails; None: the client's.
+            policy: name of the policy, in the client's namespace.
+            missing_ok: whether to return False instead of raising an error if the policy does not exist.
+            timeout: seconds until the call fails; None: the client's `timeout`.
 
         Raises:
-            PolicyNotFoundError: it has not been published, unless `missing_ok`.
+            PolicyNotFoundError: no version of the policy has been published, unless `missing_ok`.
         """
         name = self._namespace.full_name(policy)
         return (await self._ask(pb.RemovePolicyResponse, timeout, policy=name, missing_ok=missing_ok)).removed
@@ -129,23 +130,24 @@ class AsyncPolicyCalls(AsyncBase):
         epoch: int | None = None,
         timeout: float | None = None,
     ) -> TrainerProgress:
-        """Record the progress of a trainer. A lower index than before changes nothing.
+        """Record the progress of a trainer. An index lower than the recorded one has no effect.
 
         Args:
             partition_id: the partition.
-            task_name: the task of the trainer's ranks.
-            trained: last batch_index that was trained, including all before it; None: unchanged.
-            saved: last batch_index covered by a checkpoint of the trainer, including all before it, which count as
-                trained; None: unchanged. Samples that a resume no longer needs are released if the partition has
-                such a `Release`.
+            task_name: the task that the trainer's ranks run.
+            trained: index of the last trained batch; all earlier batches count as trained too. None: unchanged.
+            saved: index of the last batch covered by a checkpoint of the trainer; all earlier batches count as covered,
+                and all covered batches as trained. None: unchanged. If the partition has a matching `Release`, samples
+                that a resume no longer needs are released.
             incarnation: expected incarnation of the partition; empty: any.
             epoch: expected epoch of the task; None: any.
-            timeout: seconds until the call fails; None: the client's.
+            timeout: seconds until the call fails; None: the client's `timeout`.
 
         Raises:
             InvalidArgumentError: a batch was never planned, or neither `trained` nor `saved` is given.
             PartitionNotFoundError, TaskNotFoundError: the partition or task does not exist.
-            StaleIncarnationError, StaleEpochError: it was cleared and created again, or the task was reset.
+            StaleIncarnationError: the partition was cleared and created again.
+            StaleEpochError: the task was reset.
         """
         answer = await self._ask(
             pb.AdvanceResponse,
@@ -170,30 +172,29 @@ class AsyncPolicyCalls(AsyncBase):
         epoch: int | None = None,
         timeout: float | None = None,
     ) -> RestartedRanks:
-        """Continue a task with restarted ranks, of any number, after the last trained batch.
+        """Resume a task after the last trained batch with restarted ranks, whose number may differ.
 
-        The next epoch of the task begins: claims of the previous ranks are refused. Trained batches stay consumed;
-        batches that were only delivered or prefetched are planned again. `StreamingDataLoader.load_state_dict` calls
-        this for a state with another `dp_size`.
+        The next epoch of the task begins, and claims of the previous ranks are refused. Trained batches stay consumed;
+        batches that were only delivered or prefetched are planned again. `StreamingDataLoader.load_state_dict` makes
+        this call for a state with another `dp_size`.
 
         Args:
             partition_id: the partition.
-            task_name: the task.
-            dp_size: number of ranks.
-            trained: last batch_index that was trained, including all before it; -1: none. None: as recorded by
-                `advance`.
+            task_name: the task that the ranks run.
+            dp_size: number of restarted ranks.
+            trained: index of the last trained batch; all earlier batches count as trained too. -1: no batch was
+                trained. None: the index recorded by `advance`.
             incarnation: expected incarnation of the partition; empty: any.
-            epoch: epoch of the previous ranks. With it, each of the new ranks may make this call: the first call
-                restarts them. Calls after the new ranks have trained their first batch restart them again. None: every
-                call restarts them.
-            timeout: seconds until the call fails; None: the client's.
+            epoch: epoch of the previous ranks. With it, each new rank may make this call: only the first call restarts
+                the task, until the new ranks have trained their first batch. None: every call restarts the task.
+            timeout: seconds until the call fails; None: the client's `timeout`.
 
         Raises:
-            InvalidArgumentError: a batch was never planned, or `dp_size` is out of its range.
+            InvalidArgumentError: the batch of `trained` was never planned, or `dp_size` is out of range.
             PartitionNotFoundError, TaskNotFoundError: the partition or task does not exist.
             StaleIncarnationError: the partition was cleared and created again.
             StaleEpochError: the task has not reached `epoch`.
-            SamplesClearedError: samples of batches after `trained` were released.
+            SamplesClearedError: samples of batches after `trained` have been released.
         """
         answer = await self._ask(
             pb.RestartRanksResponse,

@@ -1,4 +1,4 @@
-"""Calls of producers: samples, their data and their metadata. A put is placed, sent to a storage service, committed."""
+"""Producer calls on samples. A put is placed on a storage service, sent there, and then committed."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ _MOST_LOSSES: Final = 3
 
 
 def _measured(began_at: float, size_bytes: int) -> None:
-    """Report how long a put of columns took."""
+    """Report the duration and size of a put with columns to the probes."""
     if (collected := collected_here.get()) is not None:
         collected.note(Stage.PUT, began_at, size_bytes=size_bytes, is_call=True)
     for probe in probes:
@@ -87,7 +87,7 @@ def _measured(began_at: float, size_bytes: int) -> None:
 
 
 class AsyncSampleCalls(AsyncBase):
-    """The part of the client for producers. See `AsyncClient`."""
+    """The producer calls of the client. See `AsyncClient`."""
 
     async def put(
         self,
@@ -107,67 +107,71 @@ class AsyncSampleCalls(AsyncBase):
         return_meta: Literal["written", "all"] = "written",
         timeout: float | None = None,
     ) -> BatchMeta:
-        """Put columns of `n` samples with their metadata in one atomic step: all of it becomes visible, or nothing.
+        """Put columns of `n` samples and their metadata atomically: readers see either the entire put or none of it.
 
             client.put("train", {"prompt": prompts}, keys=names)  # new samples of a partition
-            client.put(batch, {"reward": rewards})                # further columns of the samples of a batch
+            client.put(batch, {"reward": rewards})                # more columns for the samples of a batch
 
-        Existing columns are overwritten, without any effect on consumption.
+        Existing values are overwritten, which does not change the consumption of the samples by tasks.
 
-        Small puts that wait at the same moment are sent in one call, see `AsyncClient`.
+        Concurrent small puts are combined into one call; see `AsyncClient`.
 
-        Do not change the data before this returns: large tensors are sent without a copy, and the async client encodes
-        large data in a thread.
+        Do not modify the data until the put returns: large tensors are sent without a copy, and the async client
+        encodes large data in a thread.
 
         Args:
-            target: the partition, created on first use, for new samples and those of `keys`; or the metadata of
-                existing samples.
-            data: a TensorDict, or a dict of columns: a dense tensor or array `(n, ...)`; a jagged nested tensor; a list
-                of tensors of one or more dimensions (jagged if shapes differ, else dense); a list of numbers (dense;
-                int64, float64 or bool); a list of lists of numbers (jagged, or dense if all have one length); a list of
-                strings, bytes, None, JSON-like values or dicts with tensors (objects). A field of objects accepts any
-                list. Arrays of objects, `NonTensorStack` and `NonTensorData` are objects, whatever their rows are.
-                `NonTensorData` is one value for all rows, like tensordict's `tolist()`. None: only metadata or state.
-            keys: `n` unique keys: a list, or an array of text; at most 16,384 per call.
-            key_mode: "upsert" (default): existing keys refer to their samples, unknown keys create samples; "new":
-                every key creates a sample; "existing": every key must exist.
-            groups: `n` groups of new samples, at most 16,384 per call. A list with None, or an array of text with "",
-                for samples without a group.
-            group_size: number of members that completes each of these groups: rollouts, and samples without one.
-            rollouts: `n` rollouts of new samples, such as the turns of an agent, in the form of `groups`. A rollout
-                belongs to the group of its first sample.
-            ends_rollouts: whether the rollouts of these samples, new or existing, get no further samples.
-            custom_meta: `n` mappings of names to JSON values, or columns: one mapping of names to arrays, tensors or
-                lists of `n` values, by far the fastest form for many samples. They merge with existing values. None
-                removes a value of the sample; `tq.JSON_NULL` stores null. Claims compare and order by the values of one
-                type: that of the first number, bool or string under a name.
-            state: "live" (default for new samples), "held" or "failed".
-            fenced: whether to refuse a put to samples of a leased claim once they are no longer leased to this worker.
-                False: not checked; the put may overwrite data that another worker has written since.
-            ack: whether to acknowledge the samples of the metadata, a leased claim or a part of one (see `ack`), in the
-                same change: either both are durable, or neither happens. Held samples become live, unless `state` is
-                given.
-            return_meta: "written", or "all": return in the same call all current metadata of the samples, not only the
-                part that this put wrote. At most 65,536 samples.
-            timeout: seconds until the call fails; None: the client's. A put without capacity waits until then.
+            target: a partition (created on first use), to put new samples or samples named by `keys`; or the metadata
+                of existing samples.
+            data: a TensorDict, or a dict of columns. A dense column is a tensor or array `(n, ...)`, or a list of `n`
+                numbers (stored as int64, float64 or bool). A jagged column is a jagged nested tensor. A list of tensors
+                with at least one dimension, or of lists of numbers, is jagged if the row shapes differ, else dense. A
+                list of strings, bytes, None, JSON-like values or dicts with tensors is a column of objects. A field of
+                objects accepts any list. Object arrays, `NonTensorStack` and `NonTensorData` are always objects.
+                `NonTensorData` is one value for all rows, as in tensordict's `tolist()`. None: put only metadata or
+                state.
+            keys: `n` unique keys, as a list or an array of strings; at most 16,384 per call.
+            key_mode: "upsert" (default): a key refers to its existing sample, or creates one. "new": every key must be
+                new. "existing": every key must exist.
+            groups: the group of each new sample, at most 16,384 per call. Samples without a group have None in a list,
+                or "" in an array of strings.
+            group_size: number of members in a complete group. A rollout counts as one member, and so does a sample
+                without one.
+            rollouts: the rollout of each new sample (for example, the samples are the turns of an agent), in the form
+                of `groups`. A rollout belongs to the group of its first sample.
+            ends_rollouts: whether to close the rollouts of these samples, new or existing, to further samples.
+            custom_meta: `n` mappings of names to JSON values; or one mapping of names to arrays, tensors or lists of
+                `n` values, which is by far the fastest form for many samples. New values merge with existing ones: None
+                removes a value, `tq.JSON_NULL` stores null. The first number, bool or string under a name sets its
+                type; claims compare and order by values of this type only.
+            state: the state of the samples: "live" (default for new samples), "held" or "failed".
+            fenced: whether to refuse the put if samples of a leased claim are no longer leased to this worker. False:
+                do not check; the put may then overwrite newer data from another worker.
+            ack: whether to acknowledge the samples in the same change, so that the data and the acknowledgement become
+                durable together. The metadata must be a leased claim or a part of one; see `ack`. Held samples become
+                live, unless `state` is given.
+            return_meta: "written" returns the metadata written by this put; "all" returns all current metadata of the
+                samples, in the same call, for at most 65,536 samples.
+            timeout: seconds until the call fails; None: the client's `timeout`. A put waits for capacity at most this
+                long.
 
         Returns:
-            The samples with the given fields, keys, groups, rollouts and custom_meta. With "all", they come with the
-            metadata of all puts, as from `lookup_samples`: the fields that at least one of them has, and in `produced`
-            which samples have which. `get_data` accepts it.
+            The samples with the given fields, keys, groups, rollouts and custom_meta. With `return_meta="all"`, the
+            samples as returned by `lookup_samples`: with every field that at least one sample has; `produced` shows
+            which samples have it. Pass the batch to `get_data` to read the data.
 
         Raises:
-            InvalidArgumentError: row counts differ, keys are repeated, or the put is empty; `ack` without the samples
-                of one leased claim, with a part of a group, or with `fenced=False`. FieldMismatchError: a field has
-                another dtype, another number of dimensions, or a declared layout that does not allow these rows.
-            UnsupportedObjectError: a Python object would need pickle; nothing was sent.
-            KeyNotFoundError, AlreadyExistsError: a key does not fit `key_mode`.
-            PartitionSealedError: new samples for a sealed partition, or an upsert there of columns that its samples
-                already have, perhaps from another run; `key_mode="existing"` overwrites them.
-            LeaseExpiredError: the metadata is of a leased claim whose samples are no longer leased to this worker,
-                which has not acknowledged them either; nothing is written. See `ack` and `fenced`.
-            StaleIncarnationError: the partition of the metadata was cleared.
-            QuotaExceededError: no capacity until the deadline, or larger than the quota.
+            InvalidArgumentError: row counts differ, keys are repeated, or the put is empty; or `ack` is set and the
+                metadata is not from one leased claim, splits a group, or `fenced` is False.
+            FieldMismatchError: a field has another dtype or number of dimensions, or its declared layout does not allow
+                these rows.
+            UnsupportedObjectError: a Python object can only be pickled, which is not supported; nothing was sent.
+            KeyNotFoundError, AlreadyExistsError: `key_mode` does not allow one of the keys.
+            PartitionSealedError: the partition is sealed and the put has new samples; or its upsert has columns that
+                existing samples already have, perhaps from another run. `key_mode="existing"` overwrites them.
+            LeaseExpiredError: samples of a leased claim are neither leased to this worker nor acknowledged by it;
+                nothing is written. See `ack` and `fenced`.
+            StaleIncarnationError: the partition was cleared after the metadata was returned.
+            QuotaExceededError: no capacity became available in time, or the put is larger than the quota.
         """
         check_word("return_meta", return_meta, ("written", "all"))
         full_name, metadata = partition_of(self._namespace, target), metadata_of(target)
@@ -175,10 +179,10 @@ class AsyncSampleCalls(AsyncBase):
             check_ack(metadata, fenced=fenced)
         if metadata is not None:
             check_is_batch(metadata)
-            if not metadata.size:  # a rank's empty batch: no call is made, so all ranks can run the same program
+            if not metadata.size:  # no call for an empty batch, so all ranks can run the same program
                 if data is not None and any(len(column) for column in data.values()):
                     raise InvalidArgumentError(
-                        "data has rows, but metadata names no samples; put one row for each", field="data"
+                        "data has rows, but metadata names no samples; put one row per sample", field="data"
                     )
                 if ack:
                     await self._ack(metadata, timeout)
@@ -219,12 +223,12 @@ class AsyncSampleCalls(AsyncBase):
                 known |= await self._held_fields(full_name, deadline)
             put, alone = await async_unless_light(encode, data, keys, groups, rollouts, custom_meta)
             if refused is not None and refused_specs == [column.spec for column in put.columns]:
-                raise refused  # not because of its lists: the same columns would be refused again
+                raise refused  # the lists are encoded as before, so the service would refuse them again
             began_at = time.perf_counter()
             try:
                 written = await self._write(put, alone, deadline)
             except FieldMismatchError as error:
-                # Lists are encoded again in the layout of their field, which only the service knows.
+                # The service knows the layout of the field: get it, then encode the lists again.
                 if knows_held or not has_lists(data):
                     raise
                 refused, refused_specs = error, [column.spec for column in put.columns]
@@ -233,7 +237,7 @@ class AsyncSampleCalls(AsyncBase):
                 _measured(began_at, put.size_bytes)
             break
         if knows_held and full_name not in self._refused_lists:
-            self._refused_lists.append(full_name)  # fields are queried first from now on, to send lists only once
+            self._refused_lists.append(full_name)  # later puts query the fields first and send lists only once
         return written
 
     async def put_groups(
@@ -245,31 +249,32 @@ class AsyncSampleCalls(AsyncBase):
         existing: bool = False,
         timeout: float | None = None,
     ) -> None:
-        """Put data shared by the samples of a group, such as the image of their prompt: stored once per group.
+        """Put data that all samples of a group share, such as the image of their prompt; it is stored once per group.
 
-        Declare the fields with `FieldSpec(..., scope="group")` when you create the partition. A sample has such a field
-        once its group has a value, in whichever order they were put; a sample without a group never has it. A
-        rollout in a group has the fields of that group. Values are freed with the last sample of their group. A group
-        without samples keeps them until the partition is sealed, or `clear_samples(groups=...)` names it.
+        Declare the fields with `FieldSpec(..., scope="group")` when you create the partition. All samples of a group
+        have the field once the group has a value, whether the samples or the value were put first. Samples without a
+        group never have it. A rollout in a group has the fields of that group. A value is freed with the last sample of
+        its group. A group without samples keeps its values until the partition is sealed, or
+        `clear_samples(groups=...)` names the group.
 
         Args:
             partition_id: the partition.
-            data: as for `put`, one row per group. Existing values are replaced completely.
-            groups: `n` distinct group names: a list, or an array of text; at most 16,384 per call.
-            existing: whether all groups must already have samples. Such a put may use the reserve for columns of
-                existing samples, so a full service can still drain.
-            timeout: seconds until the call fails; None: the client's. A put without capacity in the storage services
-                waits until then. It does not wait for the limits of the partition, but its bytes count towards them,
-                so new samples may wait.
+            data: one row per group, in the forms accepted by `put`. Existing values are replaced completely.
+            groups: `n` distinct group names, as a list or an array of strings; at most 16,384 per call.
+            existing: whether to require that all groups already have samples. Such a put may use the capacity reserved
+                for columns of existing samples, so a full service can still drain.
+            timeout: seconds until the call fails; None: the client's `timeout`. A put waits at most this long for
+                capacity in the storage services. The put does not wait for the limits of the partition, but its bytes
+                count towards these limits and may delay new samples.
 
         Raises:
-            InvalidArgumentError: a field is not declared with this scope, or a group name is repeated or empty.
-                FieldMismatchError: a field has another dtype, number of dimensions or layout.
+            InvalidArgumentError: a field is not declared with group scope, or a group name is repeated or empty.
+            FieldMismatchError: a field has another dtype, number of dimensions or layout.
             PartitionNotFoundError: the partition does not exist.
-            PartitionSealedError: the partition is sealed, and lacks one of the groups.
-            NotFoundError: with `existing`, a group is without samples; nothing is written.
+            PartitionSealedError: the partition is sealed, and one of the groups does not exist in it.
+            NotFoundError: with `existing`, a group has no samples; nothing is written.
             AlreadyExistsError: a field is write-once, and a group already has a value.
-            QuotaExceededError: no capacity until the deadline, or larger than the quota.
+            QuotaExceededError: no capacity became available in time, or the put is larger than the quota.
         """
         deadline = self._deadline(timeout)
         full_name = self._namespace.full_name(partition_id)
@@ -299,32 +304,35 @@ class AsyncSampleCalls(AsyncBase):
     async def append(
         self, metadata: BatchMeta, data: Any, *, at: Iterable[int], timeout: float | None = None
     ) -> BatchMeta:
-        """Append to jagged fields of unfinished samples; only the new values are sent and stored.
+        """Append values to jagged fields of unfinished samples; only the new values are sent and stored.
 
-        The samples are held and leased to the caller: slots, or samples claimed by `get_meta(held=True, lease=...)`.
-        The value of a cell is the concatenation of everything appended to it, in order, along the first dimension of
-        its rows; `get_data` returns it as one value. A field that does not exist is created: jagged, with the dtype of
-        the data. A cell accepts 1,024 appends; a `put` of the field replaces them all by one value. A batch that was
-        claimed or looked up before an append refers to the older cells: pass the batch returned here to `get_data`.
+        The samples must be held and leased to the caller: slots, or samples claimed by `get_meta(held=True,
+        lease=...)`. The appended values of a cell are concatenated in order along the first dimension of its rows, and
+        `get_data` returns them as one value. A field that does not exist is created as a jagged field with the dtype of
+        the data. A cell accepts 1,024 appends; a `put` of the field replaces all of them with one value. Pass the
+        returned batch to `get_data`: a batch claimed or looked up before the append refers to the older cells.
 
         Args:
-            metadata: the samples, of one leased claim.
-            data: as for `put`, without objects and scalars: the values to append to each of `n` samples.
-            at: `n` lengths in the first dimension that the fields of `data` have before the append; 0 for a field that
-                a sample lacks. Fields with other lengths need separate calls.
-            timeout: seconds until the call fails; None: the client's. An append without capacity waits until then.
+            metadata: samples of one leased claim.
+            data: the values to append to each of the `n` samples, in the forms accepted by `put`, except objects and
+                scalars.
+            at: the current length of each sample's fields in the first dimension, `n` values; 0 if the sample does not
+                have the field. All fields of `data` must have this length; append fields of other lengths in separate
+                calls.
+            timeout: seconds until the call fails; None: the client's `timeout`. An append waits for capacity at most
+                this long.
 
         Returns:
-            The samples, with the fields of `data`.
+            The samples with the fields of `data`.
 
         Raises:
-            PreconditionError: a field of a sample has another length (reason LENGTH_MISMATCH, with `got` and
-                `expected`), a sample is not held (SAMPLE_NOT_HELD), or has been appended to too often
-                (TOO_MANY_EXTENTS). Nothing is written.
-            LeaseExpiredError: samples are no longer leased to this worker, or were acknowledged; nothing is written.
+            PreconditionError: a sample's field has another length (reason LENGTH_MISMATCH, with `got` and `expected`),
+                a sample is not held (SAMPLE_NOT_HELD), or a cell has too many appends (TOO_MANY_EXTENTS). Nothing is
+                written.
+            LeaseExpiredError: a sample is no longer leased to this worker, or was acknowledged; nothing is written.
             FieldMismatchError: a field has another dtype or shape, or cannot be jagged.
-            InvalidArgumentError: `metadata` is not one leased claim, or counts differ.
-            QuotaExceededError: no capacity until the deadline, or larger than the quota.
+            InvalidArgumentError: `metadata` is not from one leased claim, or the counts differ.
+            QuotaExceededError: no capacity became available in time, or the append is larger than the quota.
         """
         check_leased(metadata)
         lengths = row_lengths("at", at, metadata.size)
@@ -348,24 +356,25 @@ class AsyncSampleCalls(AsyncBase):
     async def truncate(
         self, metadata: BatchMeta, *, to: Iterable[int], data_fields: Iterable[str], timeout: float | None = None
     ) -> None:
-        """Discard the values of jagged fields of unfinished samples beyond a length.
+        """Shorten jagged fields of unfinished samples to a given length and discard the values beyond it.
 
-        A field cut to length 0 is no longer produced, as if it had never been put. The last appends are freed first,
-        each as a unit: the bytes of an append that is cut are freed once all of it is discarded.
+        A field cut to length 0 is no longer produced, as if it had never been put. Storage is freed per append,
+        starting with the last: the bytes of an append are freed once all of its values are discarded.
 
         Args:
-            metadata: the samples, held and of one leased claim; see `append`.
-            to: `n` lengths in the first dimension; all these fields of a sample are cut to its length.
-            data_fields: the fields; a field that a sample lacks has length 0.
-            timeout: seconds until the call fails; None: the client's.
+            metadata: samples of one leased claim, which must be held; see `append`.
+            to: the new length of each sample, `n` values; all fields in `data_fields` are cut to it in the first
+                dimension.
+            data_fields: the fields to cut; a field that a sample does not have counts as length 0.
+            timeout: seconds until the call fails; None: the client's `timeout`.
 
         Raises:
-            PreconditionError: a field of a sample is shorter (reason LENGTH_MISMATCH, with `got` and `expected`), or
-                a sample is not held (SAMPLE_NOT_HELD); nothing is cut.
-            LeaseExpiredError: samples are no longer leased to this worker, or were acknowledged; nothing is cut.
+            PreconditionError: a field of a sample is shorter than requested (reason LENGTH_MISMATCH, with `got` and
+                `expected`), or a sample is not held (SAMPLE_NOT_HELD); nothing is cut.
+            LeaseExpiredError: a sample is no longer leased to this worker, or was acknowledged; nothing is cut.
             FieldMismatchError: a field is not jagged in its first dimension.
-            InvalidArgumentError: `metadata` is not a single leased claim, `to` does not have one length per sample,
-                or `data_fields` is empty.
+            InvalidArgumentError: `metadata` is not from one leased claim, `to` does not have one length per sample, or
+                `data_fields` is empty.
         """
         check_leased(metadata)
         lengths = row_lengths("to", to, metadata.size)
@@ -383,20 +392,20 @@ class AsyncSampleCalls(AsyncBase):
         )
 
     async def _held_fields(self, full_partition_id: str, deadline: Deadline) -> dict[str, FieldSpec]:
-        """Return the fields of a partition by name; empty if it does not exist."""
+        """Return the fields of a partition by name, or an empty dict if the partition does not exist."""
         try:
             return await self._fields_of(full_partition_id, deadline)
         except PartitionNotFoundError:
             return {}
 
     def _alone(self, put: Put) -> JointPut | None:
-        """Return a put that is sent separately; None if it may be gathered with others."""
+        """Wrap a put that must be sent separately in a joint put; return None if it may be combined with others."""
         may_be_gathered = self.gathers_puts and put.likeness is not None
         is_gathered = may_be_gathered and time.monotonic() >= self._apart.get(put.write.partition_id, 0.0)
         return None if is_gathered else JointPut((put,))
 
     async def _write(self, put: Put, alone: JointPut | None, deadline: Deadline) -> BatchMeta:
-        """Write the put of one call: separately, or together with puts of other calls at the same moment."""
+        """Write the put of one call, either separately or combined with concurrent puts of other calls."""
         if alone is None:
             likeness = put.likeness, self._credentials.metadata()
             lines = self._lines()
@@ -417,14 +426,14 @@ class AsyncSampleCalls(AsyncBase):
         return Answered(await self._send(alone, deadline), self._namespace).part(put.write)
 
     async def _lead(self, lines: Lines, leader: Member) -> None:
-        """Send the batch of a caller, and record the answer of the service.
+        """Send the batch led by a caller and record the service's answer.
 
         Raises:
-            TqError: the outcome of the batch is unknown, so another caller must continue with it; or the service
-                refused the batch, which has only one put.
+            TqError: the outcome of the batch is unknown, so another caller must resume it; or the service refused a
+                batch of one put.
         """
         if leader.line.batches:
-            await async_sleep(0)  # include puts made in the same iteration of the event loop
+            await async_sleep(0)  # let puts from the same event-loop iteration join
         batch = lines.take(leader)
         answered = None
         try:
@@ -436,14 +445,14 @@ class AsyncSampleCalls(AsyncBase):
             seconds = seconds_without_capacity(error)
             if not batch.is_refused_by(error) or (seconds is None and len(batch.members) == 1):
                 if isinstance(error, DeadlineError) and leader.line.failure is not None:
-                    raise leader.overdue() from error  # its last try was short; earlier failures are more useful
+                    raise leader.overdue() from error  # the last try was short, so report earlier failures
                 raise
-            if seconds is not None:  # each put waits for capacity separately, as do those of the next seconds
+            if seconds is not None:  # for some seconds, send puts separately: each waits for capacity
                 self._keep_apart(leader.put.write.partition_id, seconds)
         lines.end(batch, answered)
 
     def _keep_apart(self, full_partition_id: str, seconds: float) -> None:
-        """Send the next puts to a partition separately, for some seconds."""
+        """Send puts to a partition separately for the given number of seconds."""
         now = time.monotonic()
         for name, until in list(self._apart.items()):
             if until < now:
@@ -451,7 +460,7 @@ class AsyncSampleCalls(AsyncBase):
         self._apart[full_partition_id] = now + seconds
 
     def _lines(self) -> Lines:
-        """Return the lines of this event loop or process, and drop lines of homes that no longer exist."""
+        """Return the lines of this event loop or process; drop the lines of those that no longer exist."""
         home = async_current_home()
         lines = self._lines_of.get(home)
         if lines is None:
@@ -464,12 +473,12 @@ class AsyncSampleCalls(AsyncBase):
     async def _send(
         self, joint: JointPut, deadline: Deadline, note: Callable[[TqError], object] = lambda failure: None
     ) -> Any:
-        """Send puts and commit them. If a service becomes unavailable in between, start again.
+        """Send puts and commit them. Start again if a service becomes unavailable before the commit.
 
         Args:
-            joint: the puts.
-            deadline: of all tries together.
-            note: called with the failure of each try.
+            joint: the puts to send.
+            deadline: deadline of all tries together.
+            note: function called with the failure of each try.
         """
         loss_count = 0
 
@@ -481,11 +490,11 @@ class AsyncSampleCalls(AsyncBase):
                 return await self._put_where_placed(joint, deadline, note)
             except TqError as error:
                 self._placement.end()
-                # The put was lost before its commit: the service restarted, or the put waited too long.
+                # The put was lost before its commit: the service restarted, or the put exceeded its time limit.
                 if not isinstance(error, DataLossError | PutNotFoundError) or loss_count == _MOST_LOSSES:
                     raise
                 loss_count += 1
-                joint.header.put_id = new_id()  # the service may still be freeing the bytes of the old one
+                joint.header.put_id = new_id()  # the service may still be freeing the lost put
                 raise UnavailableError(error.message) from error
 
         return await self._calls.retried(attempt, deadline, note)
@@ -509,7 +518,7 @@ class AsyncSampleCalls(AsyncBase):
         return await self._commit_put(header, answer, request, deadline, note)
 
     async def _place(self, header: PutHeader, deadline: Deadline) -> pb.PlacePutResponse:
-        """Choose the storage service for a put, and complete its header."""
+        """Choose the storage service for a put and complete the put's header."""
         place = self._placement.place(header.size_bytes)
         if place is None:
             asked = pb.PlacePutRequest(
@@ -528,7 +537,7 @@ class AsyncSampleCalls(AsyncBase):
         deadline: Deadline,
         note: Callable[[TqError], object],
     ) -> commit_pb2.CommitResponse:
-        """Commit a put stored by a storage service."""
+        """Commit a put that a storage service has stored."""
         commit = commit_pb2.CommitRequest(
             request_id=request.request_id,
             write=request.write,
@@ -536,13 +545,13 @@ class AsyncSampleCalls(AsyncBase):
             columns=header.columns,
             return_all_meta=request.return_all_meta,
         )
-        # If the controller stays unavailable, the put is sent again, perhaps to another storage service.
+        # If the controller remains unavailable, the caller sends the put again, perhaps to another storage service.
         patience = Deadline.after(min(_COMMIT_PATIENCE_SECONDS, deadline.remaining()))
         try:
             return await self._calls.retried(
                 lambda: self._calls.unary_once(commit_pb2.CommitResponse, commit, deadline), patience, note
             )
-        except UnavailableError as given_up:  # the message counts the tries of the entire put, not those of the commit
+        except UnavailableError as given_up:  # drop the try count of the commit; the caller counts the put's tries
             raise given_up.__cause__ or given_up from None
 
     async def allocate(
@@ -554,30 +563,31 @@ class AsyncSampleCalls(AsyncBase):
         lengths: Mapping[str, ArrayLike] = MappingProxyType({}),
         timeout: float | None = None,
     ) -> TensorDict:
-        """Allocate columns to fill in place and put once. On the host of the service, that put copies nothing.
+        """Allocate columns in shared memory, to be filled in place and put once without a copy on the service's host.
 
-        Put all of them, in the same order, to the same partition. The put is then only a commit, and the columns are
-        the stored data: do not write to them afterwards, allocate new ones. If the service does not share memory
-        with this process, or stores puts outside its memory (data directory, mirror), the columns are ordinary memory.
-        The put then copies them. Any other put of them copies too. Their initial contents are undefined. A forked child
-        must not use them.
+        Put all of the columns together, in the same order, to the same partition. That put is only a commit, and the
+        columns become the stored data: do not write to them afterwards; allocate new ones. If the service does not
+        share memory with this process, or stores puts elsewhere (data directory, mirror), the columns are in ordinary
+        memory. The put then copies them. Any other put of the columns (a part, another order or partition) copies them
+        too. The initial contents are undefined. A forked child process must not use the columns.
 
-        The capacity is reserved until the put is cleared. Columns that are not put within `put_ttl_seconds` of the
-        service lose it: a later put copies.
+        The capacity is reserved until the put is cleared. Columns that are not put within the service's
+        `put_ttl_seconds` lose their reservation, and a later put copies them.
 
         Args:
-            partition_id: the partition of the later put.
-            fields: name, dtype and row shape of each field; ragged dimensions of jagged fields are -1.
+            partition_id: the partition that the columns will be put to.
+            fields: name, dtype and row shape of each field; -1 marks a ragged dimension of a jagged field.
             row_count: number of samples.
-            lengths: by jagged field, the size of each row `(n,)`; with several ragged dimensions `(n, dims)`.
-            timeout: seconds until the call fails; None: the client's. It waits for capacity until then.
+            lengths: for each jagged field, the size of each row `(n,)`, or `(n, dims)` with several ragged dimensions.
+            timeout: seconds until the call fails; None: the client's `timeout`. The call waits for capacity at most
+                this long.
 
         Returns:
-            A TensorDict of batch size `[n]`, or a dict, as `get_data` returns it.
+            A TensorDict of batch size `[n]` or a dict, whichever `get_data` returns.
 
         Raises:
-            InvalidArgumentError: a field has objects, or its size is unknown.
-            QuotaExceededError: no capacity until the deadline, or larger than the quota.
+            InvalidArgumentError: a field contains objects, or its size is unknown.
+            QuotaExceededError: no capacity became available in time, or the allocation is larger than the quota.
         """
         shapes = column_shapes(fields, row_count, lengths)
         deadline = self._deadline(timeout)
@@ -615,22 +625,24 @@ class AsyncSampleCalls(AsyncBase):
         state: StateGiven | None = None,
         timeout: float | None = None,
     ) -> BatchMeta:
-        """Create `row_count` samples without data; `put` with the returned metadata adds columns.
+        """Create `row_count` samples without data. Pass the returned metadata to `put` to add columns.
 
         Args:
             partition_id: the partition; created on first use.
-            row_count: number of samples; None: the number of keys, custom_meta, groups or rollouts.
+            row_count: number of samples; None: the length of `keys`, `custom_meta`, `groups` or `rollouts`.
             keys: unique keys; at most 16,384 per call.
-            groups: their groups, None for a sample without one; at most 16,384 per call.
-            group_size: number of members that completes each of these groups: rollouts, and samples without one.
-            rollouts: their rollouts, see `put`.
-            ends_rollouts: whether these rollouts get no further samples.
-            custom_meta: mappings of names to JSON values, or columns; see `put`, also for the forms of keys and groups.
-            state: "live" (default), "held" or "failed".
-            timeout: seconds until the call fails; None: the client's.
+            groups: the group of each sample, None for samples without a group; at most 16,384 per call.
+            group_size: number of members in a complete group. A rollout counts as one member, and so does a sample
+                without one.
+            rollouts: the rollout of each sample; see `put`.
+            ends_rollouts: whether to close these rollouts to further samples.
+            custom_meta: mappings of names to JSON values, or columns. `put` describes these forms, also those of keys
+                and groups.
+            state: the state of the samples: "live" (default), "held" or "failed".
+            timeout: seconds until the call fails; None: the client's `timeout`.
 
         Raises:
-            AlreadyExistsError: a key exists already.
+            AlreadyExistsError: a key already exists.
             PartitionSealedError: the partition is sealed.
         """
         deadline = self._deadline(timeout)
@@ -658,18 +670,19 @@ class AsyncSampleCalls(AsyncBase):
     async def set_custom_meta(
         self, metadata: BatchMeta, custom_meta: MetaGiven, *, fenced: bool = True, timeout: float | None = None
     ) -> None:
-        """Write custom_meta of samples; values merge with existing ones.
+        """Write custom_meta of samples. New values merge with existing ones.
 
         Args:
             metadata: the samples.
-            custom_meta: a mapping of names to JSON values for each sample, or columns, see `put`; None removes a value.
-            fenced: whether to refuse the call once samples of a leased claim are no longer this worker's, see `put`.
-            timeout: seconds until the call fails; None: the client's.
+            custom_meta: a mapping of names to JSON values for each sample, or columns (see `put`); None removes a
+                value.
+            fenced: whether to refuse the call if samples of a leased claim are no longer leased to this worker.
+            timeout: seconds until the call fails; None: the client's `timeout`.
 
         Raises:
             InvalidArgumentError: a value is not a JSON value, or is too large.
             SampleNotFoundError: a sample was cleared.
-            LeaseExpiredError: samples of a leased claim are no longer this worker's, see `put`; nothing is written.
+            LeaseExpiredError: samples of a leased claim are no longer leased to this worker; nothing is written.
             StaleIncarnationError: the partition was cleared and created again.
         """
         check_is_batch(metadata)
@@ -707,55 +720,54 @@ class AsyncSampleCalls(AsyncBase):
         limit: int | None = None,
         timeout: float | None = None,
     ) -> tuple[BatchMeta, list[Any]]:
-        """Return samples with all their metadata, and the names without a sample.
+        """Return samples with all their metadata, and the names without samples.
 
-        The samples come with their keys, groups, rollouts and custom_meta, the fields that at least one of them has,
-        and in `produced` which samples have which.
+        The metadata includes keys, groups, rollouts, custom_meta and every field that at least one sample has;
+        `produced` shows which samples have it.
 
-        Large results are read page by page, each as of its moment: samples cleared or inserted during the call may be
-        included or not.
+        Large results are read in pages, so samples cleared or inserted during the call may or may not be included.
 
         Args:
             partition_id: the partition.
             keys: keys of samples.
-            global_indexes: or their indexes,
-            groups: or groups, for all of their members,
-            rollouts: or rollouts, for all of their samples. None of these: every sample of the partition, including
-                held and failed ones.
+            global_indexes: indexes of samples, instead of keys.
+            groups: names of groups, to look up all of their members.
+            rollouts: names of rollouts, to look up all of their samples. Without keys, indexes, groups and rollouts,
+                every sample of the partition is looked up, including held and failed ones.
             where: conditions `(column, operator, value)` on custom_meta, as for `get_meta`; a sample must satisfy all
                 of them.
-            task_name: a consumer: `consumed`, `leased` and `dead_lettered` of the answer then show the state of each
+            task_name: a consumer. `consumed`, `leased` and `dead_lettered` of the result then show the state of each
                 sample for this task.
-            min_count: number of matching samples to wait for; None: one.
-            max_wait: seconds to wait for them, and for the partition. After that, the call returns the samples that
-                exist. It returns earlier if there will never be enough: the partition is sealed with fewer samples. 0:
-                it returns at once and ignores `min_count`.
-            missing_ok: whether to treat a missing partition as empty, and a task that has not claimed yet as having
-                consumed nothing.
-            limit: maximum number of samples to examine, starting with the first; None: all. More than 16,384 names are
-                looked up in parts, each with this limit.
-            timeout: seconds beyond `max_wait` until the call fails; None: the client's.
+            min_count: number of matching samples to wait for; None: 1.
+            max_wait: seconds to wait for the partition and for `min_count` samples. Then the call returns the existing
+                samples. The call returns earlier if the partition is sealed with fewer samples. 0: do not wait,
+                ignoring `min_count`.
+            missing_ok: whether to accept a missing partition (as empty) and a task that has not claimed yet (as having
+                consumed nothing).
+            limit: maximum number of samples to examine, starting with the first; None: all. With more than 16,384
+                names, the limit applies to each request of 16,384 names.
+            timeout: seconds beyond `max_wait` until the call fails; None: the client's `timeout`.
 
         Returns:
-            The samples, and the keys, indexes, groups or rollouts without any sample. Named samples come in the order
-            requested, all others in insertion order.
+            The samples, and the keys, indexes, groups or rollouts without samples. Samples requested by name are in the
+            order of the names, all others in insertion order.
 
         Raises:
             PartitionNotFoundError: the partition does not exist, unless `missing_ok`.
-            TaskNotFoundError: the task has not claimed anything yet, unless `missing_ok`; or the partition was
-                created for other tasks.
-            StaleIncarnationError: the partition was cleared between two pages; PartitionClearedError: while the call
-                waited.
-            InvalidArgumentError: samples are named in two ways, or too many to wait for (16,384), or a condition does
-                not fit its column.
+            TaskNotFoundError: the task has not claimed anything yet, unless `missing_ok`; or the partition was created
+                with a list of tasks that does not include it.
+            StaleIncarnationError: the partition was cleared between two pages.
+            PartitionClearedError: the partition was cleared while the call waited.
+            InvalidArgumentError: samples are named in two ways; there are too many names to wait for (limit 16,384); or
+                a condition does not match the type of its column.
         """
         wait = seconds("max_wait", max_wait)
         deadline = self._deadline(timeout, wait)
         name, named = named_samples(keys=keys, global_indexes=global_indexes, groups=groups, rollouts=rollouts)
         if wait and len(named) > NAMED_AT_ONCE:
             raise InvalidArgumentError(
-                f"max_wait is given for {len(named)} names, at most {NAMED_AT_ONCE} expected; wait for a condition on "
-                f"custom_meta instead",
+                f"max_wait is set for {len(named)} names; expected at most {NAMED_AT_ONCE}. Wait for a condition on "
+                f"custom_meta instead.",
                 field="max_wait",
             )
         conditions = condition_messages(where, self._namespace)
@@ -789,7 +801,7 @@ class AsyncSampleCalls(AsyncBase):
     async def _first_page(
         self, request: pb.LookupSamplesRequest, wait: Deadline, deadline: Deadline
     ) -> pb.LookupSamplesResponse:
-        """Poll until there are enough samples or the wait is spent: the server may cap how long one call waits."""
+        """Poll until enough samples exist or the wait is over. The server may limit how long a single call waits."""
 
         async def attempt(max_wait: float) -> pb.LookupSamplesResponse:
             request.ClearField("max_wait")
@@ -804,12 +816,12 @@ class AsyncSampleCalls(AsyncBase):
     async def tags(
         self, partition_id: str, keys: Iterable[str] | None = None, *, timeout: float | None = None
     ) -> dict[str, dict[str, Any]]:
-        """Return the custom_meta of samples by key.
+        """Return the custom_meta of samples as a dict by key.
 
         Args:
             partition_id: the partition.
-            keys: the keys; those that do not exist are left out. None: all samples with a key.
-            timeout: seconds until the call fails; None: the client's.
+            keys: the keys to return; missing keys are omitted. None: all samples that have a key.
+            timeout: seconds until the call fails; None: the client's `timeout`.
 
         Raises:
             PartitionNotFoundError: the partition does not exist.
@@ -832,34 +844,34 @@ class AsyncSampleCalls(AsyncBase):
         fenced: bool = True,
         timeout: float | None = None,
     ) -> int:
-        """Remove samples; unknown keys, indexes, groups and rollouts are ignored.
+        """Remove samples; keys, indexes, groups and rollouts that do not exist are ignored.
 
         Args:
-            target: the metadata of the samples, or the partition, with one of the following.
-            keys: keys of samples,
-            global_indexes: or their indexes,
-            groups: or groups, all of whose members are removed,
-            rollouts: or, alone or with groups, rollouts, all of whose samples are removed,
-            skipped_by: or a task: all samples are removed that it will never get, as counted in its `skipped_count`:
-                samples that failed before it took them, its dead-lettered ones, and the rest of groups that lost a
-                member while the task needs complete groups. Other tasks may still need them.
+            target: the metadata of the samples; or the partition, with a selection by one of the following arguments.
+            keys: keys of samples.
+            global_indexes: indexes of samples, instead of keys.
+            groups: names of groups, to remove all of their members.
+            rollouts: names of rollouts, to remove all of their samples; can be combined with `groups`.
+            skipped_by: a task, to remove all samples that the task will never get (its `skipped_count`). These are
+                samples that failed before the task claimed them, its dead-lettered samples, and, if it needs complete
+                groups, the remainder of groups that lost a member. Other tasks may still need these samples.
             where: conditions `(column, operator, value)` on custom_meta; a sample must satisfy all of them when it is
-                removed. If nothing else names samples, all that satisfy them are removed.
-            task_name: restricts this to samples left for this task and not leased by a worker of any task.
-            missing_ok: whether to return 0 if the partition does not exist, instead of raising an error.
-            fenced: whether to refuse the call once samples of a leased claim are no longer this worker's, see `put`.
-            timeout: seconds until the call fails; None: the client's.
+                removed. Without any other selection, all samples that satisfy the conditions are removed.
+            task_name: restricts the call to samples left for this task and not leased by a worker of any task.
+            missing_ok: whether to return 0 instead of raising an error if the partition does not exist.
+            fenced: whether to refuse the call if samples of a leased claim are no longer leased to this worker.
+            timeout: seconds until the call fails; None: the client's `timeout`.
 
         Returns:
             The number of samples removed.
 
         Raises:
             PartitionNotFoundError: the partition does not exist.
-            StaleIncarnationError: the partition of the metadata was cleared and created again.
-            LeaseExpiredError: samples of a leased claim are no longer this worker's, see `put`; none is removed.
-            TaskNotFoundError: `skipped_by` or `task_name` has not claimed samples of the partition yet.
-            InvalidArgumentError: samples are named in addition to groups, rollouts or `skipped_by`, or a condition
-                does not fit its column.
+            StaleIncarnationError: the partition was cleared and created again after the metadata was returned.
+            LeaseExpiredError: samples of a leased claim are no longer leased to this worker; none is removed.
+            TaskNotFoundError: the task of `skipped_by` or `task_name` has not claimed samples of the partition yet.
+            InvalidArgumentError: samples are named in addition to groups, rollouts or `skipped_by`; or a condition does
+                not match the type of its column.
         """
         request = changed_samples(
             pb.ClearSamplesRequest,
@@ -896,39 +908,38 @@ class AsyncSampleCalls(AsyncBase):
         fenced: bool = True,
         timeout: float | None = None,
     ) -> int:
-        """Clear fields of samples: their values are freed, and the samples stay.
+        """Clear fields of samples: the values are freed, but the samples remain.
 
-        Keys, groups, rollouts, custom_meta and consumption of the samples stay. A cleared value counts as never put:
-        `get_data` raises `CellNotFoundError`, tasks that need the field wait for it, and it can be put again, also into
-        a `write_once` field. So clear a field after its last reader.
+        Keys, groups, rollouts, custom_meta and consumption of the samples do not change. A cleared value counts as
+        never put: `get_data` raises `CellNotFoundError`, and tasks that need the field wait for it. It can be put
+        again, even into a `write_once` field. Clear a field only after its last reader.
 
         Args:
-            target: the metadata of the samples, or the partition, with a selection as for `clear_samples`.
-            data_fields: the fields, at least one.
-            keys: keys of samples,
-            global_indexes: or their indexes,
-            groups: or groups, whose samples lose the fields. Fields with group scope can be cleared only in this way,
-                without `where` and `task_name`, since all samples of a group share the value.
-            rollouts: or, alone or with groups, rollouts, whose samples lose the fields,
-            skipped_by: or a task: all samples that it will never get lose the fields.
-            where: conditions on custom_meta that a sample must satisfy at this moment.
-            task_name: restricts this to samples left for this task and not leased by a worker of any task.
-            missing_ok: whether to treat a partition or field that does not exist as having nothing to clear, instead of
-                raising an error.
-            fenced: whether to refuse the call once samples of a leased claim are no longer this worker's, see `put`.
-            timeout: seconds until the call fails; None: the client's.
+            target: the metadata of the samples; or the partition, with a selection as for `clear_samples`.
+            data_fields: the fields to clear, at least one.
+            keys: keys of samples.
+            global_indexes: indexes of samples, instead of keys.
+            groups: names of groups, to clear the fields of all their samples. This is the only way to clear fields with
+                group scope, whose value all samples of a group share, and excludes `where` and `task_name`.
+            rollouts: names of rollouts, to clear the fields of all their samples; can be combined with `groups`.
+            skipped_by: a task, to clear the fields of all samples that the task will never get.
+            where: conditions on custom_meta; a sample must satisfy all of them when its fields are cleared.
+            task_name: restricts the call to samples left for this task and not leased by a worker of any task.
+            missing_ok: whether to return 0 instead of raising an error if the partition or a field does not exist.
+            fenced: whether to refuse the call if samples of a leased claim are no longer leased to this worker.
+            timeout: seconds until the call fails; None: the client's `timeout`.
 
         Returns:
-            The number of values cleared: at most the samples times the fields. A value shared by a group counts once.
+            The number of values cleared, at most one per sample and field. A value shared by a group counts once.
 
         Raises:
             PartitionNotFoundError: the partition does not exist.
-            FieldNotFoundError: no sample ever had one of the fields.
-            StaleIncarnationError: the partition of the metadata was cleared and created again.
-            LeaseExpiredError: samples of a leased claim are no longer this worker's, see `put`; nothing is cleared.
-            TaskNotFoundError: `skipped_by` or `task_name` has not claimed samples of the partition yet.
-            InvalidArgumentError: `data_fields` is empty, or has a field with group scope and the samples are not
-                selected by groups alone; or see `clear_samples`.
+            FieldNotFoundError: one of the fields has never been put to any sample.
+            StaleIncarnationError: the partition was cleared and created again after the metadata was returned.
+            LeaseExpiredError: samples of a leased claim are no longer leased to this worker; nothing is cleared.
+            TaskNotFoundError: the task of `skipped_by` or `task_name` has not claimed samples of the partition yet.
+            InvalidArgumentError: `data_fields` is empty, a field has group scope but the samples are not selected by
+                groups alone, or the selection is invalid (see `clear_samples`).
         """
         request = changed_samples(
             pb.ClearFieldsRequest,
@@ -965,31 +976,32 @@ class AsyncSampleCalls(AsyncBase):
     ) -> int:
         """Mark samples as failed: they count as done for all tasks, and their bytes are freed. This cannot be undone.
 
-        Keys, groups, rollouts and custom_meta stay; rollouts with a failed sample are closed. Samples that do not
-        exist or have already failed are ignored.
+        Keys, groups, rollouts and custom_meta of the samples do not change; rollouts with a failed sample are closed.
+        Samples that do not exist or have already failed are ignored.
 
         Args:
-            target: the metadata of the samples, or the partition, with one of the following.
-            keys: keys of samples,
-            global_indexes: or their indexes,
-            groups: or groups, all of whose members fail,
-            rollouts: or, alone or with groups, rollouts, all of whose samples fail.
+            target: the metadata of the samples; or the partition, with a selection by one of the following arguments.
+            keys: keys of samples.
+            global_indexes: indexes of samples, instead of keys.
+            groups: names of groups, to mark all of their members.
+            rollouts: names of rollouts, to mark all of their samples; can be combined with `groups`.
             where: conditions `(column, operator, value)` on custom_meta; a sample must satisfy all of them when it is
-                marked as failed. If nothing else names samples, all that satisfy them fail.
-            task_name: restricts this to samples left for this task and not leased by a worker of any task.
-            fenced: whether to refuse the call once samples of a leased claim are no longer this worker's, see `put`.
-            timeout: seconds until the call fails; None: the client's.
+                marked as failed. Without any other selection, all samples that satisfy the conditions are marked as
+                failed.
+            task_name: restricts the call to samples left for this task and not leased by a worker of any task.
+            fenced: whether to refuse the call if samples of a leased claim are no longer leased to this worker.
+            timeout: seconds until the call fails; None: the client's `timeout`.
 
         Returns:
             The number of samples marked as failed by this call.
 
         Raises:
             PartitionNotFoundError: the partition does not exist.
-            StaleIncarnationError: the partition of the metadata was cleared and created again.
-            LeaseExpiredError: samples of a leased claim are no longer this worker's, see `put`; none fails.
+            StaleIncarnationError: the partition was cleared and created again after the metadata was returned.
+            LeaseExpiredError: samples of a leased claim are no longer leased to this worker; none is marked as failed.
             TaskNotFoundError: the task has not claimed samples of the partition yet.
-            InvalidArgumentError: samples are named in addition to groups or rollouts, or a condition does not fit its
-                column.
+            InvalidArgumentError: samples are named in addition to groups or rollouts, or a condition does not match the
+                type of its column.
         """
         request = changed_samples(
             pb.FailSamplesRequest,

@@ -1,4 +1,4 @@
-"""Watching: a stream of changes of partitions."""
+"""Watches: streams of changes to partitions."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ _PROGRESS_SECONDS = 10.0
 
 
 class AsyncWatch:
-    """Yields changes, without end; see `watch`. Use it in a `with` block, or close it.
+    """An endless iterator over changes; see `watch`. Use it in a `with` block, or close it.
 
-    It resumes automatically if the connection breaks, the service restarts or a successor takes over. Only one reader
-    may use it. `aclose` ends the iteration; the sync form may be closed from any thread while it is read.
+    The watch resumes automatically after a lost connection, a restart of the service or a change of leader. Only one
+    reader may use a watch. `aclose` ends the iteration; any thread may close a blocking watch while another thread
+    reads it.
 
     Args:
-        calls: the calls of the client.
+        calls: calls of the client.
         request: the watched prefix, options and start revision.
-        timeout: seconds that the service may be unavailable.
+        timeout: seconds that the service may be unavailable before the iterator fails.
 
     Attributes:
-        revision: revision that the watch resumes from: that of the last complete update; None before the first.
+        revision: revision from which the watch resumes: that of the last complete update; None before the first.
     """
 
     def __init__(self, calls: AsyncCalls, request: pb.WatchRequest, timeout: float) -> None:
@@ -57,19 +58,19 @@ class AsyncWatch:
                 if isinstance(error, CompactedError) and self._starts_over:
                     self._request.ClearField("revision")
                     continue
-                # The DeadlineError comes from the service, which ends streams whose updates are not read for long.
+                # A DeadlineError here comes from the service, which ends streams whose reader is too slow.
                 failure = UnavailableError(error.message) if isinstance(error, DeadlineError) else error
                 backoff = backoff or Backoff(Deadline.after(self._timeout))
                 await async_sleep(backoff.after(failure))
                 continue
             if answer is not None:
                 return self._update(answer)
-            self._call = None  # the service ended the stream: its time limit is reached, or it is shutting down
+            self._call = None  # the service ended the stream at its time limit, or is shutting down
         raise StopAsyncIteration
 
     async def _read(self, remaining_seconds: float) -> pb.WatchResponse | None:
         endpoint = self._calls.endpoint()
-        # A stream that breaks after an hour is not an hour's outage: only failures to open one are logged.
+        # A stream that breaks after an hour is not an outage of an hour, so log only failures to open a stream.
         with endpoint.errors(Deadline.after(remaining_seconds), is_retried=self._call is None):
             if self._call is None:
                 self._is_reset = not self._request.HasField("revision")
@@ -88,7 +89,7 @@ class AsyncWatch:
         return update
 
     async def aclose(self) -> None:
-        """End the watch."""
+        """End the watch and cancel its call."""
         self._is_closed = True
         call, self._call = self._call, None
         if call is not None:
@@ -104,7 +105,7 @@ class AsyncWatch:
 
 
 class AsyncWatchCalls(AsyncBase):
-    """The part of the client that watches partitions. See `AsyncClient`."""
+    """The calls of the client that watch partitions. See `AsyncClient`."""
 
     def watch(
         self,
@@ -116,25 +117,27 @@ class AsyncWatchCalls(AsyncBase):
         progress_interval: float = _PROGRESS_SECONDS,
         timeout: float | None = None,
     ) -> AsyncWatch:
-        """Return an iterator over changes of partitions (created, sealed, cleared), samples, their tags, and tasks.
+        """Return an iterator over changes to partitions (created, sealed, cleared), samples, custom_meta and tasks.
 
-        Each update holds the latest state of everything that changed, not each step in between: a slow reader gets
-        fewer and later updates. Many changes are split over several updates; the last of these has a `revision`.
-        Updates come at most some ten times per second, less often if there are very many watches.
+        Each update contains the latest state of everything that changed, not the intermediate steps, so a slow reader
+        receives fewer and later updates. Many changes are split over several updates, of which only the last has a
+        `revision`. There are at most about ten updates per second, and fewer with very many watches.
 
         Args:
-            prefix: prefix of the partition names; empty: all.
+            prefix: prefix of the partition names to watch; empty: all partitions.
             revision: revision to start from, as returned by `list_partitions`, `lookup_samples`, `describe_partition`
-                and updates. None: start with the complete state, and send it again if changes were missed, as after a
-                restart of the service; such updates have `is_reset` set.
+                or an update. None: start with the complete state. The complete state is sent again if changes were
+                missed, for example after a restart of the service; such updates have `is_reset` set.
             samples: whether to watch samples.
-            tasks: whether to watch tasks: claims then yield updates.
-            progress_interval: seconds without a change after which an empty update is sent, 0.1 or more.
-            timeout: seconds that the service may be unavailable before the iterator fails; None: the client's.
+            tasks: whether to watch tasks; claims then cause updates.
+            progress_interval: seconds without a change after which an empty update is sent; at least 0.1.
+            timeout: seconds that the service may be unavailable before the iterator fails; None: the client's
+                `timeout`.
 
         Raises, from the iterator:
-            CompactedError: changes since `revision` are no longer known: list again, or watch without a revision.
-            UnavailableError: the service was unreachable for the timeout.
+            CompactedError: the changes since `revision` are no longer stored. List the partitions again, or watch
+                without a revision.
+            UnavailableError: the service was unavailable for longer than the timeout.
         """
         request = request_of(
             pb.WatchRequest,

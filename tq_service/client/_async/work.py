@@ -1,4 +1,4 @@
-"""Calls that claim and fetch: a batch with its data, and the loop of a queue worker."""
+"""Calls that claim and fetch: `get_batch` for a batch with its data, and `work` for the loop of a queue worker."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ DEFAULT_MAX_LEASE_SECONDS: Final = 3600.0
 
 
 class AsyncWorkItem:
-    """Leased samples of a worker, with their data. See `AsyncClient.work`.
+    """Samples leased to a queue worker, with their data. See `AsyncClient.work`.
 
     Attributes:
-        meta: the samples; its parts may be put, acknowledged or released by themselves.
-        data: their fields, as `get_data` returns them.
+        meta: the samples. Parts of it may be put, acknowledged or released separately.
+        data: the fetched fields, as returned by `get_data`.
     """
 
     def __init__(self, client: AsyncWorkCalls, meta: BatchMeta, data: TensorDict) -> None:
@@ -44,12 +44,12 @@ class AsyncWorkItem:
         self._is_done = False
 
     async def put(self, data: Any = None, *, custom_meta: MetaGiven | None = None, ack: bool = True) -> None:
-        """Put results for all samples of the item and acknowledge them, in one change.
+        """Put results for all samples of the item and acknowledge the samples, in one change.
 
         Args:
-            data: columns with a row for each sample; see `AsyncClient.put`.
-            custom_meta: see `AsyncClient.put`.
-            ack: False: more results follow, and the samples stay leased.
+            data: columns with one row per sample; see `AsyncClient.put`.
+            custom_meta: custom_meta of the samples; see `AsyncClient.put`.
+            ack: whether to acknowledge the samples. False: the samples stay leased, because more results follow.
 
         Raises:
             LeaseExpiredError: the samples are no longer leased to this worker; nothing is written.
@@ -58,21 +58,21 @@ class AsyncWorkItem:
         self._is_done = self._is_done or ack
 
     async def release(self) -> None:
-        """Return the samples: other workers can claim them at once, and this delivery does not count."""
+        """Release the samples: other workers can claim them at once, and this delivery does not count."""
         self._is_done = True
         await self._client.release(self.meta)
 
     async def fail(self) -> None:
-        """Mark the samples as failed: no task gets them any more."""
+        """Mark the samples as failed: they are not delivered to any task again."""
         self._is_done = True
         await self._client.fail_samples(self.meta)
 
 
 class AsyncWork:
-    """Iterates over the items of a queue worker. See `AsyncClient.work`.
+    """An iterator over the items of a queue worker. See `AsyncClient.work`.
 
     Attributes:
-        lost_count: number of items whose lease expired before their results were put or acknowledged.
+        lost_count: number of items whose lease expired before the iterator could acknowledge them.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class AsyncWork:
         self._claim = claim
         self._fetched = fetched
         self._max_lease_seconds = max_lease_seconds
-        # Of the consumer; the heartbeat reads it.
+        # Written by the consumer of the iterator, read by the heartbeat.
         self._item: AsyncWorkItem | None = None
         self._began_at = 0.0
         self._heartbeat: AsyncHeartbeat | None = None
@@ -105,17 +105,17 @@ class AsyncWork:
                 continue
             try:
                 data = await self._client.get_data(meta, data_fields=self._fetched, timeout=self._claim["timeout"])
-            except NotFoundError:  # samples were cleared since; the others can be claimed again
+            except NotFoundError:  # some samples were cleared: release the others
                 await self._client.release(meta)
                 failed_count += 1
-                if failed_count == _MOST_FAILED_FETCHES:  # or a field of `fetch` that does not exist
+                if failed_count == _MOST_FAILED_FETCHES:  # perhaps a field of `fetch` does not exist
                     raise
                 continue
             self._began_at, self._item = time.monotonic(), AsyncWorkItem(self._client, meta, data)
             return self._item
 
     async def aclose(self) -> None:
-        """End the loop; samples of the current item that are not acknowledged are released."""
+        """End the loop and release the unacknowledged samples of the current item."""
         item, self._item = self._item, None
         self._stop()
         if item is not None and not item._is_done:
@@ -128,11 +128,11 @@ class AsyncWork:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            self._item = None  # as if the process had died: the delivery counts
+            self._item = None  # do not release it: the delivery counts, as after a crash
         await self.aclose()
 
     async def _finish(self) -> None:
-        """Acknowledge the item whose work is over."""
+        """Acknowledge the current item, unless it was already acknowledged, released or failed."""
         item, self._item = self._item, None
         if item is None or item._is_done:
             return
@@ -140,16 +140,16 @@ class AsyncWork:
             await self._client.ack(item.meta)
         except LeaseExpiredError as error:
             self.lost_count += 1
-            _log.warning(LogMessage("results came after their lease had expired", error=error))
+            _log.warning(LogMessage("could not acknowledge samples: their lease had expired", error=error))
 
     async def _extend(self) -> None:
-        """Extend the lease of the current item."""
+        """Extend the lease of the current item, up to its maximum."""
         item = self._item
         if item is None or item._is_done or time.monotonic() - self._began_at > self._max_lease_seconds:
             return
         try:
             await self._client.extend(item.meta, self._claim["lease"])
-        except PreconditionError:  # it was acknowledged meanwhile, or its lease has expired, as the next call will tell
+        except PreconditionError:  # it was acknowledged meanwhile, or its lease expired; the next call shows which
             return
 
     def _stop(self) -> None:
@@ -159,7 +159,7 @@ class AsyncWork:
 
 
 class AsyncWorkCalls(AsyncClaimCalls, AsyncFetchCalls, AsyncSampleCalls):
-    """The part of the client that claims and fetches. See `AsyncClient`."""
+    """The calls of the client that claim and fetch. See `AsyncClient`."""
 
     async def get_batch(
         self,
@@ -179,21 +179,21 @@ class AsyncWorkCalls(AsyncClaimCalls, AsyncFetchCalls, AsyncSampleCalls):
         Args:
             partition_id: the partition.
             task_name: the consumer.
-            data_fields: fields that make a sample ready.
-            fetch: fields of the data; None: `data_fields`.
-            timeout: seconds until each of the two calls fails, for the claim beyond its `max_wait`; None: the client's.
-            **options: as for `claim`: `batch_size` and others, except for `batch_count`.
+            data_fields: fields that a sample must have to be ready.
+            fetch: fields to fetch; None: `data_fields`.
+            timeout: seconds until the claim (beyond its `max_wait`) or the fetch fails; None: the client's `timeout`.
+            **options: arguments of `claim`, such as `batch_size`; all except `batch_count`.
 
         Returns:
-            The data, as `get_data` returns it, and the batch. If there is none, the data is None, and `batch.status`
-            is "not_yet" or "end".
+            The data, as returned by `get_data`, and the batch. Without a batch, the data is None, and `batch.status` is
+            "not_yet" or "end".
 
         Raises:
-            TqError: as `claim` and `get_data`.
+            TqError: any error of `claim` and `get_data`.
         """
         if "batch_count" in options:
             raise InvalidArgumentError(
-                "get_batch has batch_count; expected one batch per call. Use claim for several", field="batch_count"
+                "get_batch does not accept batch_count; use claim for several batches", field="batch_count"
             )
         batch = await self.claim(partition_id, task_name, data_fields, timeout=timeout, **options)
         if batch.status != "batch":
@@ -218,38 +218,37 @@ class AsyncWorkCalls(AsyncClaimCalls, AsyncFetchCalls, AsyncSampleCalls):
         finite: bool = False,
         timeout: float | None = None,
     ) -> AsyncWork:
-        """Return an iterator over samples to work on, until the partition ends: the loop of a reward worker.
+        """Return an iterator over samples to process until the partition ends, as the loop of a queue worker.
 
             for item in client.work("train", "reward", ["response"]):
                 item.put({"reward": score(item.data["response"])})
 
-        Each item is a leased claim with its data. The lease is extended in the background during the loop body. `put`
-        acknowledges the item; so does the next iteration if the body did not. An item is lost if its lease expires
-        anyway, as after a pause of the process: `put` raises LeaseExpiredError then, and another worker gets the
+        Each item is a leased claim with its data, and the lease is extended in the background while the loop body runs.
+        `put` acknowledges the item; if the body does not, the next iteration acknowledges it. If the lease expires
+        anyway, for example because the process was paused, `put` raises LeaseExpiredError and another worker gets the
         samples.
 
-        If the body raises, the samples are redelivered once their lease has expired, which counts for
-        `max_deliveries`. Use the iterator in a `with` block to release the current item at once after a `break`.
+        If the body raises, the samples are redelivered once their lease has expired, and the delivery counts towards
+        `max_deliveries`. To release the current item at once after a `break`, use the iterator in a `with` block.
 
         Args:
-            partition_id: the partition; one that does not exist yet is waited for.
-            task_name: the consumer; all workers of a task share its samples.
-            data_fields: fields that make a sample ready.
-            batch_size: most samples (or rollouts or groups, see `batch_unit`) of an item; what is ready is delivered at
-                once.
-            batch_unit: "sample", "rollout" or "group".
-            fetch: fields of `item.data`; None: `data_fields`.
-            lease: seconds after which the samples of a worker that has stopped are redelivered.
-            max_lease: seconds after which the lease of one item is no longer extended, such as that of a body that
-                hangs.
-            max_deliveries: see `claim`; None: no bound.
-            where: see `claim`.
-            order_by: see `claim`.
-            finite: see `claim`.
-            timeout: seconds until each claim and fetch fails; None: the client's.
+            partition_id: the partition. The iterator waits for the partition if it does not exist yet.
+            task_name: the task that consumes the samples; all workers of a task share its samples.
+            data_fields: fields that a sample must have to be ready.
+            batch_size: maximum number of samples (rollouts or groups, see `batch_unit`) per item. Ready samples are
+                delivered at once, without waiting for a full item.
+            batch_unit: unit of `batch_size`: "sample", "rollout" or "group".
+            fetch: fields to fetch into `item.data`; None: `data_fields`.
+            lease: seconds after which the samples of a stopped worker are redelivered.
+            max_lease: maximum seconds to extend the lease of one item, in case its loop body hangs.
+            max_deliveries: maximum number of deliveries of a sample, see `claim`; None: unlimited.
+            where: conditions on custom_meta; see `claim`.
+            order_by: custom_meta columns that order the samples; see `claim`.
+            finite: whether to end without waiting for the seal; see `claim`.
+            timeout: seconds until a claim or fetch fails; None: the client's `timeout`.
 
         Raises, from the iterator:
-            TqError: as `claim` and `get_data`.
+            TqError: any error of `claim` and `get_data`.
         """
         claim = {
             "partition_id": partition_id,

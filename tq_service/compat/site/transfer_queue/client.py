@@ -1,7 +1,7 @@
-"""`TransferQueueClient`: TransferQueue's calls in sync and `async_...` form, each implemented by a few service calls.
+"""`TransferQueueClient`: TransferQueue's calls in sync and `async_...` form, implemented with calls of the service.
 
 Each call is written once, as a coroutine of `Calls`. With an `AsyncClient`, the coroutine is awaited. With a `Client`,
-whose calls never wait for an event loop, `finished` runs it to completion.
+whose calls never suspend, `finished` runs the coroutine to completion.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 
 def finished(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that never waits, and return its result."""
+    """Run a coroutine that never suspends, and return its result."""
     try:
         coroutine.send(None)
     except StopIteration as end:
@@ -53,7 +53,7 @@ async def _at_once(function: Callable[..., T], *arguments: Any, **keywords: Any)
 
 
 class Awaitables:
-    """Wraps the calls of a sync client or a module as awaitables that are already complete."""
+    """A wrapper whose calls return completed awaitables of the results of a sync client or module."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
@@ -65,14 +65,15 @@ class Awaitables:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
-    """Options of `get_meta` for the batches of tasks.
+    """The options of `get_meta` for claiming batches.
 
     Attributes:
-        sampler: chooses the samples of a batch.
-        sample: requests a batch from a user's sampler in the controller; None: not available in this process.
+        sampler: sampler that chooses the samples of a batch.
+        sample: function that requests a batch from a user's sampler in the controller; None: not available in this
+            process.
         polling_mode: whether `get_meta` returns an empty batch instead of raising an error if too few samples are
             ready.
-        wait_seconds: maximum time to wait for samples.
+        wait_seconds: maximum seconds to wait for samples.
     """
 
     sampler: BaseSampler
@@ -86,11 +87,11 @@ class Calls:
 
     Args:
         client: an `AsyncClient`, or `Awaitables` of a `Client`.
-        asking: options of `get_meta`.
-        run: calls a function, in a separate thread if other calls run concurrently.
+        asking: options for `get_meta`.
+        run: function that calls another function, in a thread if calls run concurrently.
 
     Attributes:
-        wait_seconds: maximum time that `get_meta` waits for samples; initially that of `asking`.
+        wait_seconds: maximum seconds that `get_meta` waits for samples; initially the value in `asking`.
     """
 
     def __init__(self, client: Any, *, asking: Asking, run: Callable[..., Awaitable[Any]]) -> None:
@@ -114,7 +115,7 @@ class Calls:
 
         Raises:
             RuntimeError: too few samples were ready in time. In polling mode, the batch is empty instead.
-            StorageKeyNotFoundError: a rank repeats its request for a batch, but samples of the batch were cleared.
+            StorageKeyNotFoundError: a rank repeated its request for a batch, but samples of the batch were cleared.
         """
         if mode == "insert":
             return of_samples(await self._client.insert(partition_id, batch_size), data_fields)
@@ -122,7 +123,7 @@ class Calls:
             return of_samples(await self._lookup(partition_id), data_fields)
         if mode != "fetch" or task_name is None:
             raise ValueError(
-                f"got mode {mode!r} and task_name {task_name!r}; expected 'fetch' with a task, or 'insert' or "
+                f"mode is {mode!r} and task_name is {task_name!r}; expected 'fetch' with a task_name, or 'insert' or "
                 "'force_fetch'"
             )
         claim: Row = {"partition_id": partition_id, "task_name": task_name, "data_fields": list(data_fields)}
@@ -144,7 +145,7 @@ class Calls:
         return batch
 
     async def _chosen(self, **wanted: Any) -> BatchMeta:
-        """Wait until a user's sampler chooses samples, and return them."""
+        """Wait until a user's sampler chooses samples, and return the batch; empty if the wait times out."""
         sample = self._asking.sample
         if sample is None:
             raise RuntimeError("this process cannot call a custom sampler; set num_workers of the loader to 0")
@@ -155,7 +156,7 @@ class Calls:
         return batch
 
     async def get_data(self, metadata: BatchMeta) -> TensorDict:
-        """Return the fields of a batch: rows with dimensions as nested tensors, objects as NonTensorStack.
+        """Return the fields of a batch. Rows with dimensions are returned as nested tensors, objects as NonTensorStack.
 
         Raises:
             StorageKeyNotFoundError: a sample was cleared.
@@ -189,13 +190,13 @@ class Calls:
         partition_id: str | None = None,
         data_parser: Callable[[Row], Any] | None = None,
     ) -> BatchMeta:
-        """Put fields, either of the samples in `metadata`, with their custom_meta, or of new samples in a partition.
+        """Put fields, for the samples in `metadata` together with their custom_meta, or for new samples in a partition.
 
         Args:
-            data: the fields.
-            metadata: the samples; the fields are added to `metadata`.
-            partition_id: the partition of new samples, if `metadata` is None.
-            data_parser: changes a dict of the columns in place before the put; runs in the calling process.
+            data: the fields, with one row per sample.
+            metadata: the samples, to which the call also adds the fields.
+            partition_id: partition for new samples if `metadata` is None.
+            data_parser: function that modifies a dict of the columns in place before the put, in the calling process.
 
         Raises:
             ValueError: neither samples nor a partition is given.
@@ -216,31 +217,31 @@ class Calls:
         return metadata.add_fields(data)
 
     async def _put(self, target: str | tq.BatchMeta, data: TensorDict | None, **more: Any) -> tq.BatchMeta:
-        """Put columns; if they do not match their fields, convert them to the fields' dtypes or to objects."""
+        """Put columns. If they do not match their fields, retry with the fields' dtypes, or as objects."""
         try:
             return await self._client.put(target, data, **more)
         except tq.errors.FieldMismatchError:
             partition_id = target if isinstance(target, str) else target.partition_id
             try:
                 fields = (await self._client.describe_partition(partition_id)).fields
-            except tq.errors.PartitionNotFoundError:  # cleared since the put
+            except tq.errors.PartitionNotFoundError:  # cleared after the put
                 fields = ()
             specs = {each.spec.name: each.spec for each in fields}
             return await self._client.put(target, _fitted(data, specs), **more)
 
     async def set_custom_meta(self, metadata: BatchMeta) -> None:
-        """Write the custom_meta of a batch."""
+        """Write the custom_meta of the batch to the service."""
         for positions, samples in self._samples(metadata):
             tags = [metadata.custom_meta[position] for position in positions]
             await self._client.set_custom_meta(samples, keeping_nulls(tags))
 
     async def clear_samples(self, metadata: BatchMeta) -> None:
-        """Remove samples; missing ones are ignored."""
+        """Remove the samples of the batch; samples that are already gone are ignored."""
         for _, samples in self._samples(metadata):
             await self._client.clear_samples(samples, missing_ok=True)
 
     async def clear_partition(self, partition_id: str) -> None:
-        """Remove a partition, if it exists."""
+        """Remove a partition if it exists."""
         await self._client.clear_partition(partition_id, missing_ok=True)
 
     async def get_partition_list(self) -> list[str]:
@@ -252,9 +253,9 @@ class Calls:
     async def get_consumption_status(
         self, task_name: str, partition_id: str
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return a partition's samples `(n,)`, and for each 1 if a task has consumed it, otherwise 0, `(n,)`.
+        """Return the indexes of a partition's samples, and for each sample whether a task has consumed it (1 or 0).
 
-        Both are None if the partition does not exist.
+        Both tensors have shape `(n,)`. They are None if the partition does not exist.
         """
         meta = await self._lookup(partition_id, task_name=task_name)
         if not meta.incarnation:
@@ -265,9 +266,9 @@ class Calls:
     async def get_production_status(
         self, data_fields: Sequence[str], partition_id: str
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return a partition's samples `(n,)`, and for each field 1 if the sample has it, otherwise 0, `(n, f)`.
+        """Return the indexes `(n,)` of a partition's samples, and `(n, f)` whether each sample has each field (1 or 0).
 
-        Both are None without `data_fields`, or if a field does not exist.
+        Both are None if `data_fields` is empty or a field does not exist.
         """
         meta = await self._lookup(partition_id)
         produced = meta.produced
@@ -277,17 +278,17 @@ class Calls:
         return torch.from_numpy(meta.indexes.copy()), torch.from_numpy(has_field.astype(np.int8))
 
     async def check_consumption_status(self, task_name: str, partition_id: str) -> bool:
-        """Return whether the partition has samples and a task has consumed all of them, except cleared ones."""
+        """Return whether the partition has samples and a task has consumed all except those that it will never get."""
         status = await self._client.check_consumption(partition_id, task_name, missing_ok=True)
         return 0 < _expected(status.total_count - status.skipped_count) <= status.consumed_count
 
     async def check_production_status(self, data_fields: Sequence[str], partition_id: str) -> bool:
-        """Return whether the partition has samples and all of them have these fields."""
+        """Return whether the partition has samples and all of them have the given fields."""
         status = await self._client.check_production(partition_id, data_fields, missing_ok=True)
         return 0 < _expected(status.total_count) <= status.produced_count
 
     async def reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
-        """Let a task, or all tasks, consume a partition again."""
+        """Make the samples of a partition consumable again by a task, or by all tasks."""
         try:
             known = () if task_name else (await self._client.describe_partition(partition_id)).tasks
             for name in [task_name] if task_name else [task.task_name for task in known]:
@@ -299,14 +300,14 @@ class Calls:
     # Keys
 
     async def kv_retrieve_meta(self, keys: Sequence[str] | str, partition_id: str, create: bool = False) -> BatchMeta:
-        """Return the samples of keys and their common fields; unknown keys are omitted, or created if `create`."""
+        """Return the samples of keys with their common fields. Unknown keys are omitted, or created if `create`."""
         names = _listed("keys", keys, str)
         if create:
             return of_samples(await self._client.put(partition_id, keys=names, return_meta="all"))
         return of_samples(await self._lookup(partition_id, keys=names))
 
     async def kv_retrieve_keys(self, global_indexes: Sequence[int] | int, partition_id: str) -> list[str | None]:
-        """Return the keys of samples; None for samples without a key.
+        """Return the keys of samples, with None for samples without a key.
 
         Raises:
             RuntimeError: the partition does not exist.
@@ -319,7 +320,7 @@ class Calls:
         return [key_of.get(index) for index in indexes]
 
     async def kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Row]]:
-        """Return the tags of samples by partition and key, for one partition or for all."""
+        """Return the tags of samples by partition and key, for one partition or for all partitions."""
         names = [partition_id] if partition_id is not None else await self.get_partition_list()
         metas = [await self._lookup(name) for name in names]
         listed = {name: meta for name, meta in zip(names, metas, strict=True) if meta.incarnation}
@@ -336,10 +337,10 @@ class Calls:
         tag: Row | None = None,
         data_parser: Callable[[Row], Any] | None = None,
     ) -> KVBatchMeta:
-        """Put the fields of one sample, as a TensorDict of one row or a dict of values, and merge its tag.
+        """Put the fields of one sample, given as a TensorDict with one row or a dict of values, and merge its tag.
 
         Raises:
-            ValueError: neither fields nor a tag is given, or fields have several rows.
+            ValueError: neither fields nor a tag is given, or fields has several rows.
         """
         if isinstance(fields, dict):
             nested = [name for name, each in fields.items() if isinstance(each, torch.Tensor) and each.is_nested]
@@ -362,20 +363,20 @@ class Calls:
         tags: Sequence[Row] | None = None,
         data_parser: Callable[[Row], Any] | None = None,
     ) -> KVBatchMeta:
-        """Put fields of samples by key, and merge their tags; unknown keys create samples.
+        """Put fields of samples by key, and merge their tags. Unknown keys create samples.
 
         Returns:
             References to the samples, with all their tags and their common fields after the put.
 
         Raises:
-            ValueError: neither fields nor tags are given, or their number differs from that of the keys.
+            ValueError: neither fields nor tags are given, or their number differs from the number of keys.
         """
         names = _listed("keys", keys, str)
         if fields is None and tags is None:
             raise ValueError("neither fields nor tags are given; pass at least one of them")
         for what, given in (("fields", fields), ("tags", tags)):
             if given is not None and len(given) != len(names):
-                raise ValueError(f"{what} has {len(given)} rows, expected {len(names)}, one for each key")
+                raise ValueError(f"{what} has {len(given)} rows, expected {len(names)}, one per key")
         meta = await self._put(
             partition_id,
             None if fields is None else _parsed(fields, data_parser),
@@ -393,10 +394,10 @@ class Calls:
     async def kv_batch_get(
         self, keys: Sequence[str] | str, partition_id: str, select_fields: Sequence[str] | str | None = None
     ) -> TensorDict:
-        """Return fields of samples by key; the default is their common fields. Unknown keys are omitted.
+        """Return fields of samples by key, by default their common fields. Unknown keys are omitted.
 
         Raises:
-            ValueError: none of the keys exists, or the samples do not have a common field.
+            ValueError: none of the keys exists, or no field is common to all samples.
         """
         names = _listed("keys", keys, str)
         if select_fields is not None and not select_fields:
@@ -416,23 +417,23 @@ class Calls:
             raise ValueError(f"keys or partition were not found: partition {partition_id!r} has none of these keys")
         if data.is_empty():
             if not of_samples(await self._lookup(partition_id, keys=names)).field_names:
-                raise ValueError(f"the samples of partition {partition_id!r} do not have a common field")
+                raise ValueError(f"the samples of partition {partition_id!r} have no field in common")
             return TensorDict({}, batch_size=0)
         return _as_transfer_queue(data)
 
     async def kv_batch_get_by_meta(
         self, meta: KVBatchMeta, select_fields: Sequence[str] | str | None = None
     ) -> TensorDict:
-        """Return fields of the samples in `meta`: `select_fields`, or by default the fields of `meta`.
+        """Return fields of the samples in `meta`: `select_fields` if given, otherwise the fields of `meta`.
 
         Raises:
-            ValueError: `meta` lacks a partition or a selected field.
+            ValueError: the partition of `meta` is not set, or `meta` lacks a selected field.
         """
         fields = meta.fields if select_fields is None else _listed("select_fields", select_fields, str)
         if meta.partition_id is None:
             raise ValueError("meta has no partition; set its partition_id")
         if unknown := set(fields or ()) - set(meta.fields or ()):
-            raise ValueError(f"select_fields {sorted(unknown)} not found in meta, which has {meta.fields}")
+            raise ValueError(f"select_fields {sorted(unknown)} not found in meta; its fields are {meta.fields}")
         return await self.kv_batch_get(meta.keys, meta.partition_id, fields)
 
     async def kv_clear(self, keys: Sequence[str] | str, partition_id: str) -> None:
@@ -446,7 +447,7 @@ class Calls:
         return meta
 
     def _samples(self, metadata: BatchMeta) -> list[tuple[list[int], tq.BatchMeta]]:
-        """Return positions and samples for each partition in a batch."""
+        """Return the positions and samples of the batch for each of its partitions."""
         indexes = np.asarray(metadata.global_indexes, np.int64)
         return [
             (
@@ -463,7 +464,7 @@ class Calls:
 
 
 def of_samples(meta: tq.BatchMeta, data_fields: Sequence[str] | None = None) -> BatchMeta:
-    """Return samples with the requested fields, by default their common fields."""
+    """Return samples as a `BatchMeta`, with the requested fields or, by default, their common fields."""
     produced = meta.produced
     has_all = [name for name, column in produced.items() if column.all()]
     names = has_all if data_fields is None else data_fields
@@ -488,16 +489,16 @@ def _schema_of(spec: tq.FieldSpec | None) -> Row:
 
 
 def _expected(total_count: int) -> int:
-    """Return the number of samples that a complete partition has."""
+    """Return the number of samples that a complete partition must have."""
     return max(total_count, int(os.environ.get("TQ_PRE_ALLOC_SAMPLE_NUM", "1")))
 
 
 def _listed(what: str, values: Any, kind: type) -> list[Any]:
-    """Return the values, or the single value, as a list.
+    """Return the values as a list; a single value becomes a list of one.
 
     Raises:
         ValueError: the list is empty.
-        TypeError: a value has another type.
+        TypeError: a value has the wrong type.
     """
     listed = [values] if isinstance(values, kind) else values
     if not isinstance(listed, list | tuple) or not all(isinstance(value, kind) for value in listed):
@@ -508,14 +509,14 @@ def _listed(what: str, values: Any, kind: type) -> list[Any]:
 
 
 def _parsed(data: TensorDict, data_parser: Callable[[Row], Any] | None) -> TensorDict:
-    """Apply a parser to data and return the result; the parser receives dense tensors, and all other columns as lists.
+    """Apply a parser to data and return the result. The parser gets dense tensors as tensors, other columns as lists.
 
     Raises:
         ValueError: the parser changed the set of columns or their number of rows.
     """
     if data_parser is None:
         return data
-    names: Any = data.keys()  # tensordict itself iterates over rows
+    names: Any = data.keys()  # iterating over the TensorDict itself yields rows
     columns: Row = {name: data.get(name) for name in names}
     ragged = {name: getattr(column, "_ragged_idx", 1) for name, column in columns.items()}
     for name, column in columns.items():
@@ -531,11 +532,11 @@ def _parsed(data: TensorDict, data_parser: Callable[[Row], Any] | None) -> Tenso
 
 
 def _column_of(rows: Any, ragged_dimension: int = 1) -> Any:
-    """Return rows as a TensorDict column: tensors become nested (jagged if possible), everything else objects.
+    """Return rows as a TensorDict column: tensors as a nested tensor (jagged if possible), other values as objects.
 
     Args:
-        rows: one value for each sample.
-        ragged_dimension: ragged dimension of the column if rows differ only in this one; 1 is the first dimension of a
+        rows: one value per sample.
+        ragged_dimension: ragged dimension to use if rows differ only in this dimension; 1 is the first dimension of a
             row.
     """
     if isinstance(rows, torch.Tensor):
@@ -557,9 +558,9 @@ def _column_of(rows: Any, ragged_dimension: int = 1) -> Any:
 
 
 def _taken(parts: Sequence[TensorDict], places: Sequence[int]) -> TensorDict:
-    """Return the rows at these positions of the concatenated parts."""
+    """Return the rows at the given positions of the concatenated parts."""
     columns = {}
-    for name in parts[0].keys():  # noqa: SIM118  (it iterates rows)
+    for name in parts[0].keys():  # noqa: SIM118  (iterating yields rows)
         of_parts = [part.get(name) for part in parts]
         rows = [row for column in of_parts for row in _unbound(column)]
         ragged_dimension = max(getattr(column, "_ragged_idx", 1) for column in of_parts)
@@ -568,9 +569,9 @@ def _taken(parts: Sequence[TensorDict], places: Sequence[int]) -> TensorDict:
 
 
 def _fitted(data: TensorDict | None, specs: Mapping[str, tq.FieldSpec]) -> TensorDict | None:
-    """Convert data to match its fields: tensors become the field's dtype, or objects.
+    """Convert data to match its fields: tensors are converted to the dtype of the field, or to objects.
 
-    Tensors are not converted to integers or booleans if that changes a value; complex numbers are never converted.
+    Tensors are not converted to integers or booleans if this would change a value. Complex numbers are never converted.
     """
     if data is None:
         return None
@@ -595,7 +596,7 @@ def _unbound(column: Any) -> Any:
 
 
 def _as_transfer_queue(data: TensorDict) -> TensorDict:
-    """Return data in TransferQueue's form, where tensor rows are nested even if several dimensions differ."""
+    """Return data as TransferQueue returns it: rows of tensors are nested even if they differ in several dimensions."""
     for name in list(data.keys()):
         column = data.get(name)
         if not isinstance(column, torch.Tensor) and isinstance(column[0].data, torch.Tensor):
@@ -604,15 +605,15 @@ def _as_transfer_queue(data: TensorDict) -> TensorDict:
 
 
 class TransferQueueClient:
-    """TransferQueue's low-level calls, each available as `name` and as the awaitable `async_name`.
+    """TransferQueue's low-level calls, each as the method `name` and the awaitable method `async_name`.
 
     Args:
         address: address of the service.
-        asking: options of `get_meta`.
-        **reached: further arguments of the service's client: `namespace`, `timeout`, `token` and `insecure`.
+        asking: options for `get_meta`.
+        **reached: further arguments for the service's clients: `namespace`, `timeout`, `token` and `insecure`.
 
     Attributes:
-        client_id: name of this client, for its user's logs.
+        client_id: name of this client, for use in logs.
         address: address of the service.
     """
 
@@ -629,9 +630,9 @@ class TransferQueueClient:
         def __getattr__(self, name: str) -> Callable[..., Any]: ...
 
     def polling(self) -> Callable[..., TransferQueueClient]:
-        """Return a factory of workers' clients; their batches are empty if too few samples are ready.
+        """Return a factory of clients for loader workers, whose batches are empty if too few samples are ready.
 
-        The factory takes an address, and is picklable if the service implements the sampler.
+        The factory takes an address. It is picklable if the service implements the sampler.
         """
         asking = replace(self._options["asking"], polling_mode=True, wait_seconds=0.0)
         if service_samples(asking.sampler):
@@ -639,16 +640,16 @@ class TransferQueueClient:
         return partial(TransferQueueClient, **{**self._options, "asking": asking})
 
     def wait_at_most(self, seconds: float) -> None:
-        """Set the maximum time that later `get_meta` calls wait for samples."""
+        """Set the maximum seconds that later `get_meta` calls wait for samples."""
         self.sync_calls.wait_seconds = self.async_calls.wait_seconds = seconds
 
     def close(self) -> None:
-        """Close the client's channels."""
+        """Close the channels of the client."""
         self.sync_client.close()
 
 
 def _add_forms(name: str) -> None:
-    """Add a call to the client, as a sync method and in its awaitable form."""
+    """Add a call of `Calls` to the client, as a sync method and as an awaitable method."""
 
     def call(client: TransferQueueClient, *arguments: Any, **keywords: Any) -> Any:
         return finished(getattr(client.sync_calls, name)(*arguments, **keywords))

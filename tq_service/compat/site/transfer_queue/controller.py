@@ -1,4 +1,4 @@
-"""State shared by the processes of a run: its service, which the run may have started, and its sampler."""
+"""State shared by the processes of a run: the service (perhaps started for the run) and the sampler."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from transfer_queue.sampler import BaseSampler, Config, Indexes, Sampled, claim_
 from transfer_queue.storage import StorageKeyNotFoundError
 
 OWN_CHECKPOINT_DIR: Final = "/"
-"""The checkpoint_dir of a service started by a run, which may therefore write checkpoints to any directory."""
+"""The checkpoint_dir of a service started for a run, so that the run can write checkpoints to any directory."""
 
 
 def setting(conf: Any, *names: str, default: Any = None) -> Any:
-    """Return a setting of a nested dict or DictConfig, or the default if it is not set."""
+    """Return a nested setting of a dict or DictConfig, or the default if it is not set."""
     for name in names:
         conf = conf.get(name) if conf is not None else None
     return default if conf is None else conf
@@ -33,15 +33,15 @@ def setting(conf: Any, *names: str, default: Any = None) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One use of a service by any number of processes, from `init()` to `close()`.
+    """The use of a service by any number of processes, from `init()` to `close()`.
 
     Attributes:
-        conf: initial configuration of the run.
-        address: address of the service; if empty, a service is started.
-        namespace: namespace of the run's partitions; empty for no namespace.
-        sampler: chooses the samples of a batch.
-        service: settings of the service to start.
-        token: token for the service; None: each process takes it from its environment.
+        conf: configuration that the run was started with.
+        address: address of the service; empty: start a service.
+        namespace: namespace of the run's partitions; empty: no namespace.
+        sampler: sampler that chooses the samples of a batch.
+        service: settings for a service that the run starts.
+        token: token for the service; None: each process reads the token from its environment.
         is_service_owned: whether the service was started for the run.
     """
 
@@ -54,7 +54,7 @@ class Run:
     is_service_owned: bool = False
 
     def client_options(self) -> dict[str, Any]:
-        """Return the options for clients of the service."""
+        """Return the arguments for creating clients of the service."""
         reached: dict[str, Any] = {
             "address": self.address,
             "namespace": self.namespace or False,
@@ -63,7 +63,7 @@ class Run:
         return reached if self.token is None else reached | {"token": self.token, "insecure": True}
 
     def filled_conf(self) -> Any:
-        """Return the configuration, completed with the address and the namespace."""
+        """Return the configuration with the address and the namespace filled in."""
         if "controller" not in self.conf:
             self.conf["controller"] = {}
         self.conf["controller"].update({"address": self.address, "namespace": self.namespace})
@@ -72,44 +72,44 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class KnownPartition:
-    """A partition as passed to users' samplers: its name, and the custom_meta of its samples."""
+    """A partition as users' samplers see it: its name, and the custom_meta of its samples."""
 
     partition_id: str
     tags: Mapping[int, Mapping[str, Any]]
 
     def get_custom_meta(self, global_indices: Sequence[int]) -> dict[int, Mapping[str, Any]]:
-        """Return the custom_meta of these samples, omitting samples without custom_meta."""
+        """Return the custom_meta of the given samples, omitting samples without custom_meta."""
         return {index: tags for index in global_indices if (tags := self.tags.get(index))}
 
 
 @dataclass(slots=True)
 class _Remembered:
-    """A partition that a sampler has seen; `last_given` is the highest index that the sampler has chosen there."""
+    """A partition that a sampler has used; `last_given` is the highest index that the sampler has chosen from it."""
 
     incarnation: bytes
     last_given: int = -1
 
 
 class TransferQueueController:
-    """Begins a run and holds its shared state, in the process that began it or as a named Ray actor.
+    """Starts a run and stores its shared state, in the process that started the run or as a named Ray actor.
 
     Args:
-        run: the run to begin.
-        host: host on which a started service listens; None: loopback only.
+        run: the run to start.
+        host: host on which a newly started service listens; None: loopback only.
     """
 
     def __init__(self, run: Run, host: str | None = None) -> None:
         self._ending = ExitStack()
         self._run = run if run.address else self._with_own_service(run, host)
         self._sampling = threading.Lock()
-        self._client: tq.Client | None = None  # created when the sampler is first called
+        self._client: tq.Client | None = None  # created for the first call of the sampler
         self._remembered: dict[str, _Remembered] = {}
 
     def _with_own_service(self, run: Run, host: str | None) -> Run:
-        """Start a service in a separate process, which always ends with this process.
+        """Start a service in a separate process, which ends with this process in any case.
 
-        If other machines can reach the host, the service requires a token known only to the run. As between the
-        processes of a Ray cluster, traffic is not encrypted. On the loopback address, no token is needed.
+        If other machines can reach the host, the service requires a token that only the run has. Traffic is not
+        encrypted, as is usual between the processes of a Ray cluster. On the loopback address, no token is needed.
         """
         settings = {"grace_seconds": 1, "checkpoint_dir": OWN_CHECKPOINT_DIR, **run.service}
         flags, token = [part for name, value in settings.items() for part in _flag(name, value)], None
@@ -127,27 +127,27 @@ class TransferQueueController:
         return replace(run, address=process.address, token=token, is_service_owned=True)
 
     def run(self) -> Run:
-        """Return the state shared by the processes of the run."""
+        """Return the run, for the other processes of the run."""
         return self._run
 
     def get_config(self) -> Any:
-        """Return the configuration of the run, like TransferQueue's actor."""
+        """Return the configuration of the run, as TransferQueue's actor does."""
         return self._run.filled_conf()
 
     def sample(self, batch_size: int, config: Config, **claim: Any) -> BatchMeta:
-        """Let the sampler choose the samples of a batch, claim the samples it consumes, and return the batch.
+        """Let the sampler choose the samples of a batch, claim the samples that it consumes, and return the batch.
 
-        Callers are served one at a time, from the look-up to the claim, since samplers may keep state. The sampler's
-        cache of a partition is reset once the partition has been cleared. The cache is also reset if all samples the
-        sampler chose in the partition were cleared and it would choose them again.
+        Calls are executed one at a time, from the look-up to the claim, since samplers may have state. The sampler's
+        cache for a partition is reset after the partition was cleared. It is also reset if all samples that the sampler
+        chose from the partition were cleared, and the sampler would choose them again.
 
         Args:
-            batch_size: number of samples.
-            config: the sampling_config of the call.
+            batch_size: number of samples in the batch.
+            config: the `sampling_config` of the call.
             **claim: `partition_id`, `task_name` and `data_fields`.
 
         Returns:
-            The batch; empty if the sampler chooses no samples, or if another consumer was faster.
+            The batch; empty if the sampler chooses no samples, or if another consumer claims them first.
 
         Raises:
             StorageKeyNotFoundError: some of the chosen samples were cleared.
@@ -171,7 +171,8 @@ class TransferQueueController:
 
             sampled, consumed = choose()
             if sampled and tags.keys().isdisjoint(sampled):
-                # Indexes only grow: if all stored indexes are higher than any chosen one, all chosen samples are gone.
+                # Indexes only increase: if all stored indexes are higher than every chosen one, all chosen samples are
+                # gone.
                 is_over = min(tags) > remembered.last_given
                 if is_over:
                     sampler.clear_cache(partition_id)
@@ -187,7 +188,7 @@ class TransferQueueController:
             return of_samples(known, claim["data_fields"]).select_samples(place_of[index] for index in sampled)
 
     def _recall(self, client: tq.Client, partition_id: str, incarnation: bytes) -> _Remembered:
-        """Return the state of a partition; if the partition is new, first forget partitions that no longer exist."""
+        """Return the state of a partition. If it is new, first drop the state of partitions that no longer exist."""
         if partition_id not in self._remembered or self._remembered[partition_id].incarnation != incarnation:
             stored = {each.partition_id: each.incarnation for each in client.list_partitions()}
             for name in [name for name, each in self._remembered.items() if stored.get(name) != each.incarnation]:
@@ -196,14 +197,14 @@ class TransferQueueController:
         return self._remembered.setdefault(partition_id, _Remembered(incarnation))
 
     def stop(self) -> None:
-        """Stop the service that was started for the run, and close the controller's client."""
+        """Close the controller's client, and stop the service if it was started for the run."""
         if self._client is not None:
             self._client.close()
         self._ending.close()
 
     @classmethod
     def options(cls, **options: Any) -> Any:
-        """Return the class as a Ray actor with these options."""
+        """Return the class as a Ray actor class with the given options."""
         return sys.modules["ray"].remote(cls).options(**options)
 
 
@@ -212,7 +213,7 @@ def _are_claimed(
 ) -> bool:
     if not rows:
         return True
-    # Replicas of a rank claim the same samples under the same name, which is never used for other samples.
+    # Replicas of a rank claim the same samples under the same name. The name is never used for other samples.
     is_of_rank = config.get("dp_rank") is not None
     try:
         meta = client.get_meta(

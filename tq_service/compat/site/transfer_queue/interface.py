@@ -1,4 +1,4 @@
-"""TransferQueue's key-value calls, in sync and `async_...` form, and its checkpoints."""
+"""TransferQueue's key-value calls, in sync and `async_...` form, and TransferQueue's checkpoint calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LONGEST_NAME: Final = 200
 
 
 def _of_client(name: str) -> Callable[..., Any]:
-    """Return a function that calls a method of this process's client; if its name starts with `async_`, await it."""
+    """Return a function that calls a method of this process's client; an `async_...` method must be awaited."""
     method = getattr(TransferQueueClient, name)
 
     @wraps(method)
@@ -27,7 +27,7 @@ def _of_client(name: str) -> Callable[..., Any]:
         return getattr(current().client, name)(*arguments, **keywords)
 
     parameters = list(signature(method).parameters.values())
-    call.__dict__["__signature__"] = Signature(parameters[1:])  # without the client
+    call.__dict__["__signature__"] = Signature(parameters[1:])  # without the client parameter
     return call
 
 
@@ -45,16 +45,16 @@ kv_clear, async_kv_clear = _of_client("kv_clear"), _of_client("async_kv_clear")
 def save_checkpoint(
     checkpoint_dir: str | Path, *, include_storage: bool = True, metadata: dict[str, Any] | None = None
 ) -> None:
-    """Write a checkpoint of the run's partitions, replacing any existing one.
+    """Write a checkpoint of the run's partitions, replacing an existing checkpoint in the same directory.
 
-    The service writes the checkpoint below its checkpoint directory: into `checkpoint_dir` itself if that is below
-    `controller.checkpoint_dir`, otherwise under a name derived from the path. A file in `checkpoint_dir` records the
-    name.
+    The service writes the checkpoint below its own checkpoint directory. If `checkpoint_dir` is below
+    `controller.checkpoint_dir`, the checkpoint is written to `checkpoint_dir` itself, otherwise under a name derived
+    from its path. A file in `checkpoint_dir` records the name.
 
     Args:
-        checkpoint_dir: the directory; created if it does not exist.
-        include_storage: ignored; the data is always included.
-        metadata: stored as "user_metadata" in `metadata.json`.
+        checkpoint_dir: directory of the checkpoint; created if it does not exist.
+        include_storage: ignored, since the data is always included.
+        metadata: values to store as "user_metadata" in `metadata.json`.
 
     Raises:
         RuntimeError: this process has not joined a run.
@@ -73,7 +73,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(checkpoint_dir: str | Path) -> None:
-    """Replace the run's partitions with those of a checkpoint.
+    """Replace the run's partitions with the partitions of a checkpoint.
 
     Raises:
         FileNotFoundError: the directory does not contain a checkpoint.
@@ -85,7 +85,7 @@ def load_checkpoint(checkpoint_dir: str | Path) -> None:
 
 
 def get_metrics_endpoint() -> str | None:
-    """Return host and port of the metrics (`metrics.endpoint` in the configuration); None if unset or without a run."""
+    """Return host and port of the metrics (`metrics.endpoint` of the run); None if not set or without a run."""
     try:
         conf = current().run.conf
     except RuntimeError:
@@ -95,7 +95,7 @@ def get_metrics_endpoint() -> str | None:
 
 
 def _checkpoint_name(directory: Path, top: str | None) -> str:
-    """Return the checkpoint name for a directory, relative to the service's checkpoint directory."""
+    """Return the checkpoint name for a directory, relative to the service's checkpoint directory if possible."""
     if top is not None and directory.is_relative_to(Path(top).absolute()):
         return str(directory.relative_to(Path(top).absolute()))
     name = "/".join(re.sub(r"[^A-Za-z0-9._=@+-]", "-", part).lstrip("._=@+-") or "x" for part in directory.parts[1:])

@@ -17,20 +17,20 @@ from tensordict import TensorDict
 
 _log = logging.getLogger(__name__)
 
-# NeMo-RL's adapter patches TransferQueue's schema of one-dimensional fields on import, unless this flag is set. Here,
-# rows of such fields already have shape ().
+# NeMo-RL's adapter patches TransferQueue's schema of one-dimensional fields on import, unless this flag is set. The
+# patch is not needed here, since rows of such fields already have shape ().
 _nrl_scalar_schema_patched = True
 _IMMUTABLE: Final = (str, int, float, bytes, type(None))
 
 
 class _Batch(ABC):
-    """Samples, and attributes with one value per sample; the first attribute identifies the samples."""
+    """A batch of samples with attributes that have one value per sample. The first attribute identifies the samples."""
 
     _PER_SAMPLE: ClassVar[tuple[str, ...]]
 
     @abstractmethod
     def _of(self, positions: Sequence[int]) -> Self:
-        """Return the samples at these positions, with the batch's fields and extra_info."""
+        """Return the samples at the given positions, with the batch's fields and extra_info."""
 
     @property
     def size(self) -> int:
@@ -41,21 +41,21 @@ class _Batch(ABC):
         return self.size
 
     def _reorder(self, indexes: Sequence[int]) -> None:
-        """Reorder the samples in place, by their current positions.
+        """Reorder the samples in place, given their current positions in the new order.
 
         Raises:
             ValueError: the positions are not a permutation.
         """
         if sorted(indexes) != list(range(self.size)):
             raise ValueError(
-                f"the order is {list(indexes)}, expected each position from 0 to {self.size - 1} exactly once"
+                f"indexes is {list(indexes)}, expected each position from 0 to {self.size - 1} exactly once"
             )
         ordered = self._of(indexes)
         for name in self._PER_SAMPLE:
             setattr(self, name, getattr(ordered, name))
 
     def chunk(self, chunks: int) -> list[Self]:
-        """Split the batch into `chunks` batches of consecutive samples with nearly equal sizes, larger ones first."""
+        """Split the batch into `chunks` batches of consecutive samples and nearly equal size, larger ones first."""
         if self.size < chunks:
             _log.warning("split %d samples into %d parts; some are empty", self.size, chunks)
         return [self._of(part.tolist()) for part in np.array_split(np.arange(self.size), chunks)]
@@ -67,16 +67,16 @@ class BatchMeta(_Batch):
     Attributes:
         global_indexes: indexes of the samples.
         partition_ids: the partition of each sample.
-        field_schema: for each field, its `dtype`, the `shape` of a row (-1 in dimensions that differ), `is_nested` and
-            `is_non_tensor`.
-        production_status: `(n,)` int8: 1 if a sample has all of the fields, otherwise 0.
-        extra_info: information about the batch.
-        custom_meta: one mapping for each sample.
+        field_schema: by field, the `dtype`, the `shape` of a row (-1 in dimensions where rows differ), `is_nested`
+            and `is_non_tensor`.
+        production_status: `(n,)` int8, 1 if a sample has all of the fields, otherwise 0.
+        extra_info: additional values for the batch.
+        custom_meta: one mapping per sample.
     """
 
     _PER_SAMPLE = ("global_indexes", "partition_ids", "production_status", "custom_meta")
 
-    # Attributes that tq_service's loader reads.
+    # Attributes read by tq_service's loader.
     status = "batch"
     incarnation = b""
     epoch = 0
@@ -99,11 +99,11 @@ class BatchMeta(_Batch):
         )
         self.extra_info = dict(extra_info or {})
         self.custom_meta = [dict(each) for each in custom_meta or ({} for _ in self.global_indexes)]
-        # Known incarnations by partition, to detect a later partition with the same name.
+        # Known incarnations by partition, used to detect a later partition with the same name.
         self.incarnations = dict(incarnations or {})
         for what in self._PER_SAMPLE[1:]:
             if (count := len(getattr(self, what))) != self.size:
-                raise ValueError(f"{what} has {count} values, expected {self.size}, one for each sample")
+                raise ValueError(f"{what} has {count} values, expected {self.size}, one per sample")
 
     @classmethod
     def empty(cls, extra_info: Mapping[str, Any] | None = None) -> BatchMeta:
@@ -112,37 +112,37 @@ class BatchMeta(_Batch):
 
     @property
     def field_names(self) -> list[str]:
-        """Names of the fields, sorted."""
+        """Sorted names of the fields."""
         return sorted(self.field_schema)
 
     @property
     def is_ready(self) -> bool:
-        """Whether the batch has samples, and all of them have all of the fields."""
+        """Whether the batch has samples, and all samples have all fields."""
         return self.size > 0 and bool((self.production_status == 1).all())
 
     @property
     def samples(self) -> Sequence[SampleView]:
-        """A read-only view of each sample."""
+        """Read-only views of the samples."""
         fields = MappingProxyType({name: MappingProxyType(each) for name, each in self.field_schema.items()})
         statuses, tags = self.production_status.tolist(), map(MappingProxyType, self.custom_meta)
         columns = zip(self.global_indexes, self.partition_ids, statuses, tags, strict=True)
         return [SampleView(*known, fields) for known in columns]
 
     def get_dtypes(self, field_name: str) -> list[Any]:
-        """Return the dtype of a field, once for each sample; raise KeyError for an unknown field."""
+        """Return the dtype of a field once per sample. Raise KeyError for an unknown field."""
         return [self._schema(field_name).get("dtype")] * self.size
 
     def get_shapes(self, field_name: str) -> list[Any]:
-        """Return the shape of a field's rows, once for each sample; raise KeyError for an unknown field."""
+        """Return the row shape of a field once per sample. Raise KeyError for an unknown field."""
         return [self._schema(field_name).get("shape")] * self.size
 
     def _schema(self, field_name: str) -> dict[str, Any]:
         if field_name not in self.field_schema:
-            raise KeyError(f"the batch has no field {field_name!r}, only {', '.join(self.field_names) or 'none'}")
+            raise KeyError(f"the batch has no field {field_name!r}; fields: {', '.join(self.field_names) or 'none'}")
         return self.field_schema[field_name]
 
     def get_extra_info(self, key: str, default: Any = None) -> Any:
-        """Return a value of `extra_info`."""
+        """Return a value of `extra_info`, or the default if the key does not exist."""
         return self.extra_info.get(key, default)
 
     def set_extra_info(self, key: str, value: Any) -> None:
@@ -154,7 +154,7 @@ class BatchMeta(_Batch):
         self.extra_info.update(info_dict)
 
     def remove_extra_info(self, key: str) -> Any:
-        """Remove a value from `extra_info`, and return it or None if it does not exist."""
+        """Remove a key from `extra_info`, and return its value, or None if the key does not exist."""
         return self.extra_info.pop(key, None)
 
     def has_extra_info(self, key: str) -> bool:
@@ -174,7 +174,7 @@ class BatchMeta(_Batch):
         return _copied(self.custom_meta)
 
     def update_custom_meta(self, custom_meta: Sequence[Mapping[str, Any]] | None) -> None:
-        """Merge one mapping per sample into `custom_meta`; a client's `set_custom_meta` and `put` write them.
+        """Merge one mapping per sample into `custom_meta`. A client's `set_custom_meta` or `put` writes the result.
 
         Raises:
             ValueError: the number of mappings differs from the number of samples.
@@ -182,7 +182,7 @@ class BatchMeta(_Batch):
         if custom_meta is None:
             return
         if len(custom_meta) != self.size:
-            raise ValueError(f"custom_meta has {len(custom_meta)} values, expected {self.size}, one for each sample")
+            raise ValueError(f"custom_meta has {len(custom_meta)} values, expected {self.size}, one per sample")
         for mine, given in zip(self.custom_meta, custom_meta, strict=True):
             mine.update(given)
 
@@ -191,15 +191,13 @@ class BatchMeta(_Batch):
         self.custom_meta = [{} for _ in self.global_indexes]
 
     def add_fields(self, tensor_dict: TensorDict, set_all_ready: bool = True) -> BatchMeta:
-        """Add the fields of a TensorDict with one row per sample, in place.
+        """Add the fields of a TensorDict that has one row per sample, in place.
 
         Raises:
             ValueError: the number of rows differs from the number of samples.
         """
         if tensor_dict.batch_size[0] != self.size:
-            raise ValueError(
-                f"the data has {tensor_dict.batch_size[0]} rows, expected {self.size}, one for each sample"
-            )
+            raise ValueError(f"tensor_dict has {tensor_dict.batch_size[0]} rows, expected {self.size}, one per sample")
         self.field_schema.update(extract_field_schema(tensor_dict))
         if set_all_ready:
             self.production_status = np.ones(self.size, np.int8)
@@ -217,17 +215,17 @@ class BatchMeta(_Batch):
         return self._of(positions)
 
     def select_fields(self, field_names: Iterable[str]) -> BatchMeta:
-        """Return a copy of the batch with only the named fields."""
+        """Return a copy of the batch with only the named fields; unknown names are ignored."""
         selected = self.copy()
         selected.field_schema = {name: selected.field_schema[name] for name in field_names if name in self.field_schema}
         return selected
 
     def reorder(self, indices: Sequence[int]) -> None:
-        """Reorder the samples in place, by their current positions, each exactly once."""
+        """Reorder the samples in place, given their current positions in the new order, each exactly once."""
         self._reorder(indices)
 
     def copy(self) -> BatchMeta:
-        """Return a deep copy."""
+        """Return a deep copy of the batch."""
         return self._of(range(self.size))
 
     def _of(self, positions: Sequence[int]) -> BatchMeta:
@@ -249,11 +247,11 @@ class BatchMeta(_Batch):
         raise TypeError(f"the index has type {type(item).__name__}, expected an integer or a slice")
 
     def chunk_by_partition(self) -> list[BatchMeta]:
-        """Return one batch per partition, ordered by their first samples."""
+        """Return one batch per partition, ordered by first appearance in this batch."""
         return [self._of(positions) for positions in positions_of(self.partition_ids).values()]
 
     def union(self, other: BatchMeta) -> BatchMeta:
-        """Return the same samples with the fields of both batches; for common fields, `other` has priority.
+        """Return the same samples with the fields of both batches. For common fields, `other` takes precedence.
 
         Raises:
             ValueError: `other` has different samples.
@@ -273,10 +271,10 @@ class BatchMeta(_Batch):
 
     @classmethod
     def concat(cls, data: Sequence[BatchMeta], validate: bool = True) -> BatchMeta:
-        """Concatenate batches; empty ones are omitted.
+        """Concatenate batches; empty batches are omitted.
 
         Raises:
-            ValueError: the batches differ in fields or their dtypes (with `validate`), or in values of `extra_info`.
+            ValueError: the batches differ in fields or dtypes (checked if `validate`), or in values of `extra_info`.
         """
         parts = [part for part in data if part]
         if not parts:
@@ -314,7 +312,7 @@ class SampleView(NamedTuple):
     Attributes:
         global_index: index of the sample.
         partition_id: partition of the sample.
-        production_status: 1 if the sample has all of the fields.
+        production_status: 1 if the sample has all of the fields, otherwise 0.
         custom_meta: custom_meta of the sample.
         fields: schemas of the batch's fields.
     """
@@ -332,10 +330,10 @@ class KVBatchMeta(_Batch):
 
     Attributes:
         keys: unique keys of the samples.
-        tags: one mapping for each sample.
+        tags: one mapping per sample.
         partition_id: partition of the samples, if known.
         fields: names of the samples' common fields; None if unknown.
-        extra_info: information about the batch.
+        extra_info: additional values for the batch.
     """
 
     _PER_SAMPLE = ("keys", "tags")
@@ -348,11 +346,11 @@ class KVBatchMeta(_Batch):
 
     def __post_init__(self) -> None:
         if len(self.keys) != len(self.tags):
-            raise ValueError(f"got {len(self.keys)} keys and {len(self.tags)} tags, expected one tag for each key")
+            raise ValueError(f"got {len(self.keys)} keys and {len(self.tags)} tags, expected one tag per key")
         for what, names in (("keys", self.keys), ("fields", self.fields or ())):
             if len(set(names)) != len(names):
                 raise ValueError(f"{what} contains duplicates; list each name once")
-        # Copies, since changes to a part must not affect the batch.
+        # Copy the values, since changes to a part must not affect the batch.
         self.tags = _copied(self.tags)
         self.extra_info = copy.deepcopy(self.extra_info)
 
@@ -364,7 +362,7 @@ class KVBatchMeta(_Batch):
         return replace(self, keys=keys, tags=tags)
 
     def reorder(self, indexes: Sequence[int]) -> None:
-        """Reorder the samples in place, by their current positions, each exactly once."""
+        """Reorder the samples in place, given their current positions in the new order, each exactly once."""
         self._reorder(indexes)
 
     def select_keys(self, keys_to_select: Sequence[str]) -> KVBatchMeta:
@@ -372,16 +370,16 @@ class KVBatchMeta(_Batch):
 
         Raises:
             ValueError: a key is selected twice.
-            RuntimeError: the batch lacks a key.
+            RuntimeError: the batch does not have one of the keys.
         """
         if unknown := set(keys_to_select) - set(self.keys):
-            raise RuntimeError(f"the batch lacks the keys {sorted(unknown)}")
+            raise RuntimeError(f"the batch does not have the keys {sorted(unknown)}")
         position_of = {key: position for position, key in enumerate(self.keys)}
         return self._of([position_of[key] for key in keys_to_select])
 
     @classmethod
     def concat(cls, data: Sequence[KVBatchMeta]) -> KVBatchMeta:
-        """Concatenate batches; empty ones are omitted.
+        """Concatenate batches; empty batches are omitted.
 
         Raises:
             ValueError: the batches differ in partition, fields or values of `extra_info`.
@@ -405,8 +403,8 @@ class KVBatchMeta(_Batch):
 
 
 def extract_field_schema(data: TensorDict) -> dict[str, dict[str, Any]]:
-    """Return the schema of each field."""
-    return {str(name): _schema_of_column(data.get(name)) for name in data.keys()}  # noqa: SIM118  (it iterates rows)
+    """Return the schema of each field in a TensorDict."""
+    return {str(name): _schema_of_column(data.get(name)) for name in data.keys()}  # noqa: SIM118  (data iterates rows)
 
 
 def _schema_of_column(column: Any) -> dict[str, Any]:
@@ -422,7 +420,7 @@ def schema_of(dtype: Any, shape: Any, *, is_nested: bool = False, is_non_tensor:
 
 
 def _common_shape(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """Return the common shape, with -1 in dimensions that differ."""
+    """Return the common shape, with -1 in dimensions where the shapes differ."""
     return tuple(sizes[0] if len(set(sizes)) == 1 else -1 for sizes in zip(*shapes, strict=True))
 
 
@@ -454,7 +452,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _copied(rows: Sequence[Any]) -> list[Any]:
-    """Return deep copies of tags, which are mostly dicts with immutable values."""
+    """Return deep copies of tags; most tags are dicts with immutable values."""
     return [
         {name: value if isinstance(value, _IMMUTABLE) else copy.deepcopy(value) for name, value in row.items()}
         if type(row) is dict
@@ -464,7 +462,7 @@ def _copied(rows: Sequence[Any]) -> list[Any]:
 
 
 def positions_of(names: Sequence[str]) -> dict[str, list[int]]:
-    """Return the positions of each name, in the order of first occurrence."""
+    """Return the positions of each name, ordered by first occurrence."""
     positions: dict[str, list[int]] = {}
     for position, name in enumerate(names):
         positions.setdefault(name, []).append(position)

@@ -1,4 +1,4 @@
-"""This process's participation in a run: `init` begins or joins a run, `close` leaves or ends it."""
+"""The session of this process in a run: `init` starts or joins a run, `close` leaves or ends the run."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ ACTOR_NAMESPACE: Final = "transfer_queue"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """A process's participation in a run.
+    """The participation of one process in a run.
 
     Attributes:
-        run: the state shared by all its processes.
+        run: state shared by all processes of the run.
         client: client of the service.
-        controller: controller of the run: a `TransferQueueController`, or a Ray handle of one.
-        call: calls a method of the controller, given its name and arguments.
+        controller: controller of the run: a `TransferQueueController`, or a Ray handle to one.
+        call: function that calls a method of the controller, given its name and arguments.
         ray: the `ray` module if the controller is an actor, otherwise None.
-        is_owner: whether this process began the run.
+        is_owner: whether this process started the run.
     """
 
     run: Run
@@ -52,13 +52,13 @@ _changing = threading.RLock()
 
 
 def init(conf: Any = None) -> Any:
-    """Begin a run with a configuration, or join an existing run; in a Ray cluster, join the cluster's run.
+    """Start a run with a configuration, or join an existing run. In a Ray cluster, there is one run per cluster.
 
     Args:
-        conf: a dict or DictConfig (see config.yaml); ignored if a run exists.
+        conf: a dict or DictConfig (see config.yaml); ignored if a run already exists.
 
     Returns:
-        The configuration of a new run, with defaults, address and namespace; `conf` if the process joined a run.
+        The configuration of a new run, with defaults, address and namespace; or `conf` if the process joined a run.
 
     Raises:
         ValueError: the configured sampler is invalid.
@@ -72,7 +72,7 @@ def init(conf: Any = None) -> Any:
 
 
 def current(*, joins: bool = True) -> Session:
-    """Return this process's session; in a Ray cluster, join the cluster's run first if necessary.
+    """Return the session of this process. In a Ray cluster, join the run of the cluster first if necessary.
 
     Raises:
         RuntimeError: this process has not joined a run.
@@ -87,7 +87,7 @@ def current(*, joins: bool = True) -> Session:
 
 
 def close() -> None:
-    """Leave the run; in the process that began it, end it, clear its namespace and stop a service started for it."""
+    """Leave the run. The process that started the run ends it, clears its namespace and stops the run's own service."""
     global _session
     with _changing:
         session, _session = _session, None
@@ -101,16 +101,16 @@ def close() -> None:
 
 
 def get_client() -> TransferQueueClient:
-    """Return the client of this process.
+    """Return the client of this process's session.
 
     Raises:
-        RuntimeError: the process has not called `init`.
+        RuntimeError: this process has not called `init`.
     """
     return current(joins=False).client
 
 
 def _join() -> Session | None:
-    """Return a session of the Ray cluster's run, or None without a run or without Ray."""
+    """Return a session in the Ray cluster's run, or None if there is no run or the program does not use Ray."""
     ray = _ray()
     try:
         actor = ray and ray.get_actor(ACTOR_NAME, namespace=ACTOR_NAMESPACE)
@@ -128,7 +128,7 @@ def _begin(conf: Any) -> Session:
     options = {"name": ACTOR_NAME, "namespace": ACTOR_NAMESPACE, "num_cpus": 0, "max_concurrency": 8}
     try:
         actor = ray.remote(TransferQueueController).options(**options).remote(run, host)
-    except ValueError:  # another process was first
+    except ValueError:  # another process started the run first
         return _session_of(ray.get_actor(ACTOR_NAME, namespace=ACTOR_NAMESPACE), ray)
     return _session_of(actor, ray, is_owner=True)
 
@@ -157,7 +157,7 @@ def _end(session: Session) -> None:
     run = session.run
     is_cleared = setting(run.conf, "controller", "clear_on_close", default=True)
     if run.namespace and is_cleared and not run.is_service_owned:
-        client = session.client.polling()(run.address)  # users may have closed the session's client
+        client = session.client.polling()(run.address)  # the program may have closed the session's client
         try:
             for partition in client.get_partition_list():
                 client.clear_partition(partition)
@@ -166,7 +166,7 @@ def _end(session: Session) -> None:
         finally:
             client.close()
     ray = session.ray
-    if ray is None or ray.is_initialized():  # otherwise the actor ended with its cluster
+    if ray is None or ray.is_initialized():  # otherwise the actor has ended with the cluster
         session.call("stop")
     if ray is not None and ray.is_initialized():
         ray.kill(session.controller)
@@ -185,7 +185,7 @@ def _run_of(conf: Any, *, in_cluster: bool) -> Run:
 
 
 def _with_defaults(conf: Any) -> Any:
-    """Return the configuration with the defaults of config.yaml as a DictConfig, or a plain copy without OmegaConf."""
+    """Return the configuration with the defaults of config.yaml, or a copy without them if OmegaConf is missing."""
     try:
         from omegaconf import OmegaConf  # noqa: PLC0415  (programs without it pass dicts)
     except ImportError:
@@ -195,7 +195,7 @@ def _with_defaults(conf: Any) -> Any:
 
 
 def _sampler_of(given: Any) -> BaseSampler:
-    """Return the sampler for a name, a class or an instance.
+    """Return the sampler given as a name, a class or an instance.
 
     Raises:
         ValueError: `given` is not a sampler.
@@ -212,7 +212,7 @@ def _sampler_of(given: Any) -> BaseSampler:
 
 
 def _ray() -> Any:
-    """Return Ray, connected to its cluster, or None if this program does not use Ray."""
+    """Return the Ray module, connected to its cluster, or None if this program does not use Ray."""
     ray = sys.modules.get("ray")
     if ray is not None and not ray.is_initialized():
         ray.init()

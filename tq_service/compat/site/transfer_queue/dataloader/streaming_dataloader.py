@@ -1,4 +1,4 @@
-"""StreamingDataLoader: prefetches the batches of a `StreamingDataset`."""
+"""The `StreamingDataLoader`, which prefetches the batches of a `StreamingDataset`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _PREFETCHED_BATCHES = 2
 
 
 class StreamingDataLoader(data.StreamingDataLoader[Any]):
-    """Iterates a dataset; a thread or worker processes prefetch its batches, each batch once.
+    """A loader that iterates over a dataset, whose batches a thread or worker processes prefetch, each batch once.
 
     Args:
         dataset: the dataset to iterate over.
-        num_workers: number of worker processes; 0: a thread prefetches instead.
-        collate_fn: called with each micro-batch and its meta; the result is yielded.
+        num_workers: number of worker processes; 0: prefetch in a thread.
+        collate_fn: function called with each micro-batch and its meta; its result is yielded instead.
         pin_memory: whether to copy tensors to page-locked memory.
-        worker_init_fn: not called, since workers only fetch.
-        multiprocessing_context: context that starts the workers.
-        prefetch_factor: batches that each worker prefetches; None: 2.
+        worker_init_fn: ignored, since workers only fetch.
+        multiprocessing_context: multiprocessing context that starts the workers.
+        prefetch_factor: number of batches that each worker prefetches; None: 2.
         persistent_workers: whether to keep workers alive between iterators.
         pin_memory_device: ignored.
     """
@@ -48,7 +48,7 @@ class StreamingDataLoader(data.StreamingDataLoader[Any]):
         self._collate, self._pin_memory = collate_fn, pin_memory
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield micro-batches with their meta."""
+        """Yield each micro-batch with its meta."""
         for batch, meta in super().__iter__():
             pinned = (batch.pin_memory() if self._pin_memory else batch), meta
             yield pinned if self._collate is None else self._collate(pinned)

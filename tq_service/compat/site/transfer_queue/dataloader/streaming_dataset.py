@@ -1,4 +1,4 @@
-"""StreamingDataset: the micro-batches of one rank."""
+"""The `StreamingDataset`, which yields the micro-batches of one rank."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ _FIRST_PAUSE_SECONDS: Final = 0.01
 TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL: Final = float(
     os.environ.get("TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL", "1")
 )
-"""Maximum pause between two checks for a batch, in seconds; the pause ends early when samples become ready."""
+"""Maximum seconds between two checks for a batch; the next check is earlier if samples become ready."""
 
 
 class StreamingDataset(data.StreamingDataset[Any]):
-    """The micro-batches of one rank, and of its replicas, in the run that this process has joined.
+    """The micro-batches of one rank and its replicas, in the run that this process has joined.
 
     Args:
         config: ignored, since the run has a configuration.
-        batch_size: samples per batch.
-        micro_batch_size: samples per micro-batch.
-        data_fields: fields to fetch; a sample is ready when it has all of them.
-        partition_id: the partition.
-        task_name: the consumer.
-        dp_rank: number of this rank; all replicas of a rank pass the same number.
-        should_check_consumption_status: whether to end when all samples are consumed, instead of waiting for more
+        batch_size: number of samples per batch.
+        micro_batch_size: number of samples per micro-batch.
+        data_fields: fields to fetch; a sample is ready once it has all of them.
+        partition_id: the partition to read.
+        task_name: the task that consumes the samples.
+        dp_rank: number of the rank, which is the same for all of its replicas.
+        should_check_consumption_status: whether to end once all samples are consumed. False: wait for more samples
             forever.
-        fetch_batch_fn: replaces `default_fetch_batch_fn`; it is called with the same keyword arguments.
-        process_batch_fn: replaces `chunk_batch_fn`; it is called with batch, meta, and `micro_batch_size` as a keyword
-            argument.
+        fetch_batch_fn: function to use instead of `default_fetch_batch_fn`, called with the same keyword arguments.
+        process_batch_fn: function to use instead of `chunk_batch_fn`, called with the batch, its meta, and
+            `micro_batch_size` as a keyword argument.
 
     Attributes:
         config, batch_size, micro_batch_size, data_fields, task_name, dp_rank, should_check_consumption_status,
-            fetch_batch_fn, process_batch_fn: the arguments of these names.
-        sampling_config: the `sampling_config` argument of `fetch_batch_fn`.
+            fetch_batch_fn, process_batch_fn: the arguments with these names.
+        sampling_config: the `sampling_config` that `fetch_batch_fn` is called with.
 
     Raises:
         ValueError: an argument is invalid.
@@ -88,7 +88,7 @@ class StreamingDataset(data.StreamingDataset[Any]):
             partition_id=partition_id,
             task_name=task_name,
             dp_rank=dp_rank,
-            dp_size=dp_rank + 1,  # only the sampler may know the run's dp_size
+            dp_size=dp_rank + 1,  # a lower bound: perhaps only the sampler has the run's dp_size
             should_check_consumption_status=should_check_consumption_status,
             fetch_batch_fn=FetchBatch(self.fetch_batch_fn, self.sampling_config),
             process_batch_fn=self.process_batch_fn,
@@ -98,22 +98,22 @@ class StreamingDataset(data.StreamingDataset[Any]):
 
     @property
     def buffer(self) -> list[tuple[Any, Any]]:
-        """The batches fetched so far, which `reset` replays."""
+        """The batches fetched so far, which are replayed after `reset`."""
         return self.get_buffer()
 
 
 @dataclass(frozen=True, slots=True)
 class FetchBatch:
-    """The function that tq_service's loader calls to fetch a batch, which in turn calls TransferQueue's function."""
+    """The function that tq_service's loader calls to fetch a batch; it calls the user's or TransferQueue's function."""
 
     fetch_batch_fn: Callable[..., Any]
     sampling_config: Mapping[str, Any]
 
     def __call__(self, *, client: TransferQueueClient, batch_index: int, finite: bool, **asked: Any) -> Any:
-        """Return a batch and its meta; the batch is None at the end or if it is not ready yet.
+        """Return a batch and its meta. The batch is None at the end, or if no batch is ready yet.
 
-        A finite pass checks at once, and then again after pauses that double. Other ranks may claim the last samples at
-        any time, but a late replica still receives its last batch.
+        A finite pass checks at once, and then again after pauses that double each time. It checks often because other
+        ranks may claim the last samples at any time. A late replica still receives its last batch.
         """
         pause, pauses_until = 0.0, time.monotonic() + TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL
         if not finite:
@@ -129,7 +129,7 @@ class FetchBatch:
                 return batch, meta
             if finite and client.check_consumption_status(asked["task_name"], asked["partition_id"]):
                 return None, _END
-            time.sleep(max(0.0, asked_at + pause - time.monotonic()))  # a user's function may not wait
+            time.sleep(max(0.0, asked_at + pause - time.monotonic()))  # in case a user's function does not wait
             left = pauses_until - time.monotonic()
             if left <= 0:
                 return None, None
@@ -145,7 +145,7 @@ def default_fetch_batch_fn(
     sampling_config: Mapping[str, Any],
     batch_index: int,
 ) -> tuple[TensorDict | None, BatchMeta]:
-    """Return the next batch of a rank and its meta; the batch is None if too few samples are ready."""
+    """Return the next batch of a rank with its meta. The batch is None if too few samples are ready."""
     meta = tq_client.get_meta(
         data_fields=data_fields,
         batch_size=batch_size,
@@ -159,7 +159,7 @@ def default_fetch_batch_fn(
 def chunk_batch_fn(
     td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int = 1
 ) -> list[tuple[TensorDict, BatchMeta]]:
-    """Split a batch into parts of `micro_batch_size` rows, each with its meta; the last part may be shorter.
+    """Split a batch into parts of `micro_batch_size` rows, each with its meta. The last part may be shorter.
 
     Raises:
         ValueError: the batch has fewer than `micro_batch_size` rows.

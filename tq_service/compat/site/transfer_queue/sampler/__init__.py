@@ -1,7 +1,8 @@
-"""TransferQueue's samplers. The service implements the four built-in ones; users' samplers run in the controller.
+"""TransferQueue's samplers. The service implements the four built-in samplers; users' samplers run in the controller.
 
 A user's sampler is a subclass of `BaseSampler` with a method `sample`, which is called for one batch at a time. In a
-Ray cluster, the actor shared by all processes of a run calls it; otherwise, the process that needs the batch does.
+Ray cluster, the actor shared by all processes of the run calls this method, otherwise the process that requests the
+batch.
 """
 
 from __future__ import annotations
@@ -21,29 +22,29 @@ _log = logging.getLogger(__name__)
 
 
 class BaseSampler(ABC):
-    """Chooses the samples of a batch and the samples that the batch consumes, which may differ.
+    """Base class of samplers. A sampler chooses the samples of a batch, and which samples the batch consumes.
 
-    `_states` stores the choices by partition, task, rank and batch until the partition is cleared, so that a rank can
-    repeat a request.
+    `_states` stores the choices by partition, task, rank and batch until the partition is cleared, so a rank can repeat
+    a request.
     """
 
     claim: ClassVar[Callable[[Any, int, Config], dict[str, Any]] | None] = None
-    """Returns the arguments of the service's `get_meta`, for samplers that the service implements."""
+    """Method that returns the arguments of the service's `get_meta`; None if the service lacks the sampler."""
 
     def __init__(self) -> None:
         self._states: dict[str, dict[str, dict[Any, dict[Any, Any]]]] = {}
 
     @abstractmethod
     def sample(self, ready_indexes: Indexes, batch_size: int, *args: Any, **kwargs: Any) -> Sampled:
-        """Return the samples of a batch and those that the task consumes with it; empty lists if too few are ready.
+        """Return the samples of a batch and the samples that it consumes; two empty lists if too few samples are ready.
 
         Args:
-            ready_indexes: samples that have all requested fields, and that the task has not consumed.
-            batch_size: number of requested samples.
+            ready_indexes: indexes of samples that have all requested fields and that the task has not consumed.
+            batch_size: number of samples in the batch.
             *args: unused.
-            **kwargs: `partition`, with a `partition_id` and `get_custom_meta(indexes)`, which returns a dict of the
-                samples that have custom_meta. Also those of `task_name`, `partition_id`, `dp_rank` and `batch_index`
-                that the call's `sampling_config` contains.
+            **kwargs: `partition`, an object with `partition_id` and `get_custom_meta(indexes)`, which returns a dict of
+                the samples with custom_meta. Also `task_name`, `partition_id`, `dp_rank` and `batch_index`, if the
+                call's `sampling_config` contains them.
         """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Sampled:
@@ -51,30 +52,30 @@ class BaseSampler(ABC):
         return self.sample(*args, **kwargs)
 
     def has_cached_result(self, partition_id: str, task_name: str, sampling_config: Config | None = None) -> bool:
-        """Return whether `_states` contains the batch that a rank requests."""
+        """Return whether `_states` already contains the batch that a rank requests."""
         config = sampling_config or {}
         known = self._states.get(partition_id, {}).get(task_name, {}).get(config.get("dp_rank"), {})
         return config.get("batch_index") in known
 
     def clear_cache(self, partition_id: str) -> None:
-        """Forget the choices for a partition."""
+        """Drop the stored choices for a partition."""
         self._states.pop(partition_id, None)
 
     def save_checkpoint(self) -> dict[str, Any]:
-        """Return the state for `load_checkpoint`."""
+        """Return the state to pass to `load_checkpoint`."""
         return {"_states": self._states}
 
     def load_checkpoint(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that `save_checkpoint` returned."""
+        """Restore a state returned by `save_checkpoint`."""
         self._states = state["_states"]
 
     def _batches(self, partition_id: str, task_name: str, dp_rank: Any) -> dict[Any, Sampled]:
-        """Return the choices for a rank by batch."""
+        """Return the stored choices of a rank, by batch."""
         tasks = self._states.setdefault(partition_id, {})
         return tasks.setdefault(task_name, {}).setdefault(dp_rank, {})
 
     def _recalled(self, batches: dict[Any, Sampled], batch_index: Any, choose: Callable[[], Indexes]) -> Sampled:
-        """Return the choice for a batch: the recorded one if it exists, otherwise a new one or empty lists."""
+        """Return the stored choice for a batch, or make and store a new one; empty lists if it chooses no samples."""
         if batch_index not in batches and (chosen := choose()):
             batches[batch_index] = chosen, list(chosen)
         sampled, consumed = batches.get(batch_index, ((), ()))
@@ -82,10 +83,10 @@ class BaseSampler(ABC):
 
 
 class SequentialSampler(BaseSampler):
-    """Chooses the first ready samples."""
+    """A sampler that chooses the first ready samples."""
 
     def claim(self, batch_size: int, config: Config) -> dict[str, Any]:
-        """Return the arguments that claim the next samples from the service."""
+        """Return the `get_meta` arguments that claim the next samples."""
         return {"batch_size": batch_size}
 
     def sample(self, ready_indexes: Indexes, batch_size: int, *args: Any, **kwargs: Any) -> Sampled:
@@ -94,10 +95,10 @@ class SequentialSampler(BaseSampler):
 
 
 class RankAwareSampler(BaseSampler):
-    """Chooses the next samples for each batch of a rank, the same ones for all replicas of the rank."""
+    """A sampler that chooses the next samples for each batch of a rank, identical for all replicas of the rank."""
 
     def claim(self, batch_size: int, config: Config) -> dict[str, Any]:
-        """Return the arguments that claim the next samples; repeated requests for a rank and batch claim the same."""
+        """Return the `get_meta` arguments that claim the next samples; repeated requests get the same ones."""
         return {"batch_size": batch_size, "claim_name": claim_name(config)}
 
     def sample(
@@ -111,10 +112,10 @@ class RankAwareSampler(BaseSampler):
         *args: Any,
         **kwargs: Any,
     ) -> Sampled:
-        """Return the first samples, or the previous choice if the rank repeats its request.
+        """Return the first ready samples, or the previous choice if the rank repeats its request.
 
         Raises:
-            ValueError: the rank is negative, or the rank or batch is missing.
+            ValueError: the rank is negative, or the rank or the batch index is missing.
         """
         claim_name({"dp_rank": dp_rank, "batch_index": batch_index})
         batches = self._batches(partition_id, task_name, dp_rank)
@@ -123,7 +124,7 @@ class RankAwareSampler(BaseSampler):
 
 
 class GRPOGroupNSampler(BaseSampler):
-    """Chooses complete groups of n consecutive samples.
+    """A sampler that chooses complete groups of n samples with consecutive indexes.
 
     Args:
         n_samples_per_prompt: group size n.
@@ -136,7 +137,7 @@ class GRPOGroupNSampler(BaseSampler):
         self.n_samples_per_prompt = n_samples_per_prompt
 
     def claim(self, batch_size: int, config: Config) -> dict[str, Any]:
-        """Return the arguments that claim complete groups; repeated requests of a rank claim the same groups."""
+        """Return the `get_meta` arguments that claim complete groups; repeated requests of a rank get the same ones."""
         named = {} if config.get("dp_rank") is None else {"claim_name": claim_name(config)}
         return {"batch_size": batch_size, "sampler": "grpo_group_n", "sampler_config": self._groups(), **named}
 
@@ -152,7 +153,7 @@ class GRPOGroupNSampler(BaseSampler):
         *args: Any,
         **kwargs: Any,
     ) -> Sampled:
-        """Return complete groups, sorted by index, or the previous choice if a rank repeats its request.
+        """Return complete groups sorted by index, or the previous choice if a rank repeats its request.
 
         Raises:
             ValueError: `batch_size` is not a multiple of the group size.
@@ -165,10 +166,10 @@ class GRPOGroupNSampler(BaseSampler):
 
     def _take_groups(self, ready_indexes: Indexes, count: int) -> Indexes:
         if count % self.n_samples_per_prompt:
-            raise ValueError(f"batch_size is {count}, expected a multiple of n_samples_per_prompt, {self._groups()}")
+            raise ValueError(f"batch_size is {count}, expected a multiple of n_samples_per_prompt ({self._groups()})")
         taken: Indexes = []
         run: Indexes = []
-        for index in sorted(ready_indexes):  # a group consists of consecutive indexes, from the lowest on
+        for index in sorted(ready_indexes):  # groups are runs of consecutive indexes
             run = [*run, index] if run and index == run[-1] + 1 else [index]
             if len(run) == self.n_samples_per_prompt:
                 taken += run
@@ -177,10 +178,10 @@ class GRPOGroupNSampler(BaseSampler):
 
 
 class SeqlenBalancedSampler(GRPOGroupNSampler):
-    """Chooses complete groups for all ranks at once, and balances the ranks' tokens (`total_lengths`).
+    """A sampler that chooses complete groups for all ranks at once, and balances the ranks' tokens (`total_lengths`).
 
     Args:
-        n_samples_per_prompt: samples per group.
+        n_samples_per_prompt: number of samples per group.
         dp_size: number of ranks.
     """
 
@@ -191,7 +192,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         self.dp_size = dp_size
 
     def claim(self, batch_size: int, config: Config) -> dict[str, Any]:
-        """Return the arguments that claim this rank's share of a batch that the service plans for all ranks."""
+        """Return the `get_meta` arguments that claim the rank's share of a batch planned for all ranks."""
         place = {"dp_rank": config.get("dp_rank") or 0, "batch_index": config.get("batch_index") or 0}
         return {
             "batch_size": batch_size, "sampler": "seqlen_balanced", "sampler_config": self._groups(),
@@ -207,7 +208,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         *args: Any,
         **kwargs: Any,
     ) -> Sampled:
-        """Return the requesting rank's share, and store the shares of the other ranks for their requests."""
+        """Return the share of the requesting rank, and store the shares of the other ranks for their requests."""
         rank, batch_index = kwargs.get("dp_rank") or 0, kwargs.get("batch_index") or 0
         batches = self._batches(partition_id, task_name, rank)
         if batch_index not in batches:
@@ -233,7 +234,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
 
 
 def service_samples(sampler: BaseSampler) -> bool:
-    """Return whether the service implements the sampler, because it is one of the four classes and not a subclass."""
+    """Return whether the service implements the sampler: one of the four built-in classes, not a subclass."""
     return type(sampler) in (SequentialSampler, RankAwareSampler, GRPOGroupNSampler, SeqlenBalancedSampler)
 
 
@@ -246,7 +247,7 @@ def claim_name(config: Config) -> str:
     rank, batch = config.get("dp_rank"), config.get("batch_index")
     if rank is None or batch is None or rank < 0:
         raise ValueError(
-            f"sampling_config has dp_rank {rank} and batch_index {batch}; expected both to be set, and dp_rank to be 0 "
-            "or more"
+            f"sampling_config has dp_rank {rank} and batch_index {batch}; expected both to be set, and dp_rank to be "
+            "at least 0"
         )
     return f"rank {rank}, batch {batch}"

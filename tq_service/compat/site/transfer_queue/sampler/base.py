@@ -1,4 +1,4 @@
-"""TransferQueue's module of this name."""
+"""TransferQueue's module of the same name."""
 
 from transfer_queue.sampler import BaseSampler
 

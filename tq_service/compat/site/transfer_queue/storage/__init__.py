@@ -1,4 +1,4 @@
-"""Names that callers import from TransferQueue's storage; the service stores the data and needs no configuration."""
+"""Names that programs import from TransferQueue's storage. The service stores the data and needs no configuration."""
 
 from transfer_queue.storage.simple_storage import SimpleStorageUnit, StorageKeyNotFoundError
 

@@ -1,4 +1,4 @@
-"""Names that callers import from TransferQueue's storage: an error, and storage units, which do not exist here."""
+"""Names imported from TransferQueue's storage: an error, and the storage unit, which does not exist here."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from typing import Any, NoReturn
 
 
 class StorageKeyNotFoundError(KeyError):
-    """A sample was cleared before its data was read; callers that clear and read concurrently catch it."""
+    """A sample was cleared before its data was read. Programs that clear and read concurrently catch this error."""
 
 
 class SimpleStorageUnit:
-    """A class that cannot be instantiated, since the service stores the data."""
+    """Placeholder class that cannot be instantiated, since the service stores the data."""
 
     @classmethod
     def options(cls, **options: Any) -> type[SimpleStorageUnit]:
-        """Return the class; options are ignored."""
+        """Return the class itself; options are ignored."""
         return cls
 
     @classmethod
     def remote(cls, *arguments: Any, **keywords: Any) -> NoReturn:
-        """Raise RuntimeError."""
+        """Raise RuntimeError, since storage units do not exist."""
         raise RuntimeError(
-            "storage units do not exist, since the service at controller.address stores the data; do not create them"
+            "storage units do not exist, since the service at controller.address stores the data. Do not create them"
         )

@@ -1,4 +1,4 @@
-"""TransferQueue's module of this name."""
+"""TransferQueue's module of the same name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _FORMAT: Final = "%(asctime)s - %(levelname)s - %(name)s - %(message)s"
 
 
 def get_logger(name: str | None, default_level: str = "WARNING") -> logging.Logger:
-    """Return a logger with the level TQ_LOGGING_LEVEL; add a stream handler if none is configured."""
+    """Return a logger with the level of TQ_LOGGING_LEVEL. Add a stream handler if no handler is configured."""
     logger = logging.getLogger(name)
     logger.setLevel(os.environ.get("TQ_LOGGING_LEVEL", default_level))
     if not logger.hasHandlers():
