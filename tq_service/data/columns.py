@@ -243,7 +243,7 @@ def check_positions(row_count: int, positions: Positions) -> None:
 
 
 def _ranges(starts: Positions, stops: Positions) -> list[tuple[int, int]]:
-    """Return the row ranges with adjacent ranges joined; at least one range, which may be empty."""
+    """Return row ranges with adjacent ranges joined. Returns at least one range, which may be empty."""
     if not starts.size:
         return [(0, 0)]
     begins = np.append(True, starts[1:] != stops[:-1])

@@ -75,8 +75,7 @@ class StreamingDataset(IterableDataset[Item]):
     """The micro-batches of one DP rank.
 
     Its items are `(micro_batch, meta)`: a TensorDict, and the `BatchMeta` of its samples. With `pack` the items are
-    `PackedMicroBatch`es; with `process_batch_fn` they are what that function returns. Type checkers infer the item
-    type.
+    `PackedMicroBatch`es; with `process_batch_fn` they are the items that it returns. Type checkers infer the item type.
 
     Iterating the dataset fetches in the consumer's thread; `StreamingDataLoader` prefetches. Lifecycle::
 
@@ -94,8 +93,7 @@ class StreamingDataset(IterableDataset[Item]):
     `start_batch_index`.
 
     If samples were inserted but the task reaches the end without receiving any, all ranks raise
-    `NothingDeliveredError`. If only some samples were skipped, one warning at the end logs their counts and the
-    reasons.
+    `NothingDeliveredError`. If only some samples were skipped, one warning at the end logs the counts and reasons.
 
     Every DP rank yields the same number of micro-batches, so every rank can take part in every collective. An empty
     micro-batch has 0 rows and the same fields, dtypes and layouts as the others. An undeclared field is dense until a
@@ -111,8 +109,8 @@ class StreamingDataset(IterableDataset[Item]):
         task_name: name of the consuming task; tasks consume a partition independently.
         dp_rank: DP rank of this process. Replicas of a rank pass the same number and get the same batches. If
             `dp_rank`, `dp_size` and `dp_group` are all None, torch.distributed determines rank and size if it is
-            initialized. That is an error if there is a replica or context-parallel group. Otherwise None: 0.
-        dp_size: number of DP ranks; None: see `dp_rank`, otherwise 1.
+            initialized; with a replica or context-parallel group, that raises an error. In other cases None means 0.
+        dp_size: number of DP ranks; None: determined as for `dp_rank`, in other cases 1.
         dp_group: a `DeviceMesh` or process group of the DP ranks, which determines `dp_rank` and `dp_size`. The ranks
             of all mesh dimensions count, for example those of both dimensions of hybrid sharding.
         replica_group: a process group, or one-dimensional `DeviceMesh`, of the processes that share this DP rank. The
@@ -266,7 +264,9 @@ class StreamingDataset(IterableDataset[Item]):
                 chunks = share.chunk_count
                 _require(cp_align == 1, "cp_align", cp_align, "no cp_align with pack, which has align")
                 _require(cp_fill == 0, "cp_fill", cp_fill, "no cp_fill with pack, which has pad_values")
-                _require(pack.align % chunks == 0, "pack", f"align {pack.align}", f"a multiple of the {chunks} chunks")
+                _require(
+                    pack.align % chunks == 0, "pack", f"align {pack.align}", f"a multiple of {chunks}, the chunk count"
+                )
                 share = replace(share, align=pack.align // chunks)
             process_batch = partial(split_packs, options=pack, share=share)
         read_options = check_read_options(read_options)
@@ -328,7 +328,7 @@ class StreamingDataset(IterableDataset[Item]):
         self._identity: StreamIdentity | None = None
         self._warned_of: StreamIdentity | None = None
         self._warned_of_dropped: StreamIdentity | None = None
-        # Number of calls of reset(), step() and load_state_dict(), which live iterators compare.
+        # Number of reset(), step() and load_state_dict() calls; live iterators detect a move by comparing it.
         self._moves = 0
         self._step_timer = StepTimer()
 
@@ -339,7 +339,7 @@ class StreamingDataset(IterableDataset[Item]):
 
     @property
     def source(self) -> BatchSource:
-        """The service and the request used to fetch."""
+        """The service and the request from which batches are fetched."""
         return self._source
 
     @property
@@ -374,7 +374,7 @@ class StreamingDataset(IterableDataset[Item]):
 
         Args:
             open_stream: opens a stream of batches.
-            split: splits a batch that the stream has not split into micro-batches.
+            split: splits a batch into micro-batches if the stream has not.
         """
         return timed(self._iterate(open_stream, split), self.step_timer)
 
@@ -441,7 +441,7 @@ class StreamingDataset(IterableDataset[Item]):
 
     @property
     def may_split_ahead(self) -> bool:
-        """Whether batches may be split in another thread; `process_batch_fn`, packing and collectives forbid that."""
+        """Whether another thread may split batches; false with `process_batch_fn`, `pack` or a replica group."""
         return self._replicas is None and self._follows_plan
 
     def may_upload_ahead(self, device: torch.device) -> bool:
@@ -493,7 +493,7 @@ class StreamingDataset(IterableDataset[Item]):
             )  # fmt: skip
 
     def _check_end(self, end: End) -> None:
-        """Log a warning about skipped samples, once for each end; raise NothingDeliveredError if all were skipped."""
+        """Log a warning about skipped samples, once per epoch; raise NothingDeliveredError if none was delivered."""
         if (collected := collected_here.get()) is not None:
             collected.add(end.spans)
         warning = end_warning(end, self._source.request)
@@ -624,7 +624,7 @@ class StreamingDataset(IterableDataset[Item]):
         return int(restarted.epoch)
 
     def _state_must_fit(self) -> dict[str, Any]:
-        """Return the arguments that a loaded state must match; otherwise its position refers to other samples."""
+        """Return the arguments that must equal those of a loaded state, or its position would mean other samples."""
         names = ("task_name", "dp_size", "batch_size", "batch_unit", "micro_batch_size")
         return {name: getattr(self._source.request, name) for name in names}
 
@@ -714,7 +714,7 @@ def _require_agreement(pack: PackOptions, options: Mapping[str, Any]) -> None:
 
 
 class ReplayBuffer:
-    """Keeps batches in memory for a replay, starting with the first and until one does not fit.
+    """Keeps batches in memory for a replay, from the first batch until a batch does not fit.
 
     A replay starts with the first batch, so the first batches are kept. A buffer of the latest batches would drop each
     batch just before its replay. Batches beyond the limit are fetched again; the service returns the same batches to

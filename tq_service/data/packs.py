@@ -1,4 +1,4 @@
-"""Packs: samples concatenated into sequences of a fixed number of tokens, the options, and splitting of batches.
+"""Packs: samples concatenated into sequences of a fixed number of tokens. Packing options; splitting of batches.
 
     | sample 0 | its padding to a multiple of `align` | sample 1 | ... | padding sequence | padding sequence |
 
@@ -287,11 +287,11 @@ def split_packs(
     share: RowSlice | None = None,
     micro_batch_size: int | None = None,
 ) -> Iterator[PackedMicroBatch]:
-    """Yield the packs of a batch, step by step.
+    """Yield the packs of a batch, ordered by optimizer step.
 
     Args:
         data: the batch, with `meta.size` rows.
-        meta: metadata of the samples in `data`. Any sampler may have planned its packs if their samples fit.
+        meta: metadata of the samples in `data`. Its packs may come from any sampler if their samples fit.
         options: how the samples of a pack become one sequence.
         share: share of a context-parallel rank, see `pack_sequences`; requires a plan with the sample lengths.
         micro_batch_size: samples per pack if the meta has no steps; None: the batch is one pack.
@@ -372,7 +372,7 @@ class _Packing:
         Args:
             key: name of the column.
             column: the column.
-            made: row patterns for rows of equal size, by size, to be reused; new ones are added.
+            made: row patterns of columns whose rows have equal sizes, by that size; reused and extended.
         """
         rows: torch.Tensor | None = None
         if isinstance(column, torch.Tensor):
@@ -389,7 +389,7 @@ class _Packing:
         return JaggedColumn(rows.movedim(0, dim).flatten(dim, dim + 1), made[size], dim + 1)
 
     def _token_dim(self, key: FieldKey, row: tuple[int, ...], is_jagged: bool) -> int | None:
-        """Return the token dimension of equal rows; None: the field is per sample, or already jagged.
+        """Return the token dimension of equally shaped rows; None: the field is per sample, or already jagged.
 
         Raises:
             ValueError: the field is ambiguous.
@@ -397,7 +397,7 @@ class _Packing:
         options, length = self._options, self._length
         dims = [dim for dim, size in enumerate(row) if size == length]
         if is_jagged:
-            # For equal rows torch makes the first dimension ragged, even if another one varies in other batches.
+            # For equal rows torch makes the first dimension ragged, even if other batches vary in another dimension.
             if key in (options.input_field, *options.keep_fields) or not dims:
                 return None
             return dims[-1] if key == POSITIONS or len(dims) == 1 else None

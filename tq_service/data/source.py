@@ -1,4 +1,4 @@
-"""Batches of a rank: requesting and fetching them, the end marker, and streams that fetch and split in advance."""
+"""Fetching a rank's batches: the request, the end marker, and streams that fetch and split batches in advance."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ FetchBatch = Callable[..., tuple[Any, Any]]
 """`fetch_batch_fn(**keywords) -> (data, meta)`; see `fetch_batch` for the keywords and the result."""
 
 OnWait = Callable[[WaitReason], object]
-"""Called with the reason of a long wait, in the fetching thread or process."""
+"""Callback that gets the reason of a long wait; it runs in the fetching thread or process."""
 
 ClientFactory = Callable[[Any], Any]
-"""Opens the sync client of a fetching thread or worker, given the dataset's `address` argument."""
+"""Function that opens the sync client of a fetching thread or worker, given the dataset's `address`."""
 
 # Delay before the next call if fetch_batch_fn returned "not yet" immediately.
 _RETRY_SECONDS = 0.05
 
-# Upper limit of max_wait for one call; the reason of a long wait is requested by a further call.
+# Upper limit of max_wait for one call, because the reason of a long wait is requested by a later call.
 _LONGEST_CALL_SECONDS = 10.0
 _MOST_CLAIMED: Final = 64  # batches per call
 
@@ -62,7 +62,7 @@ class StreamIdentity:
 
     @classmethod
     def of(cls, meta: Any) -> StreamIdentity:
-        """Return the identity of a meta of any type, since fetch_batch_fn may have created it."""
+        """Return the identity in `meta`, which may have any type if fetch_batch_fn created it."""
         return cls(getattr(meta, "incarnation", b""), getattr(meta, "epoch", 0))
 
 
@@ -79,7 +79,7 @@ class Arrival:
     event: cuda.Event
 
     def take(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Let the current stream use the tensors: it waits for them, and keeps their memory until its work is done."""
+        """Make the current CUDA stream wait for the tensors and keep their memory until the stream's work is done."""
         stream = cuda.current_stream(self.device)
         stream.wait_event(self.event)
         for tensor in tensors:
@@ -146,7 +146,7 @@ class ExceptionWrapper:
         text = "".join(traceback.format_exception(error))
         try:
             ForkingPickler.loads(ForkingPickler.dumps(error))
-        except Exception:  # copying may raise any error of the exception's class
+        except Exception:  # copying an exception may raise any error
             error = RuntimeError(f"{type(error).__name__}: {error}")
         return cls(error=error, traceback=text)
 
@@ -157,7 +157,7 @@ class ExceptionWrapper:
 
 
 class BatchStream(Protocol):
-    """Returns batches in order. Only one thread may use it."""
+    """A stream that returns batches in order. Only one thread may use a stream."""
 
     @property
     def next_index(self) -> int:
@@ -170,7 +170,7 @@ class BatchStream(Protocol):
         ...
 
     def read(self) -> FetchedBatch | End | None:
-        """Wait for the next batch or the end marker; return None after `close`. Raises errors of fetching."""
+        """Wait for the next batch or the end marker; return None after `close`. Raises fetching errors."""
         ...
 
     def close(self) -> None:
@@ -231,12 +231,12 @@ class BatchRequest:
 
 
 def end_warning(end: End, request: BatchRequest) -> str | None:
-    """Return a warning if samples were skipped (not only cleared ones) or kept from earlier epochs; otherwise None.
+    """Return a warning if uncleared samples were skipped, or samples of earlier epochs were kept; otherwise None.
 
-    Cleared samples need no warning: in a partition that lives for weeks, a late task never gets most of them. The
-    decision depends only on the counts in the recorded end, which are the same for all ranks, and not on the samples of
-    this rank. So either all ranks raise or none. The counts include samples consumed before this loader was created, so
-    a restart after the last batch is not an error.
+    Cleared samples need no warning, because a late task never gets most samples of a partition that lives for weeks.
+    The decision depends only on the counts in the recorded end, which are the same for all ranks, and not on the
+    samples of this rank. So either all ranks raise or none does. The counts include samples consumed before this loader
+    was created, so a restart after the last batch is not an error.
 
     Raises:
         NothingDeliveredError: samples were inserted, but none was delivered to the task.
@@ -332,7 +332,8 @@ def fetch_batch(
 ) -> tuple[TensorDict | None, BatchMeta]:
     """Claim one batch and fetch its data; the default `fetch_batch_fn`.
 
-    A replacement is called with keywords only. It should accept `**others`, since keywords may be added:
+    A function that replaces `fetch_batch` is called with keywords only. It should accept `**others`, since keywords may
+    be added:
 
     - always: `client` (a sync client of the calling thread or worker), `batch_index`, `partition_id`, `task_name`,
       `data_fields`, `batch_size`, `micro_batch_size`, `dp_rank`, `dp_size`, `sampler`, `sampler_config`, `where`,
@@ -379,15 +380,15 @@ class BatchSource:
     client_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def of_partition(self, partition_id: str) -> BatchSource:
-        """Return this source with another partition."""
+        """Return a copy of this source for another partition."""
         return replace(self, request=replace(self.request, partition_id=partition_id))
 
     def of_version(self, first_version: int) -> BatchSource:
-        """Return this source with another `first_version`."""
+        """Return a copy of this source with another `first_version`."""
         return replace(self, request=replace(self.request, first_version=first_version))
 
     def to_device(self, device: Any) -> BatchSource:
-        """Return this source with batches fetched directly to a device."""
+        """Return a copy of this source that fetches batches directly to a device."""
         return replace(self, request=replace(self.request, device=device))
 
     def open_client(self) -> Any:
@@ -402,9 +403,9 @@ class BatchSource:
 class BatchFetcher:
     """Fetches batches of a source with its own sync client. Only one thread may use it.
 
-    All batches must have the incarnation and epoch of the first one. If the partition is cleared and created again, or
-    the task is reset, the next fetch raises the error of a stale claim. The stream never continues in the middle of
-    another incarnation or epoch.
+    All batches must have the incarnation and epoch of the first batch. If the partition is cleared and created again,
+    or the task is reset, the next fetch raises an error. So a stream never continues in the middle of another
+    incarnation or epoch.
 
     Attributes:
         fetched_until: the batch_index after the last batch that was fetched or claimed in advance.
@@ -426,7 +427,7 @@ class BatchFetcher:
         self.closed = False
 
     def request(self, batch_index: int) -> None:
-        """Do nothing; `fetch` requests the batch."""
+        """Do nothing, because `fetch` requests the batch itself."""
 
     def fetch(self, batch_index: int, is_wanted: Callable[[], bool], batch_count: int = 1) -> FetchedBatch | End:
         """Wait for a batch or the end marker, and return it.
@@ -531,11 +532,11 @@ _MICRO_BATCHES_AHEAD: Final = 2
 class PrefetchLimit:
     """Limits the number and bytes of prefetched batches.
 
-    A batch is ahead from `begin` to `consume`. Its size is known from `arrive` on; before that it counts as the largest
-    batch that has arrived. Until the first batch arrives, only one may be in flight. So the batches ahead stay within
-    `max_bytes` unless a batch is larger than all earlier ones. Such a batch may exceed the limit by its difference to
-    the largest earlier batch, and later batches are then estimated by its size. If no batch is ahead, the next one is
-    admitted regardless of its size, because the consumer waits for it.
+    A batch counts as ahead from `begin` to `consume`. Until `arrive` reports its size, a batch is estimated by the
+    largest batch that has arrived. Before the first batch arrives, only one batch may be in flight. So the batches
+    ahead stay within `max_bytes` unless a batch is larger than all earlier batches. Such a batch may exceed the limit
+    by its difference to the largest earlier batch. If no batch is ahead, the next batch is admitted regardless of its
+    size, because the consumer waits for it.
 
     Not thread-safe; the owner must lock it.
 
@@ -602,7 +603,7 @@ class PrefetchQueue(Generic[T]):
     def begin(self, on_begun: OnBegun = lambda number: None) -> int | None:
         """Wait until the limit admits another item, and return its number; return None if the queue has ended.
 
-        `on_begun` is called with the number before another writer can begin the next item; it must not block.
+        `on_begun` is called with the number before another writer can begin the next item; the callback must not block.
         """
         with self._changed:
             self._changed.wait_for(lambda: self.closed or self._end or self._limit.admits())
@@ -673,7 +674,7 @@ class PrefetchQueue(Generic[T]):
             return None
 
     def on_consumed(self, size_bytes: int = 0) -> None:
-        """Count an item of this size as consumed, which may admit another one."""
+        """Count an item of this size as consumed, so another item may be admitted."""
         with self._changed:
             self._limit.consume(size_bytes)
             self._changed.notify_all()
@@ -732,7 +733,7 @@ def _end(queue: PrefetchQueue[Any], sources: Sequence[Fetcher | BatchStream], th
     queue.close()
     for source in sources:
         source.close()
-    deadline = time.monotonic() + _JOIN_SECONDS  # for all threads together
+    deadline = time.monotonic() + _JOIN_SECONDS  # one deadline for all threads
     for thread in threads:
         # A reference cycle with the stream may be collected in one of these threads, which cannot join itself.
         if threading.current_thread() is not thread:
@@ -752,7 +753,7 @@ class Fetcher(Protocol):
         ...
 
     def fetch(self, batch_index: int, is_wanted: Callable[[], bool], batch_count: int) -> FetchedBatch | End:
-        """Wait for a batch or the end marker, and return it; raise StreamClosedError once it is no longer wanted.
+        """Wait for a batch or the end marker; raise StreamClosedError once the batch is no longer wanted.
 
         May claim up to `batch_count` batches in one call, starting with this one.
         """
@@ -867,7 +868,7 @@ class MicroBatchPrefetcher(_QueuedStream[BatchStream, _Prefetched]):
 
     def _get(self) -> _Prefetched | None:
         item = self._queue.get()
-        # A batch's first micro-batch counts as ahead until the batch is consumed. Others are consumed immediately.
+        # A batch's first micro-batch counts as ahead until the batch is consumed; others only until they are read.
         if item is not None and not isinstance(item.begins, FetchedBatch):
             self._queue.on_consumed()
         return item
@@ -914,8 +915,8 @@ def _items_of(inner: BatchStream, split: Callable[[FetchedBatch], Iterator[Any]]
         began_at = time.perf_counter()
         micro_batches = split(batch)
         yield _Prefetched(_next_of(micro_batches), batch, _split_since(began_at))
-        del batch  # the iterator keeps it alive until the last micro-batch is created
-        yield from iter(partial(_next_item, micro_batches), None)  # does not keep a micro-batch alive
+        del batch  # the iterator keeps the batch alive until the last micro-batch is created
+        yield from iter(partial(_next_item, micro_batches), None)  # unlike a loop, keeps no micro-batch alive
 
 
 def _next_item(micro_batches: Iterator[Any]) -> _Prefetched | None:

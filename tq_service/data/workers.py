@@ -213,7 +213,7 @@ class SharedBufferWriter:
         return SharedBatch(layout, buffer, self._sizes[buffer], is_new, retired)
 
     def release(self, buffer_ids: Sequence[int]) -> None:
-        """Make buffers that the parent has released available for writing; the latest is reused first."""
+        """Make buffers that the parent has released available for writing, the latest one first."""
         self._idle.extendleft(buffer_ids)
 
 
@@ -231,7 +231,7 @@ class SharedBufferReader:
         self._released: deque[int] = deque()
 
     def open(self, shared: SharedBatch, descriptor: int | None) -> Bytes:
-        """Return the bytes of a buffer. The buffer is released when the last view or tensor of them is freed.
+        """Return the bytes of a buffer. The buffer is released when the last view or tensor of these bytes is freed.
 
         Args:
             shared: the batch in the buffer.

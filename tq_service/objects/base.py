@@ -208,7 +208,7 @@ class ObjectStore(ABC):
 class BlockingObjectStore(ObjectStore):
     """An object store whose client blocks. Each call runs in a thread of the store, with a time limit.
 
-    A subclass implements each call as a blocking method of the same name with a leading `_`. These methods run
+    A subclass implements each call as a blocking method of the same name with a leading `_`. The methods run
     concurrently once `_connect` has returned. `_error` converts exceptions other than `TqError` that they raise.
 
     Args:
@@ -302,7 +302,7 @@ class BlockingObjectStore(ObjectStore):
         self._is_open = False
         # Closing a C++ client during a call crashes the process, so a client with a hanging call is not closed.
         if not self._running or not (await asyncio.wait(self._running, timeout=_CLOSE_SECONDS))[1]:
-            with contextlib.suppress(TqError):  # the backend is already gone
+            with contextlib.suppress(TqError):  # the backend may already be gone
                 await self._in_thread(self._close)
 
     async def _run(self, call: Callable[[], T]) -> T:
@@ -566,7 +566,7 @@ class EngineUrl:
             ) from error
 
     def check_all_used(self) -> None:
-        """Raise an error for unknown settings, which are the settings that no code has read.
+        """Raise an error if the URL has unknown settings, that is, settings that the store has not read.
 
         Raises:
             InvalidArgumentError: the URL has unknown settings.

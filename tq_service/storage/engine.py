@@ -69,14 +69,14 @@ _log = logging.getLogger(__name__)
 _MOST_WORK: Final = 4096  # puts examined (a few milliseconds) before other tasks get a turn
 _LOOKED_AT_ONCE: Final = 256  # puts with dead cells examined before other tasks get a turn
 _DROP_WORK: Final = 8  # cost of dropping one put, in examined puts
-_FILLED_AT_ONCE: Final = 1 << 15  # rows; tables of puts with fewer are filled on the event loop, others in a thread
+_FILLED_AT_ONCE: Final = 1 << 15  # tables of puts with fewer rows are filled on the event loop, others in a thread
 # A single thread copies one put at a time, so at most one copy exceeds the quota.
 _COPIER: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-compact")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStat:
-    """Sizes and counts of an engine.
+    """Sizes and counts of a storage engine.
 
     Attributes:
         max_bytes: quota in bytes; None: unlimited.
@@ -198,7 +198,7 @@ class StorageEngine:
         self._pending: dict[bytes, PendingPut] = {}
         self._holed: dict[bytes, None] = {}  # puts with at least an eighth of their bytes dead
         self._due: dict[bytes, None] = {}  # puts to compact next
-        self._move: Move | None = None  # the move of the put being compacted
+        self._move: Move | None = None  # the compaction in progress
         self._compaction: asyncio.Task[None] | None = None
         self._is_closed = False
         self._trimmed_at = clock()
@@ -495,7 +495,7 @@ class StorageEngine:
             raise CallCancelledError("another reconciliation of this owner's puts has begun; this one is abandoned")
 
     def _know(self, state: Reconciliation, put_id: bytes) -> None:
-        if put_id in state.freed:  # the listed put is gone; a put with this id is a later one
+        if put_id in state.freed:  # the listed put is gone; a put that has this id now was stored later
             return
         state.staying.add(put_id)
         if self._has(state, put_id):
@@ -640,7 +640,7 @@ class StorageEngine:
         return self.regions.blob_count + self.memfds.blob_count
 
     def stat(self) -> EngineStat:
-        """Return sizes and counts."""
+        """Return the engine's sizes and counts."""
         return EngineStat(
             max_bytes=self._admission.max_bytes,
             used_bytes=self._admission.used_bytes,

@@ -30,7 +30,7 @@ from tq_service.errors import QuotaExceededError
 
 RETRY_AFTER_SECONDS: Final = 1.0
 SMALL_BYTES: Final = 64 << 10
-"""Size below which a blob comes from malloc and, if there is a journal, has its bytes in the journal."""
+"""Size in bytes below which blobs are allocated with malloc, and stored in the journal if there is one."""
 
 PIECE_BYTES: Final = 1 << 20
 """Number of text bytes checked in one step, which blocks all other threads for at most 2 ms."""
@@ -104,7 +104,7 @@ class Blob:
     Args:
         store: the store that allocates the blob.
         size: allocated size in bytes.
-        memory: memory of at least `size` bytes that contains the blob; empty in subclasses that are not local.
+        memory: memory of at least `size` bytes that contains the blob; empty if the blob is not local.
         backing: object that returns to the store's pool when the blob is freed; None: no such object.
 
     Attributes:
@@ -186,7 +186,7 @@ class Blob:
         receive(self.view()[start:end])
 
     def read_back(self, start: int) -> Iterator[tuple[int, memoryview]]:
-        """Read all filled bytes from `start` on, in a thread. Only then does the checksum include them.
+        """Read all filled bytes from `start` on, in a thread. The checksum includes filled bytes only once read back.
 
         Yields:
             The start and the bytes of each chunk, in order.

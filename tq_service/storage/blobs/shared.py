@@ -133,7 +133,7 @@ class RegionBlobs(ThreadedStore[Region], SharedStore):
     """Blobs in regions.
 
     A leased region whose blob was freed counts as used until its leases have ended. If `max_bytes` would be exceeded
-    before that, the region whose blob was freed first is abandoned. Its memory then no longer counts as used.
+    before that, the region whose blob was freed first is abandoned, so its memory no longer counts as used.
 
     Args:
         max_bytes: limit on the bytes of used regions, above which regions are abandoned; None: unlimited.

@@ -18,12 +18,12 @@ _SPARE_SHARE: Final = 16  # spilling frees an extra sixteenth of the memory limi
 class Admission:
     """Counts stored and reserved bytes, and queues puts that wait for capacity.
 
-    A put that fits overtakes puts that do not. It may be the last member of a group, which a trainer can then consume
-    and clear. Tokens take turns, and so do the partitions of each token, so a token or partition with many puts does
-    not delay the others. `AdmissionTurn` prevents starvation of large puts.
+    A put that fits is admitted before earlier puts that do not fit: it may complete a group, which a trainer can then
+    consume and clear. Tokens take turns, and so do the partitions of each token, so a token or partition with many puts
+    does not delay the others. `AdmissionTurn` prevents starvation of large puts.
 
-    Puts of new rows leave a reserve for columns of existing rows, so a full store can always drain. If both fit,
-    columns for existing rows are admitted first. Confined to one event loop.
+    Puts of new rows leave a reserve for columns of existing rows, so a full store can always drain. If puts of both
+    kinds fit, columns for existing rows are admitted first. Confined to one event loop.
 
     Args:
         max_bytes: quota in bytes; None: unlimited.
@@ -51,7 +51,7 @@ class Admission:
         self._clock = clock
         self._on_shortage = on_shortage
         self._is_relieving = False
-        # By token, then by partition, each in the order of their turns; puts of a partition in order of arrival.
+        # Waiting puts by token and partition, both in the order of their turns; within a partition, by arrival.
         self._waiting: OrderedDict[str, OrderedDict[str, dict[_Waiter, None]]] = OrderedDict()
         self._first: _Waiter | None = None  # first waiter at the last check; None: check again
         self._fits_at = 0  # used bytes at or below which one of the waiting puts fits

@@ -287,7 +287,7 @@ class StoredPut:
         return self._has_shared_columns and self.values.backing is None and self.values.copy is None
 
     def packed(self) -> PackedPut | None:
-        """Return the put packed into two objects, or None if it may not be packed."""
+        """Return the put packed into two objects, or None if the put cannot be packed."""
         if not self.may_be_packed:
             return None
         columns, values = self.left_columns(), self.values
@@ -344,12 +344,12 @@ class StoredPut:
         raise UnavailableError(f"segment {values.number} has not been read since the start; try again")
 
     def table_views(self) -> list[memoryview]:
-        """Return the tables of the remaining columns; concatenated, they form the tables of a copy."""
+        """Return the tables of the remaining columns, which a copy of the put concatenates."""
         tables = memoryview(self.tables())
         return [tables[column.table_at :][: column.tables_size()] for column in self.left_columns()]
 
     def value_spans(self) -> list[Span]:
-        """Return each remaining column's span of values in the blob; concatenated, they form the values of a copy."""
+        """Return the span of each remaining column's values in the blob, which a copy of the put concatenates."""
         return [(column.values_at, column.value_bytes) for column in self.left_columns()]
 
     def left_columns(self) -> list[StoredColumn]:
@@ -689,7 +689,7 @@ class PendingPut:
         self.end_transfer: Callable[[], object] = lambda: None
 
     def begin(self, stored: StoredPut) -> None:
-        """Set the put to receive. Its tables are already written; its values arrive next.
+        """Set the put to receive. The put's tables are already written; its values arrive next.
 
         Raises:
             CallCancelledError: a retry of this put took over while this call waited; the blob is released.

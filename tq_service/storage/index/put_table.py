@@ -11,7 +11,7 @@ Lifecycle of a put in its storage service:
 
 A controller in another process commits a put when it receives the put's receipt, and confirms the put shortly
 afterwards. An overdue put may therefore be committed, so the storage service asks the controller before dropping it.
-After the controller has answered that it does not know a put, it must not commit that put. Two timestamps ensure this:
+A controller that has answered that it does not know a put must not commit that put. Two timestamps ensure this:
 a receipt contains the time when it was issued, and the question contains the time from which receipts are valid. If a
 client retries a put after half of its waiting time, the put starts waiting again with a new receipt. `server/puts.py`
 describes the controller's side, and why puts are not lost.
@@ -81,8 +81,8 @@ _spec: Final = lru_cache(maxsize=1024)(FieldSpec)  # puts share a small number o
 class PutState(Enum):
     """Commit state of a complete put, as known to its storage service."""
 
-    WAITING = "waiting"  # for its commit
-    RECOVERED = "recovered"  # from an earlier process, which may have known that the put was committed
+    WAITING = "waiting"  # the put waits for its commit
+    RECOVERED = "recovered"  # the put is from an earlier process, which may have known that it was committed
     COMMITTED = "committed"
 
 
@@ -137,7 +137,7 @@ class PutTable(Mapping[bytes, StoredPut]):
         self._backing = backing
         backing.kept_puts = self._kept
         self._shards: list[dict[bytes, AnyPut]] = [{} for _ in range(_SHARDS)]
-        self._owned: Counter[bytes] = Counter()  # puts by owner
+        self._owned: Counter[bytes] = Counter()  # number of puts by owner
         self._absent_since: dict[bytes, float] = {}  # owners without a running controller
         self._waiting: dict[bytes, float] = {}  # start of each wait, ascending; receipts contain the same time
         self._recovered: set[bytes] = set()
@@ -222,7 +222,7 @@ class PutTable(Mapping[bytes, StoredPut]):
     def receipt_time(self, put_id: bytes) -> float | None:
         """Return the timestamp for a put's receipt, or None if the put is committed.
 
-        A retried put gets the same receipt. If half of its waiting time has passed, however, a retry restarts the wait
+        A retried put gets the same receipt. After half of the put's waiting time, however, a retry restarts the wait
         with a new receipt.
         """
         if self.state_of(put_id) is PutState.COMMITTED:
@@ -239,7 +239,7 @@ class PutTable(Mapping[bytes, StoredPut]):
         return next((since for since in self._waiting.values() if since > overdue_until), now)
 
     def overdue(self, owner: bytes, most: int | None = None) -> Overdue:
-        """Return up to `most` of an owner's overdue puts; None: all."""
+        """Return up to `most` overdue puts of an owner; if `most` is None, return all of them."""
         valid_from = self.valid_from
         overdue = takewhile(lambda put_id: self._waiting[put_id] < valid_from, self._waiting)
         own = (put_id for put_id in overdue if self.owner_of(put_id) == owner)
@@ -327,7 +327,7 @@ class Residents:
             self._kept_until[put_id] = 0.0
 
     def use(self, put_ids: Iterable[bytes]) -> None:
-        """Keep puts that are about to be read in memory for some seconds. Puts outside memory are ignored."""
+        """Keep puts that are about to be read in memory for some seconds. Puts not in memory are ignored."""
         if self._can_spill:
             for put_id in put_ids:
                 if self._kept_until.pop(put_id, None) is not None:
@@ -463,7 +463,7 @@ class Backing(Generic[SourceT]):
         self.fetch_error = ""
         # Puts that must be fetched or verified before they can be read, with the source of their bytes.
         self._unfetched: dict[bytes, SourceT] = {}
-        self._to_scrub: Mapping[bytes, object] = self._unfetched  # puts to fetch even without a reader
+        self._to_scrub: Mapping[bytes, object] = self._unfetched  # puts to fetch even if no reader requests them
         self._to_free: dict[bytes, None] = {}  # puts to fetch first, because some of their cells must be freed
         self._has_to_free = asyncio.Event()
         self._fetching: dict[SourceT, asyncio.Task[None]] = {}
@@ -592,7 +592,7 @@ class Backing(Generic[SourceT]):
     def mark_damaged(self, put_id: bytes, reason: str) -> None:
         """Record that a put cannot be read."""
         if put_id not in self.damaged:
-            _log.error(LogMessage("a put is damaged", put_id=put_id, reason=reason))
+            _log.error(LogMessage("found a damaged put", put_id=put_id, reason=reason))
             self.damaged[put_id] = reason
 
     def clear_damage(self, put_id: bytes) -> bool:
@@ -748,7 +748,7 @@ class PutJournal(Backing[Blob]):
     # Dropping puts
 
     def delete(self, put_id: bytes, blob: Blob) -> None:
-        """Append that a put was dropped, and release its blob once the record is durable."""
+        """Append the record of a dropped put, and release its blob once the record is durable."""
         self._records.pop(put_id, None)
         (blob.copy or blob).is_damaged = self.clear_damage(put_id)
         self._log.append_put(encode_put(PutDropped(put_id=put_id)))

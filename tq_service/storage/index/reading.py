@@ -335,7 +335,7 @@ class Reading(AbstractContextManager["Reading"]):
 
         def unpin(work: asyncio.Future[Any] | None = None) -> None:
             if work is not None and not work.cancelled():
-                work.exception()  # no caller waits for it anymore
+                work.exception()  # no caller waits for the result anymore
             for blob in blobs.values():
                 blob.unpin()
 
@@ -426,7 +426,7 @@ def _next_part(chunks: Iterator[memoryview]) -> list[memoryview]:
 
 
 def _gathered(blobs: Mapping[int, Blob], puts: Rows, starts: Rows, sizes: Rows, unit: int) -> memoryview:
-    """Return slices gathered into one buffer. They are copied put by put, then reordered if necessary."""
+    """Return slices gathered into one buffer. The slices are copied put by put, then reordered if necessary."""
     together = np.empty(int(sizes.sum()), np.uint8)
     by_put = np.argsort(puts, kind="stable")
     bounds = np.flatnonzero(np.diff(puts[by_put])) + 1
@@ -608,7 +608,7 @@ class SpanFinder:
         return values[0] if len(values) == 1 else _integers(values)[self._owners]
 
     def _runs_of(self, numbers: Sequence[int]) -> Rows:
-        """Return the positions of the runs in some puts."""
+        """Return the positions of the runs that belong to the puts with these numbers."""
         order, bounds = self._by_put
         parts = [order[bounds[number] : bounds[number + 1]] for number in numbers]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -711,7 +711,7 @@ def gather(blob: Blob, starts: Rows, sizes: Rows, target: Octets, unit: int = 1)
         ends = np.cumsum(sizes)
         targets = (target.data[end - size : end] for end, size in zip(ends.tolist(), sizes.tolist(), strict=True))
         blob.read_slices(zip(starts.tolist(), targets, strict=True))
-    except TqError:  # some of these are OSErrors too
+    except TqError:  # a TqError may be an OSError too
         raise
     except OSError as error:
         raise UnreadableError(blob, error) from error
@@ -740,7 +740,7 @@ class Move:
 
     Args:
         put_id: id of the put.
-        put: current state of the put. Its blob must stay pinned until the end of the move.
+        put: current state of the put, whose blob must stay pinned until the end of the move.
 
     Attributes:
         put_id: id of the put.

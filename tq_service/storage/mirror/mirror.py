@@ -52,7 +52,7 @@ class _Copy:
         record: the put's record, which is written with the bytes.
         parts: the put's bytes, until they are written.
         blob: the blob of these bytes, pinned until they are written.
-        size: size of the bytes.
+        size: size of the put's bytes.
         is_needed: whether the put still exists.
         batch: the batch that writes the put, until it is written.
         replaces: an older copy of the put, dropped once this copy is written.

@@ -173,7 +173,7 @@ class ObjectWriter:
     def on_error(self, error: TqError) -> None:
         """Record that the object store refused a write or cannot be reached."""
         if self.is_reachable is not False:
-            _log.warning(LogMessage("the mirror does not accept objects; puts wait", error=error.message))
+            _log.warning(LogMessage("the mirror stopped accepting objects; puts wait", error=error.message))
         self.is_reachable, self.error = False, error.message
 
     # Lists
