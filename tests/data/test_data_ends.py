@@ -245,8 +245,8 @@ def test_dropped_samples_are_named_counted_and_cleared_with_the_rest(
             client.clear_samples(meta)
     assert (delivered, dropped) == ({0, 1, 3, 4, 6, 7}, {2, 5})
     first, last = warnings_of(caplog)
-    assert f"batch 0 of partition {partition!r} leaves out 1 samples that are too long" in first
-    assert "6 samples were consumed, 2 were skipped: 2 longer than the sampler's limit" in last
+    assert f"batch 0 of partition {partition!r} drops 1 samples that are too long" in first
+    assert "6 samples were consumed, 2 were skipped: 2 longer than the sampler's token limit" in last
     state = client.describe_partition(partition)
     assert (state.live_count, state.used_bytes) == (0, 0)
     consumed = client.check_consumption(partition, "update_actor")
@@ -260,7 +260,7 @@ def test_a_partition_of_dropped_samples_is_an_error_on_all_ranks(
     put_lengths(client, partition, [200] * 8)
     options = {"sampler": sampler, "sampler_config": DROPPING[sampler], "dp_size": 2}
     for rank in (0, 1):
-        with pytest.raises(tq.errors.NothingDeliveredError, match="8 longer than the sampler's limit") as caught:
+        with pytest.raises(tq.errors.NothingDeliveredError, match="8 longer than the sampler's token limit") as caught:
             sizes(loader_of(address, partition, rank=rank, **options))
         assert caught.value.metadata["overlong_count"] == "8"
     assert client.clear_samples(partition, skipped_by="update_actor") == 8
