@@ -367,7 +367,7 @@ def test_data_that_does_not_fit_its_meta_is_told(service: FakeService) -> None:
         data, meta = fetch_batch(**keywords)
         return take_rows(data, [0]), meta
 
-    with pytest.raises(ValueError, match="1 rows and its meta 4"):
+    with pytest.raises(ValueError, match="1 rows, but its meta has 4"):
         next(iter(dataset_of(service, fetch_batch_fn=fetch)))
 
 

@@ -83,7 +83,7 @@ SKIPPING = {
         {"failed_count": "1", "cleared_count": "1", "in_incomplete_groups_count": "9"},
         "9 in incomplete groups",
     ),
-    skip_by_where: ({"excluded_count": "6"}, r"6 ruled out by where=\[\('version', '>=', 2\)\]"),
+    skip_by_where: ({"excluded_count": "6"}, r"6 excluded by where=\[\('version', '>=', 2\)\]"),
     skip_by_drop_last: ({"left_over_count": "7"}, "7 left over by drop_last, .* has 8 samples"),
     skip_failed_and_cleared: ({"failed_count": "2", "cleared_count": "4"}, "2 failed; 4 cleared before"),
 }
@@ -115,7 +115,7 @@ def test_workers_say_it_too(client: tq.Client, address: str, partition: str, num
     client.seal_partition(partition)
     loader = loader_of(address, partition, num_workers, **options)
     for _ in range(2):
-        with pytest.raises(tq.errors.NothingDeliveredError, match="6 ruled out"):
+        with pytest.raises(tq.errors.NothingDeliveredError, match="6 excluded"):
             sizes(loader)
 
 
@@ -140,7 +140,7 @@ def test_what_was_skipped_is_warned_of_once(
             loader.reset()
     (warning,) = warnings_of(caplog)
     assert "8 samples were consumed, 11 were skipped: 9 in incomplete groups" in warning
-    assert warning.endswith("; 1 failed; 1 cleared before the task took them")
+    assert warning.endswith("; 1 failed; 1 cleared before they were delivered to the task")
 
 
 def test_an_end_that_skips_nothing_says_nothing(
@@ -245,8 +245,8 @@ def test_dropped_samples_are_named_counted_and_cleared_with_the_rest(
             client.clear_samples(meta)
     assert (delivered, dropped) == ({0, 1, 3, 4, 6, 7}, {2, 5})
     first, last = warnings_of(caplog)
-    assert f"batch 0 of partition {partition!r} leaves out 1 samples that are too long" in first
-    assert "6 samples were consumed, 2 were skipped: 2 longer than the sampler's limit" in last
+    assert f"batch 0 of partition {partition!r} drops 1 samples that are too long" in first
+    assert "6 samples were consumed, 2 were skipped: 2 longer than the sampler's token limit" in last
     state = client.describe_partition(partition)
     assert (state.live_count, state.used_bytes) == (0, 0)
     consumed = client.check_consumption(partition, "update_actor")
@@ -260,7 +260,7 @@ def test_a_partition_of_dropped_samples_is_an_error_on_all_ranks(
     put_lengths(client, partition, [200] * 8)
     options = {"sampler": sampler, "sampler_config": DROPPING[sampler], "dp_size": 2}
     for rank in (0, 1):
-        with pytest.raises(tq.errors.NothingDeliveredError, match="8 longer than the sampler's limit") as caught:
+        with pytest.raises(tq.errors.NothingDeliveredError, match="8 longer than the sampler's token limit") as caught:
             sizes(loader_of(address, partition, rank=rank, **options))
         assert caught.value.metadata["overlong_count"] == "8"
     assert client.clear_samples(partition, skipped_by="update_actor") == 8
@@ -299,7 +299,7 @@ def test_a_loader_that_is_closed_warns_of_batches_that_it_has_not_handed_out(
         loader.close()
         loader.close()
     (warning,) = warnings_of(caplog)
-    assert "closed with 2 prefetched batches that it had not delivered, from batch 1 on" in warning
+    assert "closed with 2 prefetched batches that were not delivered, starting with batch 1" in warning
 
 
 class AskedFor:
@@ -318,7 +318,8 @@ class AskedFor:
 def test_a_where_of_fetch_batch_fn_is_not_shown_as_none(client: tq.Client, address: str, partition: str) -> None:
     skip_by_where(client, partition)
     client.seal_partition(partition)
-    with pytest.raises(tq.errors.NothingDeliveredError, match="6 ruled out by the where of fetch_batch_fn"):
+    match = r"6 excluded by the conditions \(where\) of fetch_batch_fn"
+    with pytest.raises(tq.errors.NothingDeliveredError, match=match):
         sizes(loader_of(address, partition, fetch_batch_fn=fetch_new_versions))
 
 

@@ -192,18 +192,18 @@ LONG = jagged([torch.arange(3), torch.arange(1)], 0, torch.arange(1))
         ({"text": object_stack(["a", "b"])}, {}, None, "field 'text' holds objects"),
         ({"image": object_stack([torch.ones(2, 2), torch.ones(3, 1)])}, {}, None, "rows that differ in several"),
         ({"prompt": LONG}, {}, None, "field 'prompt' has 3 values in sample 0 of the pack; expected 2"),
-        ({"input_ids": torch.zeros(2)}, {}, None, r"'input_ids' has rows of shape \(\); expected a value for each"),
+        ({"input_ids": torch.zeros(2)}, {}, None, r"'input_ids' has rows of shape \(\); expected one value per token"),
         ({"position_ids": torch.zeros(2, 4)}, {}, None, "field 'position_ids' has 4 values in sample 0 of the pack"),
         ({"mask": torch.zeros(2, 4)}, {"token_fields": ["mask"]}, None, "field 'mask' has 4 values in sample 0"),
         ({"mask": torch.zeros(2, 4, 3)}, {"token_fields": ["mask"]}, None, r"'mask' has rows of shape \(4, 3\) in"),
-        ({}, {"token_fields": ["mask"]}, None, "no field 'mask'"),
+        ({}, {"token_fields": ["mask"]}, None, "lack field 'mask'"),
         ({"mask": torch.zeros(2)}, {"token_fields": ["mask"]}, None, r"field 'mask' has rows of shape \(\); expected"),
-        ({}, {"input_field": "tokens"}, None, "no field 'tokens', only 'input_ids'"),
-        ({}, {"keep_fields": ["prompt"]}, None, "no field 'prompt'"),
-        ({"prompt": LONG}, {"repeat_fields": ["prompt"]}, None, "'prompt' of repeat_fields is jagged"),
-        ({"cu_seqlens": torch.zeros(2)}, {}, None, "a field 'cu_seqlens', which packing makes itself"),
+        ({}, {"input_field": "tokens"}, None, "lack field 'tokens' and only have 'input_ids'"),
+        ({}, {"keep_fields": ["prompt"]}, None, "lack field 'prompt'"),
+        ({"prompt": LONG}, {"repeat_fields": ["prompt"]}, None, "'prompt' in repeat_fields is jagged"),
+        ({"cu_seqlens": torch.zeros(2)}, {}, None, "a field 'cu_seqlens', which packing creates itself"),
         ({"num_padding": torch.zeros(2)}, {}, None, "a field 'num_padding'"),
-        ({"position_ids": LONG}, {"keep_fields": ["position_ids"]}, None, "keep_fields has 'position_ids'"),
+        ({"position_ids": LONG}, {"keep_fields": ["position_ids"]}, None, "keep_fields contains 'position_ids'"),
         ({"score": torch.zeros(2, dtype=torch.uint8)}, {"repeat_fields": ["score"], "pad_values": {"score": -1}}, None,
          "field 'score' is torch.uint8 and cannot hold the padding value -1"),
     ],
@@ -270,7 +270,7 @@ def test_what_may_be_per_token_or_per_sample_is_asked_for() -> None:
     square = TensorDict(uniform(square=torch.ones(3, 4, 4)), batch_size=[3])
     for batch, name in ((vector, "vector"), (square, "square")):
         with pytest.raises(
-            ValueError, match=f"field '{name}' has rows of shape .*name it in keep_fields if it is per sample"
+            ValueError, match=f"field '{name}' has rows of shape .*list it in keep_fields if it is per sample"
         ):
             pack_sequences(batch, None, PackOptions(pack_max_length=12))
         kept = pack_sequences(batch, None, PackOptions(pack_max_length=12, keep_fields=(name,)))

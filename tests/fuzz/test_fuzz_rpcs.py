@@ -134,7 +134,7 @@ def test_odd_calls_between_services(storage: FuzzedService, method: MethodDescri
         attack()
     assert health.failures == []
     assert storage.process.exit_code is None
-    assert storage.faults(but="a put is damaged") == ""  # a controller that knows of puts which are not here says so
+    assert storage.faults(but="found a damaged put") == ""  # a controller that knows of puts which are not here says so
 
 
 def check(service: FuzzedService, method: MethodDescriptor, call: Call) -> bool:

@@ -38,7 +38,7 @@ def test_text_that_is_none_is_refused_and_leaves_nothing(
         patch.setattr(encoding, "_encode_objects", lie)
         bad = [row.encode() for row in rows[:3]] + [rows[3].encode()[:-1] + b"\xff"]
         with pytest.raises(
-            tq.errors.InvalidArgumentError, match="row 3 of field 'text' is not UTF-8 from byte"
+            tq.errors.InvalidArgumentError, match="row 3 of field 'text' has invalid UTF-8 at byte"
         ) as caught:
             client.put("train", {"text": bad})
     assert (caught.value.metadata["row"], caught.value.metadata["field_name"]) == ("3", "text")

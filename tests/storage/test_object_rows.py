@@ -77,10 +77,10 @@ async def store(engine, columns, *, shared, piece=1 << 20):
 @pytest.mark.parametrize(
     "case",
     [
-        ("text", b"\xff", "is not UTF-8 from byte 0 on"),
-        ("text", b"ab\xc3", "is not UTF-8 from byte 2 on"),
-        ("text", b"\x80", "is not UTF-8 from byte 0 on"),
-        ("text", b"ok\xed\xa0\x80", "is not UTF-8 from byte 2 on"),
+        ("text", b"\xff", "has invalid UTF-8 at byte 0"),
+        ("text", b"ab\xc3", "has invalid UTF-8 at byte 2"),
+        ("text", b"\x80", "has invalid UTF-8 at byte 0"),
+        ("text", b"ok\xed\xa0\x80", "has invalid UTF-8 at byte 2"),
         ("other", b"", "has no bytes; expected one msgpack value"),
     ],
 )
@@ -111,7 +111,7 @@ async def test_the_first_row_that_is_not_text_is_named(engine, rows, wrong, piec
     columns = encode_columns(DATA)
     columns[1] = with_rows(columns[1], rows)
     row, byte = wrong
-    with pytest.raises(InvalidArgumentError, match=f"row {row} of field 'text' is not UTF-8 from byte {byte} "):
+    with pytest.raises(InvalidArgumentError, match=f"row {row} of field 'text' has invalid UTF-8 at byte {byte};"):
         await store(engine, columns, shared=None, piece=piece)
 
 

@@ -1,4 +1,4 @@
-"""Feeds trainer ranks: `StreamingDataset` and `StreamingDataLoader`, for torch."""
+"""Loads batches for trainer ranks: `StreamingDataset` and `StreamingDataLoader`, based on torch."""
 
 try:
     from tq_service.data.columns import split_micro_batches, take_rows

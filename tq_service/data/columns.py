@@ -1,10 +1,10 @@
-"""Batches as flat columns, selection of rows, and micro-batches.
+"""Batches as flat columns, row selection, and micro-batches.
 
-Torch has few operations on nested tensors, and some turn rows of equal length into a dense tensor. This module works on
-the values and offsets themselves, so jagged fields stay jagged through every operation.
+Torch supports few operations on nested tensors, and some of them turn rows of equal length into a dense tensor. This
+module works on the underlying values and offsets, so jagged fields stay jagged through every operation.
 
-A micro-batch owns its memory: in-place changes by a trainer affect neither the batch kept for `reset()` nor another
-micro-batch. The batch can be freed while its micro-batches are in use.
+A micro-batch owns its memory. If a trainer changes it in place, the batch kept for `reset()` and other micro-batches
+are unaffected, and the batch can be freed while its micro-batches are in use.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ FieldKey = str | tuple[str, ...]
 Positions = NDArray[np.int64]
 
 Item = TypeVar("Item", default=tuple[TensorDict, BatchMeta])
-"""The items of a loader: micro-batches with their samples, unless an option of the dataset determines others."""
+"""Type of a loader's items: micro-batches with their meta, unless an option of the dataset determines another type."""
 
 ProcessBatch = Callable[..., Iterable[Item]]
 """`process_batch_fn(data, meta, micro_batch_size=...)`: returns the items that the loader yields for one batch."""
 
 
 class ItemOptions(Generic[Item]):
-    """Options of a dataset that determine its items: from their type, type checkers infer that of the items."""
+    """Options of a dataset that determine its items; type checkers infer the item type from the type of the options."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class JaggedColumn:
-    """Rows that differ in one dimension.
+    """A column whose rows differ in size in one dimension.
 
     Attributes:
         values: the rows, concatenated along dimension `ragged_dim - 1`.
-        pattern: splits the values into rows; columns with the same row lengths share one.
-        ragged_dim: the ragged dimension of the nested tensor, 1 for rows that differ in their first dimension.
+        pattern: offsets that split the values into rows; columns with the same row lengths share a pattern.
+        ragged_dim: the ragged dimension of the nested tensor; 1 if rows differ in their first dimension.
     """
 
     values: torch.Tensor
@@ -56,12 +56,12 @@ class JaggedColumn:
 
 
 FlatColumn = torch.Tensor | JaggedColumn | list[Any]
-"""Rows of one shape, `(n, ...)`; jagged rows; or objects, including tensors that differ in several dimensions."""
+"""Rows of equal shape, `(n, ...)`; jagged rows; or objects, including tensors that differ in several dimensions."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlatBatch:
-    """The columns of a batch of `row_count` rows, by their key in the TensorDict."""
+    """The columns of a batch with `row_count` rows, by their key in the TensorDict."""
 
     row_count: int
     columns: Mapping[FieldKey, FlatColumn]
@@ -74,7 +74,7 @@ class FlatBatch:
         return [*(pattern.offsets for pattern in patterns), *values]
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors of the columns, including offsets and the rows of columns that are lists of tensors."""
+        """Return the tensors of the columns, including offsets and the rows of columns that only contain tensors."""
         return [
             tensor
             for part in self.parts()
@@ -82,11 +82,11 @@ class FlatBatch:
         ]
 
     def replacing(self, kind: type, other: Callable[[Any], Any]) -> FlatBatch:
-        """Return the same batch with its tensors, or their placeholders, replaced.
+        """Return a copy of the batch with its tensors, or the placeholders of tensors, replaced.
 
         Args:
             kind: type of the values to replace.
-            other: returns the replacement of one value.
+            other: function that returns the replacement of a value.
         """
         there: dict[RowPattern, RowPattern] = {}
 
@@ -104,7 +104,7 @@ class FlatBatch:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the tensors and objects, see `object_bytes`."""
+        """Bytes of the tensors and objects; see `object_bytes`."""
         return object_bytes(self.parts())
 
 
@@ -113,12 +113,13 @@ def _is_all(kind: type, rows: list[Any]) -> bool:
 
 
 def flatten(batch: TensorDict) -> FlatBatch:
-    """Return the columns of a batch; only nested tensors that are strided or have gaps between rows are copied.
+    """Return the columns of a batch. Only nested tensors that are strided or have gaps between rows are copied.
 
     As in a put, a strided nested tensor becomes a jagged column, or a list of rows if several dimensions differ.
 
     Raises:
-        ValueError: the batch does not have exactly one batch dimension, or non-tensor data has another number of items.
+        ValueError: the batch does not have exactly one batch dimension, or a non-tensor field has another number of
+            items.
     """
     if len(batch.batch_size) != 1:
         raise ValueError(f"got a TensorDict of batch size {tuple(batch.batch_size)}; expected one dimension, (n,)")
@@ -134,12 +135,12 @@ def flatten(batch: TensorDict) -> FlatBatch:
 
 
 def _is_leaf(kind: type) -> bool:
-    """Whether an entry of a TensorDict is a column; tensordict 0.6 lacks a public function for this."""
+    """Return whether an entry of a TensorDict is a column; tensordict 0.6 lacks a public function for this."""
     return not is_tensor_collection(kind) or issubclass(kind, NonTensorData | NonTensorStack)
 
 
 def build(flat: FlatBatch) -> TensorDict:
-    """Return the TensorDict of a flat batch; nested tensors with the same pattern share their offsets tensor."""
+    """Return the TensorDict of a flat batch. Nested tensors with the same pattern share their offsets tensor."""
     fields: dict[FieldKey, Any] = {}
     for key, column in flat.columns.items():
         if isinstance(column, JaggedColumn):
@@ -150,7 +151,7 @@ def build(flat: FlatBatch) -> TensorDict:
 
 
 def _flatten_nested(nested: Any, patterns: list[RowPattern]) -> FlatColumn:
-    """Return the column of a nested tensor; reuses an equal pattern of `patterns`, or adds its own."""
+    """Return the column of a nested tensor. Its pattern is an equal one from `patterns`, or is added there."""
     is_jagged = nested.layout is torch.jagged
     if is_jagged and nested.lengths() is None:
         dim = nested._ragged_idx - 1  # torch lacks a public name for this
@@ -177,7 +178,7 @@ def _flatten_nested(nested: Any, patterns: list[RowPattern]) -> FlatColumn:
 
 
 def _shared(pattern: RowPattern, patterns: list[RowPattern]) -> RowPattern:
-    """Return an equal pattern of `patterns`, or add this one and return it."""
+    """Return the equal pattern in `patterns` if there is one; otherwise add and return `pattern`."""
     for each in patterns:
         if each.offsets.dtype == pattern.offsets.dtype and np.array_equal(each.bounds, pattern.bounds):
             return each
@@ -186,7 +187,7 @@ def _shared(pattern: RowPattern, patterns: list[RowPattern]) -> RowPattern:
 
 
 def object_bytes(value: Any) -> int:
-    """Return the bytes of the tensors, arrays, texts and PIL images in an object or in nested containers."""
+    """Return the bytes of the tensors, arrays, strings and PIL images in an object, including nested containers."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, np.ndarray) and value.dtype.hasobject:
@@ -206,7 +207,7 @@ def take_rows(data: TensorDict, positions: Sequence[int] | Positions) -> TensorD
 
 
 def select_rows(flat: FlatBatch, positions: Positions) -> FlatBatch:
-    """Return a copy of some rows in the order of `positions` `(m,)`.
+    """Return a copy of the rows at `positions` `(m,)`, in this order.
 
     Raises:
         IndexError: a position is outside the batch.
@@ -242,7 +243,7 @@ def check_positions(row_count: int, positions: Positions) -> None:
 
 
 def _ranges(starts: Positions, stops: Positions) -> list[tuple[int, int]]:
-    """Return at least one range; adjacent ranges are joined."""
+    """Return row ranges with adjacent ranges joined. Returns at least one range, which may be empty."""
     if not starts.size:
         return [(0, 0)]
     begins = np.append(True, starts[1:] != stops[:-1])
@@ -250,14 +251,14 @@ def _ranges(starts: Positions, stops: Positions) -> list[tuple[int, int]]:
     return list(zip(starts[begins].tolist(), stops[ends].tolist(), strict=True))
 
 
-# For each item size a dtype that numpy also has: it lacks bfloat16 and others.
+# For each item size, a dtype that numpy supports too, since numpy lacks bfloat16 and others.
 _STAND_INS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 def _copied(values: torch.Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Return a copy of ranges of a tensor, concatenated.
+    """Return a concatenated copy of ranges of a tensor.
 
-    Copies with numpy, in this thread. Torch would distribute the copy over its thread pool, which takes longer than
+    The copy is made by numpy in this thread. Torch would distribute it over its thread pool, which takes longer than
     copying a micro-batch, and much longer if the CPUs are busy.
     """
     if values.device.type != "cpu" or values.requires_grad or values.is_conj() or values.is_neg():
@@ -275,22 +276,22 @@ def split_micro_batches(
     """Yield the micro-batches of a batch, each with its part of the meta.
 
     The plan, `meta.steps`, determines them: one micro-batch per pack of each step, in order. So every rank gets the
-    same number of them, including empty ones. The meta of a micro-batch has its pack as its only step. A batch whose
-    meta lacks steps is split by `micro_batch_size`.
+    same number of micro-batches, including empty ones. The meta of a micro-batch has one step with one pack. A batch
+    whose meta has no steps is split by `micro_batch_size`.
 
     Args:
-        data: the batch, `meta.size` rows.
-        meta: the samples of `data`.
-        micro_batch_size: samples per micro-batch if the meta lacks steps; None: the batch is one micro-batch.
+        data: the batch, with `meta.size` rows.
+        meta: metadata of the samples in `data`.
+        micro_batch_size: samples per micro-batch if the meta has no steps; None: the batch is one micro-batch.
 
     Raises:
-        ValueError: the batch has another number of rows than the meta.
+        ValueError: the batch and the meta differ in size.
     """
     flat = flatten(data)
     if flat.row_count != meta.size:
         raise ValueError(
-            f"the batch has {flat.row_count} rows and its meta {meta.size} samples; fetch_batch_fn must return both "
-            "for the same samples, or process_batch_fn split them"
+            f"the batch has {flat.row_count} rows, but its meta has {meta.size} samples; fetch_batch_fn must return "
+            "data and meta of the same samples, or process_batch_fn must split the batch"
         )
     for step_index, step in enumerate(steps_of(meta, micro_batch_size)):
         for pack in step.packs:
@@ -298,7 +299,7 @@ def split_micro_batches(
 
 
 def steps_of(meta: BatchMeta, micro_batch_size: int | None) -> tuple[Step, ...]:
-    """Return the steps of a batch; if its plan has none, one step with micro-batches of `micro_batch_size` samples."""
+    """Return the steps of a batch; without a plan, one step with micro-batches of `micro_batch_size` samples."""
     if meta.steps:
         return meta.steps
     size = micro_batch_size or max(meta.size, 1)
@@ -307,13 +308,13 @@ def steps_of(meta: BatchMeta, micro_batch_size: int | None) -> tuple[Step, ...]:
 
 
 def micro_batch_count(meta: BatchMeta, micro_batch_size: int | None) -> int:
-    """Return how many micro-batches, or packs, a batch is split into."""
+    """Return the number of micro-batches, or packs, that a batch is split into."""
     return sum(len(step.packs) for step in steps_of(meta, micro_batch_size))
 
 
 def part_of(meta: BatchMeta, pack: Pack, step_index: int) -> BatchMeta:
-    """Return the meta of the samples of one pack, with the pack as its only step and the totals of its step."""
+    """Return the meta of one pack's samples, with the pack as its only step and the totals of the pack's step."""
     whole = replace(pack, positions=tuple(range(len(pack.positions))))
-    # Drop the steps first: selecting from all of them for each pack would take quadratic time.
+    # Drop the steps first: selecting from all steps for each pack would take quadratic time.
     samples = replace(meta, steps=(), totals=()).select_samples(pack.positions)
     return replace(samples, steps=(Step(packs=(whole,)),), totals=meta.totals[step_index : step_index + 1])

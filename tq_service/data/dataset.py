@@ -68,16 +68,16 @@ _NONE_LEFT: Final = object()
 _MAY_CHANGE_WITH_RANKS: Final = {"dp_size", "batch_size", "micro_batch_size"}
 
 OpenRest = Callable[[BatchSource, int, StreamIdentity | None], BatchStream]
-"""Opens a stream of a source, given the first batch_index and the identity required of its batches."""
+"""Opens a batch stream of a source, given the first batch_index and the identity that its batches must have."""
 
 
 class StreamingDataset(IterableDataset[Item]):
     """The micro-batches of one DP rank.
 
-    Its items are `(micro_batch, meta)`: a TensorDict, and the `BatchMeta` of its samples. With `pack` they are
-    `PackedMicroBatch`es, with `process_batch_fn` the items that it returns; type checkers know this.
+    Its items are `(micro_batch, meta)`: a TensorDict, and the `BatchMeta` of its samples. With `pack` the items are
+    `PackedMicroBatch`es; with `process_batch_fn` they are the items that it returns. Type checkers infer the item type.
 
-    Iterating it fetches in the consumer's thread; `StreamingDataLoader` fetches ahead. Lifecycle::
+    Iterating the dataset fetches in the consumer's thread; `StreamingDataLoader` prefetches. Lifecycle::
 
         __init__ ──> batch_index = start_batch_index
                         │
@@ -88,85 +88,89 @@ class StreamingDataset(IterableDataset[Item]):
           │                 └─ step(partition_id): batch 0 of another partition, buffer dropped
           └─────────────────┘
 
-    After `reset()` or `step()`, a live iterator continues at the new position. A batch counts as delivered with its
-    first micro-batch. From then on `batch_index` is the next batch: save it in a checkpoint for `start_batch_index`.
+    After `reset()` or `step()`, a live iterator continues at the new position. A batch counts as delivered once its
+    first micro-batch is yielded. `batch_index` is then the next batch: save it in a checkpoint, to be passed as
+    `start_batch_index`.
 
-    If samples were inserted and the task ends without a micro-batch, all ranks raise `NothingDeliveredError`. If only
-    some samples were skipped, the end is logged once, as a warning with the counts and reasons.
+    If samples were inserted but the task reaches the end without receiving any, all ranks raise
+    `NothingDeliveredError`. If only some samples were skipped, one warning at the end logs the counts and reasons.
 
-    Every DP rank yields the same number of micro-batches, including empty ones: 0 rows with the same fields, dtypes and
-    layouts. So each rank can take part in each collective. An undeclared field is dense until a row differs, and may
-    become jagged between two fetches: declare such fields, or pass `layout`.
+    Every DP rank yields the same number of micro-batches, so every rank can take part in every collective. An empty
+    micro-batch has 0 rows and the same fields, dtypes and layouts as the others. An undeclared field is dense until a
+    row differs in shape, so it may become jagged between two fetches. Declare such fields, or pass `layout`.
 
     Args:
-        address: address of the service, as in `Client(address)`: "host:port", the host alone for port 50051, or several
+        address: address of the service, as in `Client(address)`: "host:port", "host" (port 50051), or several
             addresses, as a list or separated by commas. None: `TQ_ADDRESS`, then localhost:50051.
         batch_size: samples (or rollouts or groups, see `batch_unit`) per batch and rank.
         micro_batch_size: samples per micro-batch; None: the batch is one micro-batch, unless the sampler splits it.
         data_fields: fields to fetch; a sample is ready when it has all of them.
-        partition_id: the partition; if it does not exist yet, the dataset waits for it.
-        task_name: the consumer; tasks consume a partition independently.
-        dp_rank: this rank; replicas of a rank pass the same number and get the same batches. None: the rank of the
-            process if torch.distributed is initialized and there is no replica or context-parallel group, otherwise 0.
-        dp_size: number of ranks; None likewise: the number of processes, or 1.
-        dp_group: a `DeviceMesh` or process group of the DP ranks, which determines `dp_rank` and `dp_size`. All
-            dimensions of a mesh count, for example both of hybrid sharding.
+        partition_id: partition to consume; the dataset waits for a partition that does not exist yet.
+        task_name: name of the consuming task; tasks consume a partition independently.
+        dp_rank: DP rank of this process. Replicas of a rank pass the same number and get the same batches. If
+            `dp_rank`, `dp_size` and `dp_group` are all None, torch.distributed determines rank and size if it is
+            initialized; with a replica or context-parallel group, that raises an error. In other cases None means 0.
+        dp_size: number of DP ranks; None: determined as for `dp_rank`, in other cases 1.
+        dp_group: a `DeviceMesh` or process group of the DP ranks, which determines `dp_rank` and `dp_size`. The ranks
+            of all mesh dimensions count, for example those of both dimensions of hybrid sharding.
         replica_group: a process group, or one-dimensional `DeviceMesh`, of the processes that share this DP rank. The
-            first of them fetches and broadcasts. Without it each process fetches for itself and gets the same batches.
-            The broadcast is a collective in the consumer's thread, so all of them iterate, reset, step and end alike.
-            If the group has no backend for CPU tensors, the bytes pass through the accelerator.
+            first process fetches and broadcasts. Without a group, each process fetches the same batches for itself.
+            The broadcast is a collective in the consumer's thread, so all processes must iterate, reset, step and end
+            alike. If the group has no backend for CPU tensors, the data is broadcast through the accelerator.
         cp_rank: rank of this process in its context-parallel group. All ranks of the group have the same `dp_rank`, and
-            so get the same batches. Each fetches its share of each field in `cp_fields`, and all of the other fields.
-        cp_size: number of ranks of the group.
+            so get the same batches. Each rank fetches its share of the fields in `cp_fields`, and all other fields.
+        cp_size: number of ranks in the context-parallel group.
         cp_group: a process group, or `DeviceMesh`, which determines `cp_rank` and `cp_size`.
-        cp_fields: fields with one item per token, whose rows the group shares. Micro-batches get an additional field,
-            `cp_positions`: the position of each item of the share in its row.
-        cp_layout: how rows are shared, see `RowSlice.share`.
+        cp_fields: fields with one item per token, whose rows are split among the ranks of the group. Micro-batches get
+            an additional field, `cp_positions`: the position in the full row of each item of the share.
+        cp_layout: how rows are split into shares, see `RowSlice.share`.
         cp_align: multiple to which the length of each chunk is padded; with `pack` it follows from `pack.align`.
-        cp_fill: fill value that makes all shares of a row equally long, for all of these fields or by field.
-        read_options: more arguments of `Client.get_data`: slices, padded, pad_value, length, side, mask and truncate.
+        cp_fill: fill value that makes all shares of a row equally long: one for all `cp_fields`, or one per field.
+        read_options: additional arguments of `Client.get_data`: slices, padded, pad_value, length, side, mask and
+            truncate.
         sampler: the sampler, by name or as an object with its options, such as
             `tq.samplers.SeqlenBalancedSampler(n_samples_per_prompt=8)`.
         sampler_config: options of a sampler that is given by name.
-        should_check_consumption_status: finite mode: also end when everything inserted so far is consumed. Otherwise
+        should_check_consumption_status: finite mode: also end once all samples inserted so far are consumed. Otherwise
             (streaming mode) the dataset waits for batches until the partition is sealed.
         fetch_batch_fn: replaces `fetch_batch`, whose docstring lists the keywords. It runs in the prefetching thread or
             worker; with spawn and forkserver it must be picklable. If it claims as a queue worker, use at most one
-            worker: batches are delivered in order, whichever worker has them.
+            loader worker, because the loader delivers batches by index, not by arrival.
         process_batch_fn: called as `process_batch_fn(data, meta, micro_batch_size=...)` in the consumer's thread and
-            process instead of `split_micro_batches`; the iterable it returns is yielded item by item.
-        pack: yield a `PackedMicroBatch` for each pack of the plan, one sequence of `pack.pack_max_length` tokens, as
-            returned by `split_packs`; for the sampler `packed`. With `cp_fields` each rank of the group gets its share
-            of each sequence, filled like the pack. `cp_fields` must then list all fields with one value per token.
+            process instead of `split_micro_batches`; the items of the iterable it returns are yielded one by one.
+        pack: yield a `PackedMicroBatch` for each pack of the plan: one sequence of `pack.pack_max_length` tokens, as
+            returned by `split_packs`. Use it with the sampler `packed`. With `cp_fields` each rank of the group gets
+            its share of each sequence, padded like the pack. `cp_fields` must then list all fields with one value per
+            token.
         layout: layout of the fetched fields, see `Client.get_data`; None: the layout of each field.
         max_uses: deliveries of a sample before it counts as consumed, see `Client.get_meta`; None: one.
-        unmatched: what happens to samples that `where` excludes, see `Client.get_meta`.
-        least_members: groups with fewer remaining members are evicted, see `Client.get_meta`; None: none is too small.
+        unmatched: how to treat samples that `where` excludes, see `Client.get_meta`.
+        least_members: groups with fewer remaining members are evicted, see `Client.get_meta`; None: no eviction.
         refill: `(partition_id, task_name)` that regenerates evicted units, see `Client.get_meta`; None: no refill.
-        max_refills: most refills per sample there.
+        max_refills: maximum refills per sample, if `refill` is given.
         totals: custom_meta columns to sum over all ranks in `BatchMeta.totals`, see `Client.get_meta`.
-        start_batch_index: the first batch, for a rank that restarts in the middle.
-        where: conditions on custom_meta, such as `("version", ">=", 3)`; all must hold.
-        order_by: custom_meta columns that order ready samples.
-        drop_last: leave out the last batch if it is short.
+        start_batch_index: the first batch, for a rank that resumes from a checkpoint.
+        where: conditions on custom_meta, such as `("version", ">=", 3)`; a sample must meet all of them.
+        order_by: custom_meta columns by which ready samples are ordered.
+        drop_last: whether to drop the last batch if it is short.
         batch_unit: whether `batch_size` counts samples, rollouts or groups.
-        version_lag: how many batches may be planned ahead of the published version of `policy`, however many are
-            prefetched; 0 is on-policy. The trainer publishes a version after each batch (`Client.publish_version`).
+        version_lag: how many batches may be planned ahead of the published version of `policy`, regardless of
+            prefetching; 0 is on-policy. The trainer publishes a version after each batch (`Client.publish_version`).
             None: unlimited.
-        first_version: the version used to train batch `start_batch_index`, for `version_lag`.
-        policy: the policy that is trained.
-        replay_buffer_bytes: most bytes of batches to keep in memory for `reset()`, starting with the first batch.
-            Tensors, arrays and texts count. 0: none are kept, and `reset()` fetches the same batches again.
-        max_wait: seconds that one call waits for a batch before it is repeated, at most 10.
-        timeout: seconds that a call may take beyond `max_wait`, including retries: the longest tolerated outage.
-        client_factory: opens the sync client instead of `Client(address, ...)`; it has to pass `token`, `tls`,
-            `insecure` and `namespace` itself.
-        token: the bearer token, or the path of its file, as in `Client(token=...)`; workers get it too.
+        first_version: version of `policy` that trains on batch `start_batch_index`; used with `version_lag`.
+        policy: name of the trained policy.
+        replay_buffer_bytes: maximum bytes of batches kept in memory for `reset()`, starting with the first batch.
+            Tensors, arrays, strings and images count. 0: no batches are kept, and `reset()` fetches them again.
+        max_wait: seconds that one call waits for a batch before the call is repeated, at most 10.
+        timeout: seconds that a call may take beyond `max_wait`, including retries; shorter outages are tolerated.
+        client_factory: called with `address` to open the sync client, instead of `Client(address, ...)`. It must pass
+            `token`, `tls`, `insecure` and `namespace` itself.
+        token: the bearer token, or the path of a token file, as in `Client(token=...)`; workers get it too.
         tls: TLS settings of the connection, as in `Client(tls=...)`.
         insecure: whether the token may be sent in plaintext, as in `Client(insecure=...)`.
         namespace: namespace of the partition, as in `Client(namespace=...)`.
-        on_wait: called with the `WaitReason` of a wait after 10 s, and then every minute. It runs in the thread or
-            worker that fetches, and must be picklable for a worker. None: the reason is logged as a warning.
+        on_wait: called with the `WaitReason` once a wait has taken 10 s, and then every minute. It runs in the fetching
+            thread or worker, and must be picklable for a worker. None: the reason is logged as a warning.
 
     Raises:
         InvalidArgumentError: an argument is invalid.
@@ -232,7 +236,7 @@ class StreamingDataset(IterableDataset[Item]):
         is_shared = replica_group is not None or cp_group is not None or cp_size > 1
         dp_rank, dp_size = _dp_rank_and_size(dp_rank, dp_size, dp_group, is_shared=is_shared)
         if cp_group is not None:
-            _require((cp_rank, cp_size) == (0, 1), "cp_group", "cp_rank or cp_size as well", "one of the two")
+            _require((cp_rank, cp_size) == (0, 1), "cp_group", "cp_rank or cp_size as well", "only one of the two")
             cp_rank, cp_size = rank_and_size(cp_group)
         for name, count, least in (
             ("batch_size", batch_size, 1),
@@ -248,19 +252,21 @@ class StreamingDataset(IterableDataset[Item]):
         ):
             _require(count is None or count >= least, name, count, f"at least {least}")
         _require(0 <= cp_rank < cp_size, "cp_rank", cp_rank, f"0 to {cp_size - 1}, below cp_size")
-        _require(cp_size == 1 or len(cp_fields) > 0, "cp_fields", "none with cp_size", "the fields that ranks share")
+        _require(cp_size == 1 or len(cp_fields) > 0, "cp_fields", "none with cp_size", "fields to split among ranks")
         share = RowSlice.share(cp_rank, cp_size, cp_layout, align=cp_align, fill=0) if len(cp_fields) else None
         process_batch: ProcessBatch[Any] = process_batch_fn or split_micro_batches
         _require(pack is None or isinstance(pack, PackOptions), "pack", repr(pack), "PackOptions")
         if isinstance(pack, PackOptions):
-            _require(process_batch_fn is None, "pack", "a process_batch_fn as well", "one of the two")
-            _require(not read_options, "pack", "read_options as well", "whole rows, or cp_fields")
+            _require(process_batch_fn is None, "pack", "a process_batch_fn as well", "only one of the two")
+            _require(not read_options, "pack", "read_options as well", "no read_options; use cp_fields to fetch shares")
             _require_agreement(pack, options or {})
             if share is not None:
                 chunks = share.chunk_count
-                _require(cp_align == 1, "cp_align", cp_align, "none with pack, which has align")
-                _require(cp_fill == 0, "cp_fill", cp_fill, "none with pack, which has pad_values")
-                _require(pack.align % chunks == 0, "pack", f"align {pack.align}", f"a multiple of {chunks} chunks")
+                _require(cp_align == 1, "cp_align", cp_align, "no cp_align with pack, which has align")
+                _require(cp_fill == 0, "cp_fill", cp_fill, "no cp_fill with pack, which has pad_values")
+                _require(
+                    pack.align % chunks == 0, "pack", f"align {pack.align}", f"a multiple of {chunks}, the chunk count"
+                )
                 share = replace(share, align=pack.align // chunks)
             process_batch = partial(split_packs, options=pack, share=share)
         read_options = check_read_options(read_options)
@@ -274,7 +280,7 @@ class StreamingDataset(IterableDataset[Item]):
         client_options = {"token": token, "tls": tls, "insecure": insecure, "namespace": namespace}
         for name, value in client_options.items():
             got = "one" if name == "token" else repr(value)
-            _require(value is None or client_factory is None, name, got, "that the client_factory gives it")
+            _require(value is None or client_factory is None, name, got, "none, since client_factory must pass it")
         self._source = BatchSource(
             address=address,
             request=BatchRequest(
@@ -316,38 +322,39 @@ class StreamingDataset(IterableDataset[Item]):
         self._buffer = ReplayBuffer(replay_buffer_bytes)
         self._replicas = None if replica_group is None else ReplicaGroup(replica_group)
         self._batch_index = start_batch_index
-        # The last delivery: the batch, and its number of delivered micro-batches; (batch_index, 0) between batches.
+        # The batch of the last delivery and how many of its micro-batches were delivered; (batch_index, 0) between
+        # batches.
         self._delivered = (start_batch_index, 0)
         self._identity: StreamIdentity | None = None
         self._warned_of: StreamIdentity | None = None
         self._warned_of_dropped: StreamIdentity | None = None
-        # Counts reset(), step() and load_state_dict(), for live iterators to notice them.
+        # Number of reset(), step() and load_state_dict() calls; live iterators detect a move by comparing it.
         self._moves = 0
         self._step_timer = StepTimer()
 
     @property
     def step_timer(self) -> StepTimer:
-        """Breakdown of the time of the trainer's steps: `print(dataset.step_timer)`."""
+        """Breakdown of the trainer's step times; show it with `print(dataset.step_timer)`."""
         return self._step_timer
 
     @property
     def source(self) -> BatchSource:
-        """The service and the request used to fetch."""
+        """The service and the request from which batches are fetched."""
         return self._source
 
     @property
     def move_count(self) -> int:
-        """Number of calls of `reset`, `step` and `load_state_dict` that moved it."""
+        """Number of times that `reset`, `step` or `load_state_dict` moved the dataset."""
         return self._moves
 
     @property
     def batch_index(self) -> int:
-        """The batch after the last one delivered."""
+        """Index of the batch after the last delivered one."""
         return self._batch_index
 
     @property
     def partition_id(self) -> str:
-        """The partition that is consumed."""
+        """The partition that the dataset consumes."""
         return self._source.request.partition_id
 
     def __iter__(self) -> Iterator[Item]:
@@ -359,21 +366,21 @@ class StreamingDataset(IterableDataset[Item]):
         return self.iterate(lambda dataset: dataset.open_stream(dataset.open_inline), self.split)
 
     def open_inline(self, source: BatchSource, batch_index: int, identity: StreamIdentity | None) -> InlineStream:
-        """Return a stream that fetches in the thread that reads it."""
+        """Return a stream that fetches in the reader's thread."""
         return InlineStream(source, batch_index, identity, self.step_timer.take_report)
 
     def iterate(self, open_stream: Callable[[StreamingDataset[Item]], BatchStream], split: Split) -> Iterator[Item]:
-        """Yield the micro-batches from the next batch on.
+        """Yield micro-batches, starting with the next batch.
 
         Args:
             open_stream: opens a stream of batches.
-            split: splits the batches that the stream has not split.
+            split: splits a batch into micro-batches if the stream has not.
         """
         return timed(self._iterate(open_stream, split), self.step_timer)
 
     def _iterate(self, open_stream: Callable[[StreamingDataset[Item]], BatchStream], split: Split) -> Iterator[Item]:
         stream: BatchStream | None = None
-        if self._delivered[0] < self._batch_index:  # another iterator began a batch: skip the rest of it
+        if self._delivered[0] < self._batch_index:  # another iterator began a batch: skip its other micro-batches
             self._delivered = (self._batch_index, 0)
         try:
             while True:
@@ -400,7 +407,7 @@ class StreamingDataset(IterableDataset[Item]):
                     _noted(split(batch)) if batch.micro_batches is None else batch.micro_batches,
                     micro_batch_count(batch.meta, size) if self._follows_plan else None,
                 )
-                del batch  # not kept alive while the next one is waited for
+                del batch  # do not keep the batch alive while waiting for the next one
                 for micro_batch in micro_batches:
                     yield micro_batch
                     if self._moves != moves:
@@ -413,11 +420,11 @@ class StreamingDataset(IterableDataset[Item]):
                 stream.close()
 
     def open_stream(self, open_rest: OpenRest, device: torch.device | None = None) -> BatchStream:
-        """Return a stream from the next batch on: the buffered batches, then the stream that `open_rest` opens.
+        """Return a stream that starts at the next batch: buffered batches, then those of the `open_rest` stream.
 
         Args:
-            open_rest: called with the source, the first batch_index, and the identity required of its batches.
-            device: device of its batches, see `may_upload_ahead`; None: the CPU.
+            open_rest: called with the source, the first batch_index, and the identity that the batches must have.
+            device: device that holds the batches, see `may_upload_ahead`; None: the CPU.
         """
         kept = self._buffer.following(self._batch_index)
         first = self._batch_index + len(kept)
@@ -429,20 +436,20 @@ class StreamingDataset(IterableDataset[Item]):
         return ReplayStream(kept, rest) if kept else rest
 
     def split(self, batch: FetchedBatch) -> Iterator[Any]:
-        """Return the micro-batches of a batch, created one by one."""
+        """Return an iterator that creates the micro-batches of a batch one by one."""
         return iter(self._process_batch(batch.data, batch.meta, micro_batch_size=self._source.request.micro_batch_size))
 
     @property
     def may_split_ahead(self) -> bool:
-        """Whether another thread may split batches; process_batch_fn and collectives run in the consumer's thread."""
+        """Whether another thread may split batches; false with `process_batch_fn`, `pack` or a replica group."""
         return self._replicas is None and self._follows_plan
 
     def may_upload_ahead(self, device: torch.device) -> bool:
-        """Whether batches may already be on a device when read: replicas must be able to broadcast them from there."""
+        """Whether batches may be on a device before they are read; replicas must be able to broadcast from there."""
         return self._replicas is None or self._replicas.sends_from(device)
 
     def _accept(self, batch: FetchedBatch) -> None:
-        """Count a batch as begun, check that it continues the previous ones, and keep it for a replay."""
+        """Mark a batch as begun, check that its identity matches the previous batches, and keep it for a replay."""
         if (collected := collected_here.get()) is not None:
             collected.add(batch.spans, batch_count=1)
         if batch.on_consumed is not None:
@@ -452,7 +459,7 @@ class StreamingDataset(IterableDataset[Item]):
         if got.incarnation != expected.incarnation:
             raise StaleIncarnationError(
                 f"batch {batch.index} belongs to another incarnation of partition {self.partition_id!r} than the "
-                "previous batches: the partition was cleared and created again; call step() to start over",
+                "previous batches: the partition was cleared and created again. Call step() to start over",
                 metadata={
                     "partition_id": self.partition_id,
                     "got": got.incarnation.hex(),
@@ -461,8 +468,8 @@ class StreamingDataset(IterableDataset[Item]):
             )
         if got.epoch != expected.epoch:
             raise StaleEpochError(
-                f"batch {batch.index} belongs to epoch {got.epoch} of the task, the previous batches to epoch "
-                f"{expected.epoch}: its consumption was reset; call step() to start over",
+                f"batch {batch.index} belongs to epoch {got.epoch} of the task, but previous batches belong to epoch "
+                f"{expected.epoch}: the task's consumption was reset. Call step() to start over",
                 metadata={
                     "task_name": self._source.request.task_name,
                     "got": str(got.epoch),
@@ -474,19 +481,19 @@ class StreamingDataset(IterableDataset[Item]):
         self._buffer.add(batch)
 
     def _warn_of_dropped(self, batch: FetchedBatch) -> None:
-        """Log the first batch that leaves out samples; the end reports their total."""
-        dropped: Any = getattr(batch.meta, "dropped_indexes", ())  # fetch_batch_fn may have made the meta
+        """Log a warning about the first batch that drops samples; the warning at the end reports the total."""
+        dropped: Any = getattr(batch.meta, "dropped_indexes", ())  # fetch_batch_fn may have created the meta
         if len(dropped) and self._warned_of_dropped != self._identity:
             self._warned_of_dropped = self._identity
             _log.warning(
-                "batch %s of partition %r leaves out %s samples that are too long for sampler %r (the first is %s); "
-                "task %r never gets them. The warning at the end counts all of them",
+                "batch %s of partition %r drops %s samples that are too long for sampler %r (the first is %s); task %r "
+                "never gets them. The warning at the end reports the total",
                 batch.index, self.partition_id, len(dropped), self._source.request.sampler, dropped[0],
                 self._source.request.task_name,
             )  # fmt: skip
 
     def _check_end(self, end: End) -> None:
-        """Log the skipped samples once, as a warning: the cause is the data, not the calling program."""
+        """Log a warning about skipped samples, once per epoch; raise NothingDeliveredError if none was delivered."""
         if (collected := collected_here.get()) is not None:
             collected.add(end.spans)
         warning = end_warning(end, self._source.request)
@@ -497,12 +504,13 @@ class StreamingDataset(IterableDataset[Item]):
     def _deliver(self, index: int, micro_batches: Iterator[Any], count: int | None) -> Iterator[Any]:
         """Yield the micro-batches of a batch, except those delivered before the state was saved.
 
-        The batch counts as delivered with its first micro-batch: a batch that cannot be split does not.
+        The batch counts as delivered once its first micro-batch is yielded. A batch that cannot be split does not
+        count.
 
         Args:
             index: the batch_index.
-            micro_batches: its micro-batches.
-            count: their number; None: unknown.
+            micro_batches: the micro-batches of the batch.
+            count: number of micro-batches; None: unknown.
         """
         delivered_before = self._delivered[1] if self._delivered[0] == index else 0
         number = 0
@@ -512,18 +520,18 @@ class StreamingDataset(IterableDataset[Item]):
                 self._batch_index = index + 1
                 self._delivered = (index, number) if number != count else (index + 1, 0)
                 yield micro_batch.receive() if isinstance(micro_batch, ArrivingItem) else micro_batch
-            del micro_batch  # not kept alive while the next one is created
+            del micro_batch  # do not keep it alive while the next one is created
         # Another iterator may have advanced further.
         if self._delivered[0] <= index:
             self._batch_index = index + 1
             self._delivered = (index + 1, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last micro-batch delivered, as plain numbers and strings.
+        """Return the position after the last delivered micro-batch, as plain numbers and strings.
 
-        It is the same on all DP ranks and replicas that have delivered the same number of micro-batches. Batches that
-        were only prefetched do not count. `process_batch_fn` must be deterministic. On resume a partly delivered batch
-        is fetched again: do not clear its samples until a state after it has been saved.
+        The state is the same on all DP ranks and replicas that have delivered the same number of micro-batches. Batches
+        that were only prefetched do not count. On resume a partly delivered batch is fetched and split again. So
+        `process_batch_fn` must be deterministic, and its samples must not be cleared until a later state is saved.
         """
         batch_index, micro_batch_index = self._delivered
         identity, request = self._identity or StreamIdentity(), self._source.request
@@ -541,30 +549,30 @@ class StreamingDataset(IterableDataset[Item]):
     def load_state_dict(self, state_dict: Mapping[str, Any], *, restart: bool = False) -> None:
         """Continue after the last micro-batch that was delivered when the state was saved.
 
-        With another `dp_size`, the ranks restart after the last complete batch (`Client.restart_ranks`); batch sizes
-        may then differ too. All ranks load the same state, and the first one makes the service plan again. Otherwise
-        they get the same batches as before.
+        If `dp_size` differs from the saved one, the ranks restart after the last complete batch
+        (`Client.restart_ranks`); batch sizes may then differ too. All ranks must load the same state. The first rank to
+        load it makes the service plan again. Ranks that do not restart get the same batches as before.
 
         Args:
             state_dict: the value that `state_dict()` returned.
             restart: whether the ranks restart even with the same `dp_size`; needed with a `max_staleness` if batches
                 were trained after the state was saved.
 
-        If the partition was cleared or the task reset since then, the next batch raises `StaleIncarnationError` or
-        `StaleEpochError`.
+        If the partition was cleared or the task reset after the state was saved, the next batch raises
+        `StaleIncarnationError` or `StaleEpochError`.
 
         Raises:
-            InvalidArgumentError: the state belongs to another task or batch size, or is not a state.
-            StaleIncarnationError, StaleEpochError: as above, but raised at once if the ranks restart.
+            InvalidArgumentError: the state was saved with another task or batch size, or is malformed.
+            StaleIncarnationError, StaleEpochError: the ranks restart, and the partition was cleared or the task reset.
         """
         dp_size = state_dict.get("dp_size")
-        _require(isinstance(dp_size, int), "state_dict", f"dp_size {dp_size!r}", "a number of ranks")
+        _require(isinstance(dp_size, int), "state_dict", f"dp_size {dp_size!r}", "an integer number of ranks")
         restarts = restart or dp_size != self._source.request.dp_size
         for name, expected in self._state_must_fit().items():
             if restarts and name in _MAY_CHANGE_WITH_RANKS:
                 continue
             got = state_dict.get(name)
-            _require(got == expected, "state_dict", f"{name} {got!r}", f"{expected!r}, as this dataset has")
+            _require(got == expected, "state_dict", f"{name} {got!r}", f"{expected!r}, as in this dataset")
         try:
             partition_id = str(state_dict["partition_id"])
             incarnation = bytes.fromhex(state_dict["incarnation"])
@@ -573,9 +581,9 @@ class StreamingDataset(IterableDataset[Item]):
             first_version = 0 if self._source.request.version_lag is None else int(state_dict["first_version"])
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidArgumentError(
-                f"state_dict: got {dict(state_dict)!r}; expected what state_dict() returned", field="state_dict"
+                f"state_dict: got {dict(state_dict)!r}; expected a value that state_dict() returned", field="state_dict"
             ) from error
-        _require(min(position) >= 0, "state_dict", f"position {position}", "no negative number")
+        _require(min(position) >= 0, "state_dict", f"position {position}", "numbers of at least 0")
         if restarts:
             epoch, position = self._restart_ranks(partition_id, incarnation, epoch, *position), (position[0], 0)
         self.step(partition_id)
@@ -586,12 +594,12 @@ class StreamingDataset(IterableDataset[Item]):
     def _restart_ranks(
         self, partition_id: str, incarnation: bytes, epoch: int, batch_index: int, micro_batch_index: int
     ) -> int:
-        """Restart the ranks of the task at a batch with this dataset's `dp_size`; return their epoch."""
+        """Restart the task's ranks at a batch with this dataset's `dp_size`; return the new epoch."""
         request = self._source.request
         if micro_batch_index:
             _log.warning(
-                "the state was saved within batch %s: this batch is planned anew because the ranks restart, so the "
-                "samples of its first %s micro-batches are trained again",
+                "the state was saved in the middle of batch %s. This batch is planned again because the ranks restart, "
+                "so the samples of its first %s micro-batches are trained again",
                 batch_index, micro_batch_index,
             )  # fmt: skip
         try:
@@ -607,34 +615,34 @@ class StreamingDataset(IterableDataset[Item]):
         except (PartitionNotFoundError, TaskNotFoundError):
             if incarnation:
                 raise
-            return epoch  # saved before any rank claimed a batch of this partition
+            return epoch  # the state was saved before any rank claimed a batch of this partition
         if restarted.repeated_batch_count:
             _log.warning(
-                "batches were trained after the state was saved: %s samples of batches %s to %s are trained again",
+                "batches were trained after the state was saved, so %s samples of batches %s to %s are trained again",
                 restarted.repeated_sample_count, batch_index, batch_index + restarted.repeated_batch_count - 1,
             )  # fmt: skip
         return int(restarted.epoch)
 
     def _state_must_fit(self) -> dict[str, Any]:
-        """Return the arguments that must match a loaded state: otherwise its numbers refer to other samples."""
+        """Return the arguments that must equal those of a loaded state, or its position would mean other samples."""
         names = ("task_name", "dp_size", "batch_size", "batch_unit", "micro_batch_size")
         return {name: getattr(self._source.request, name) for name in names}
 
     def reset(self) -> None:
-        """Start from the first batch again: the same batches, from the replay buffer or fetched again.
+        """Restart at the first batch; the same batches come from the replay buffer or are fetched again.
 
         Fetching a batch again raises `SamplesClearedError` if its samples have been cleared.
         """
-        request = self._source.request  # versions continue, whereas batches start at 0 again
+        request = self._source.request  # policy versions continue, whereas batch indexes restart at 0
         self._source = self._source.of_version(request.first_version + self._batch_index)
         self._batch_index = 0
         self._delivered = (0, 0)
         self._moves += 1
 
     def step(self, partition_id: str) -> None:
-        """Go to the first batch of another partition and drop the buffer.
+        """Move to the first batch of another partition and clear the replay buffer.
 
-        The current partition's name selects its next incarnation, or the next epoch of a task that was reset.
+        With the current partition's name, move to its next incarnation, or to the task's next epoch after a reset.
         """
         self._source = self._source.of_partition(partition_id)
         self._buffer.clear()
@@ -647,7 +655,7 @@ class StreamingDataset(IterableDataset[Item]):
 
 
 def _noted(micro_batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield micro-batches, and record the time it takes to create each."""
+    """Yield micro-batches, and record the time that each takes to create."""
     while True:
         began_at = time.perf_counter()
         found = next(micro_batches, _NONE_LEFT)
@@ -656,15 +664,15 @@ def _noted(micro_batches: Iterator[Any]) -> Iterator[Any]:
         if found is _NONE_LEFT:
             return
         yield found
-        del found  # not kept alive while the next one is created
+        del found  # do not keep it alive while the next one is created
 
 
 def _dp_rank_and_size(
     dp_rank: int | None, dp_size: int | None, dp_group: Ranks | None, *, is_shared: bool
 ) -> tuple[int, int]:
-    """Return the DP rank of this process and their number; `is_shared`: several processes have one rank."""
+    """Return this process's DP rank and the number of DP ranks; `is_shared`: several processes share a rank."""
     if dp_rank is not None or dp_size is not None:
-        _require(dp_group is None, "dp_group", "dp_rank or dp_size as well", "one of the two")
+        _require(dp_group is None, "dp_group", "dp_rank or dp_size as well", "only one of the two")
         return dp_rank or 0, 1 if dp_size is None else dp_size
     if dp_group is None and (dp_group := world_group()) is not None:
         got, expected = (
@@ -681,39 +689,39 @@ def _require(holds: bool, name: str, got: object, expected: str) -> None:
 
 
 def _check_data_fields(data_fields: Sequence[str]) -> None:
-    """Raise InvalidArgumentError unless it is a list of at least one field name, each given once."""
+    """Raise InvalidArgumentError unless `data_fields` is a non-empty list of distinct field names."""
     is_list = not isinstance(data_fields, str) and len(data_fields) > 0
     _require(is_list, "data_fields", repr(data_fields), "a list of at least one field name")
     _require(len(set(data_fields)) == len(data_fields), "data_fields", list(data_fields), "each field once")
 
 
 def _require_agreement(pack: PackOptions, options: Mapping[str, Any]) -> None:
-    """Raise InvalidArgumentError if the packs differ from those planned by a sampler with these options."""
+    """Raise InvalidArgumentError if the options of the packs disagree with those of the sampler."""
     planned = options.get("pack_max_length", pack.pack_max_length)
     _require(
         planned == pack.pack_max_length,
         "pack",
         f"pack_max_length {pack.pack_max_length}",
-        f"{planned}, as for the sampler",
+        f"{planned}, the pack_max_length of the sampler",
     )
     truncates = options.get("overlong", pack.overlong) == "truncate"
     _require(
         truncates == (pack.overlong == "truncate"),
         "pack",
         f"overlong {pack.overlong!r}",
-        f"{'truncate' if truncates else 'error'!r}, as for the sampler",
+        f"{'truncate' if truncates else 'error'!r}, to match the sampler",
     )
 
 
 class ReplayBuffer:
-    """Keeps the first batches since the start, up to the first one that exceeds its bytes.
+    """Keeps batches in memory for a replay, from the first batch until a batch does not fit.
 
-    A replay reads the batches from the first, so the first ones are worth keeping. A buffer of the latest ones would
-    drop each batch just before it is needed. Batches beyond the limit are fetched again. They are the same, since
-    claims of ranks replay.
+    A replay starts with the first batch, so the first batches are kept. A buffer of the latest batches would drop each
+    batch just before its replay. Batches beyond the limit are fetched again; the service returns the same batches to
+    the same ranks.
 
     Args:
-        max_bytes: most bytes kept, in terms of `FetchedBatch.size_bytes`; 0 keeps nothing.
+        max_bytes: maximum sum of `FetchedBatch.size_bytes` of the kept batches; 0: no batches are kept.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -721,12 +729,12 @@ class ReplayBuffer:
         self._max_bytes = self._left_bytes = max_bytes
 
     def following(self, batch_index: int) -> list[FetchedBatch]:
-        """Return the kept batches from `batch_index` on, up to the first gap."""
+        """Return the kept batches starting with `batch_index`, up to the first gap."""
         indexes = itertools.takewhile(self._batches.__contains__, itertools.count(batch_index))
         return [self._batches[index] for index in indexes]
 
     def add(self, batch: FetchedBatch) -> None:
-        """Keep the batch if it fits. After one that does not fit, none is kept: a replay could not reach it."""
+        """Keep the batch if it fits. After a batch that does not fit, no batch is kept: a replay could not reach it."""
         if not self._left_bytes or batch.index in self._batches:
             return
         size_bytes = batch.size_bytes
@@ -747,7 +755,7 @@ class ReplayBuffer:
 
 
 class ReplayStream:
-    """Returns the batches of a replay buffer, then those of the stream that continues after them."""
+    """A stream of the batches in a replay buffer, followed by the batches of another stream."""
 
     def __init__(self, kept: Sequence[FetchedBatch], rest: BatchStream) -> None:
         self._kept = deque(kept)
@@ -755,7 +763,7 @@ class ReplayStream:
 
     @property
     def next_index(self) -> int:
-        """The batch_index that `read` returns next."""
+        """The batch_index of the batch that `read` returns next."""
         return self._kept[0].index if self._kept else self._rest.next_index
 
     @property
@@ -764,7 +772,7 @@ class ReplayStream:
         return self._rest.closed
 
     def read(self) -> FetchedBatch | End | None:
-        """Return the next batch, or the end; None after `close`."""
+        """Return the next batch, or the end marker; None after `close`."""
         return self._kept.popleft() if self._kept else self._rest.read()
 
     def close(self) -> None:
@@ -773,7 +781,7 @@ class ReplayStream:
 
 
 class StreamingDataLoader(Generic[Item]):
-    """Iterates a `StreamingDataset` and fetches its batches ahead.
+    """Iterates a `StreamingDataset` and prefetches its batches.
 
     ::
 
@@ -782,28 +790,29 @@ class StreamingDataLoader(Generic[Item]):
         num_workers=2   worker 0 ── batches 0, 2, 3, ... ──┐      │
                         worker 1 ── batches 1, 4, 5, ... ──┴──────┘   (in order, none twice, none lost)
 
-    When an iterator ends, breaks or raises, it stops fetching and drops the prefetched batches. No data is lost: the
-    next iterator requests the same batches again. Worker processes live on for it, until `close()` or until the loader
-    is collected.
+    When an iterator ends, breaks or raises, it stops fetching and drops the prefetched batches. No data is lost,
+    because the next iterator requests the same batches again. Worker processes keep running between iterators, until
+    `close()` or until the loader is garbage-collected.
 
     The length is not known in advance: `len()` raises TypeError.
 
     Args:
         dataset: the dataset to iterate.
-        num_workers: worker processes that share the batches of the rank; 0: a thread of this process.
+        num_workers: number of worker processes that fetch the batches of the rank; 0: a thread of this process fetches.
         prefetch_factor: batches to prefetch, per worker or for the thread. 0 with `num_workers=0` fetches in the
-            consumer's thread: for a fetch_batch_fn that takes part in collectives.
+            consumer's thread; use it if fetch_batch_fn takes part in collectives.
         multiprocessing_context: how workers are started: "fork", "spawn", "forkserver" or a context. None: forkserver,
-            or fork if fetch_batch_fn cannot be pickled. Each worker has its own sync client. Fork works with live
-            clients in this process, provided that no other thread is inside a call when the workers start.
-        prefetch_bytes: most bytes prefetched or in flight, by the thread or by all workers together. A batch of unknown
-            size counts as the largest so far. If nothing is ahead, the next batch is fetched regardless of its size.
-        persistent_workers: keep the worker processes between iterators.
+            or fork if fetch_batch_fn cannot be pickled. Each worker has its own sync client. Fork works while clients
+            are open in this process, provided that no other thread is inside a call when the workers start.
+        prefetch_bytes: maximum bytes prefetched or in flight, by the thread or by all workers together. A batch of
+            unknown size counts as the largest so far. If no batch is prefetched or in flight, the next batch is fetched
+            regardless of its size.
+        persistent_workers: whether worker processes keep running between iterators.
         device: a CUDA device, such as "cuda:0", for micro-batches and packs; objects stay on the CPU. Each batch is
-            uploaded ahead in one copy from pinned memory, and split on the device while the current step runs. The
-            current stream of the iterating thread waits for the tensors it receives. Batches that are ahead or in the
-            replay buffer therefore take device memory. None: the CPU.
-        pin_memory: whether micro-batches that stay on the CPU are in pinned memory, for the trainer to upload them
+            uploaded in one copy from pinned memory, and split on the device, while the current step runs. The current
+            CUDA stream of the iterating thread waits for the tensors that the thread receives. Batches that are
+            prefetched or in the replay buffer occupy device memory. None: the CPU.
+        pin_memory: whether micro-batches that stay on the CPU are in pinned memory, for a trainer that uploads them
             itself. No effect with `device`.
 
     Raises:
@@ -842,24 +851,24 @@ class StreamingDataLoader(Generic[Item]):
         if self._feed is not None:
             self._split = self._feed.split(dataset.split)
         elif pin_memory:
-            find_device("cuda")  # without CUDA no memory can be pinned
+            find_device("cuda")  # pinning memory requires CUDA
             self._split = pinned(dataset.split)
         self._stream: BatchStream | None = None
-        # The stream that fetches, and the dataset's move_count when it was opened.
+        # The stream that fetches, and the dataset's move_count when the stream was opened.
         self._fetching: tuple[InlineStream | PrefetchStream, int] | None = None
         self._pool: WorkerPool | None = None
 
     @property
     def batch_index(self) -> int:
-        """The batch after the last one delivered."""
+        """Index of the batch after the last delivered one."""
         return self.dataset.batch_index
 
     def __iter__(self) -> Iterator[Item]:
-        """Yield micro-batches, from the batch after the last one delivered.
+        """Yield micro-batches, starting with the batch after the last delivered one.
 
         Raises:
-            RuntimeError: a worker process died. The next iterator starts new ones and continues.
-            Exception: any error of fetching, with its type; the next iterator requests the same batch again.
+            RuntimeError: a worker process died. The next iterator starts new workers and continues.
+            Exception: fetching failed; the error keeps its type, and the next iterator requests the same batch again.
         """
         try:
             yield from self.dataset.iterate(self._open_stream, self._split)
@@ -871,7 +880,7 @@ class StreamingDataLoader(Generic[Item]):
                 self._end_workers()
 
     def _open_stream(self, dataset: StreamingDataset[Item]) -> BatchStream:
-        """Open the only stream of this loader; closes the stream of another iterator."""
+        """Open this loader's only stream; closes the stream that another iterator opened."""
         if self._stream is not None:
             self._stream.close()
         self._stream = dataset.open_stream(self._open_rest, None if self._ahead is None else self._ahead.device)
@@ -882,12 +891,12 @@ class StreamingDataLoader(Generic[Item]):
 
     @property
     def step_timer(self) -> StepTimer:
-        """Breakdown of the time of the trainer's steps: `print(loader.step_timer)`."""
+        """Breakdown of the trainer's step times; show it with `print(loader.step_timer)`."""
         return self.dataset.step_timer
 
     @property
     def _ahead(self) -> DeviceFeed | None:
-        """The feed that uploads batches as they are fetched; None: batches stay on the CPU until they are split."""
+        """The feed that uploads batches once they are fetched; None: batches stay on the CPU until they are split."""
         return self._feed if self._feed is not None and self.dataset.may_upload_ahead(self._feed.device) else None
 
     def _open_rest(self, source: BatchSource, batch_index: int, identity: StreamIdentity | None) -> BatchStream:
@@ -918,23 +927,23 @@ class StreamingDataLoader(Generic[Item]):
             pool.close()
 
     def reset(self) -> None:
-        """Start from the first batch again: the same batches, from the replay buffer or fetched again."""
+        """Restart at the first batch; the same batches come from the replay buffer or are fetched again."""
         self.dataset.reset()
 
     def step(self, partition_id: str) -> None:
-        """Go to the first batch of another partition, with fresh state."""
+        """Move to the first batch of another partition and clear the replay buffer."""
         self.dataset.step(partition_id)
 
     def get_buffer(self) -> list[tuple[Any, BatchMeta]]:
-        """Return `(data, meta)` of each batch that the dataset's `replay_buffer_bytes` keeps, in order."""
+        """Return `(data, meta)` of each batch in the dataset's replay buffer, in order."""
         return self.dataset.get_buffer()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last micro-batch delivered; see `StreamingDataset.state_dict`."""
+        """Return the position after the last delivered micro-batch; see `StreamingDataset.state_dict`."""
         return self.dataset.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, restart: bool = False) -> None:
-        """Continue after the last micro-batch delivered when the state was saved, with or without workers.
+        """Continue after the last micro-batch delivered when the state was saved; the number of workers may differ.
 
         See `StreamingDataset.load_state_dict`.
         """
@@ -943,7 +952,7 @@ class StreamingDataLoader(Generic[Item]):
     def close(self) -> None:
         """Stop fetching and end the thread or the workers. Idempotent; iterating starts them again.
 
-        Logs a warning if batches were prefetched and not delivered: the service counts them as consumed.
+        Logs a warning if prefetched batches were not delivered, since the service counts them as consumed.
         """
         fetching, self._fetching = self._fetching, None
         if fetching is not None and fetching[1] == self.dataset.move_count:
@@ -958,9 +967,9 @@ class StreamingDataLoader(Generic[Item]):
     def _warn_of_fetched_ahead(self, count: int) -> None:
         if count > 0:
             _log.warning(
-                "the loader of task %r of partition %r was closed with %s prefetched batches that it had not "
-                "delivered, from batch %s on. They count as consumed: a loader that continues from its state gets "
-                "them, but one that starts after reset_consumption(keep_consumed=True) does not",
+                "the loader of task %r of partition %r was closed with %s prefetched batches that were not delivered, "
+                "starting with batch %s. They count as consumed: a loader that resumes from the state of this loader "
+                "gets them, but a loader that starts after reset_consumption(keep_consumed=True) does not",
                 self.dataset.source.request.task_name, self.dataset.partition_id, count, self.batch_index,
             )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Batches on a device: uploaded and split in parallel with the running step, on separate streams.
+"""Batches on a device: uploaded and split on separate streams while the current step runs.
 
 ::
 
@@ -6,7 +6,7 @@
     splitting thread                               └─> its micro-batches ── event ─┐
     consumer's thread                                                              └─> the consumer's stream
 
-Each of the three threads uses a separate stream. Work on the default stream would wait for the consumer's kernels.
+Each of the three threads uses a separate CUDA stream. Work on the default stream would wait for the consumer's kernels.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from tq_service.wire.host_memory import PINNED
 from tq_service.wire.mapping import Bytes
 
 Split = Callable[[FetchedBatch], Iterator[Any]]
-"""Returns the items that the loader yields for a batch, created one by one."""
+"""Returns an iterator that creates the items that the loader yields for a batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivingItem:
-    """An item of a loader and its tensors, which the consumer's stream may not use yet."""
+    """A loader item and its tensors, which the consumer's stream may use only after `receive`."""
 
     item: Any
     tensors: Sequence[torch.Tensor]
     arrival: Arrival
 
     def receive(self) -> Any:
-        """Return the item; called in the consumer's thread."""
+        """Let the current stream use the tensors, and return the item; called in the consumer's thread."""
         self.arrival.take(self.tensors)
         return self.item
 
 
 def tensors_of(item: Any) -> list[torch.Tensor]:
-    """Return the device tensors of a batch, a micro-batch with its meta, or a pack."""
+    """Return the tensors on a device of a batch, a micro-batch with its meta, or a pack."""
     if isinstance(item, tuple):
         return [tensor for each in item for tensor in tensors_of(each)]
     if isinstance(item, PackedMicroBatch):
@@ -65,9 +65,9 @@ def _parts_of(value: Any) -> list[torch.Tensor]:
 
 
 def upload_batch(flat: FlatBatch, device: torch.device) -> FlatBatch:
-    """Upload the tensors of a batch, and return the batch; the current stream waits for the copies.
+    """Return a batch with its tensors uploaded; the current stream waits for the copies.
 
-    Columns of objects stay on the CPU, except rows that all are tensors.
+    Columns of objects stay on the CPU, except columns that contain only tensors.
     """
     tensors = [tensor for tensor in flat.tensors() if not is_on_device(tensor)]
     if not tensors:
@@ -86,10 +86,10 @@ def _host_bytes(tensor: torch.Tensor) -> Bytes:
 
 
 class DeviceFeed:
-    """Uploads the batches of one loader to a device.
+    """Uploads the batches of a loader to a device.
 
     Args:
-        device: the device.
+        device: the device to upload to.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -108,7 +108,7 @@ class DeviceFeed:
         return cuda.using(self._stream)
 
     def upload(self, batch: FetchedBatch) -> FetchedBatch:
-        """Return a batch on the device, with its arrival; a batch that is not a TensorDict is returned unchanged."""
+        """Return the batch on the device, with its arrival. Data that is not a TensorDict is returned unchanged."""
         if not isinstance(batch.data, TensorDict) or batch.arrival is not None:
             return batch
         flat = flatten(batch.data)
@@ -119,11 +119,11 @@ class DeviceFeed:
         return replace(batch, data=data, arrival=arrival, measured_bytes=measured)
 
     def release(self) -> None:
-        """Release host memory whose copies are complete."""
+        """Release host memory whose copies to the device are complete."""
         PINNED.tidy()
 
     def split(self, split: Split) -> Split:
-        """Return a function that splits batches on the device, on the current stream of its thread."""
+        """Return a function that splits batches on the device, on its thread's current stream."""
 
         def split_there(batch: FetchedBatch) -> Iterator[Any]:
             uploaded = self.upload(batch)
@@ -156,7 +156,7 @@ class DeviceFeed:
 
 
 class UploadingFetcher:
-    """Fetches batches with another fetcher and uploads them on the copy stream."""
+    """Fetches batches with another fetcher, and uploads them on the copy stream."""
 
     def __init__(self, fetcher: Fetcher, feed: DeviceFeed) -> None:
         self._fetcher = fetcher
@@ -164,15 +164,15 @@ class UploadingFetcher:
 
     @property
     def fetched_until(self) -> int:
-        """The batch_index after the last batch that was fetched."""
+        """The batch_index after the last fetched batch."""
         return self._fetcher.fetched_until
 
     def request(self, batch_index: int) -> None:
-        """Announce the batch that `fetch` is called for next."""
+        """Announce the batch of the next `fetch` call."""
         self._fetcher.request(batch_index)
 
     def fetch(self, batch_index: int, is_wanted: Callable[[], bool], batch_count: int) -> FetchedBatch | End:
-        """Wait for a batch, or the end, and return it; the copies of its tensors may still be running."""
+        """Wait for a batch or the end marker, and return it; the copies of its tensors may still be running."""
         with self._feed.copying():
             fetched = self._fetcher.fetch(batch_index, is_wanted, batch_count)
             if isinstance(fetched, End):
@@ -182,12 +182,12 @@ class UploadingFetcher:
             return replace(uploaded, spans=(*fetched.spans, Span(Stage.DEVICE, began_at, time.perf_counter())))
 
     def close(self) -> None:
-        """End a call of `fetch` that is in progress in another thread. Idempotent."""
+        """End a `fetch` call in progress in another thread. Idempotent."""
         self._fetcher.close()
 
 
 def pinned(split: Split) -> Split:
-    """Return a function that splits batches into items in pinned memory, which the consumer uploads itself."""
+    """Return a function that splits batches into items in pinned memory, for a consumer that uploads them itself."""
 
     def split_pinned(batch: FetchedBatch) -> Iterator[Any]:
         return map(_pinned_item, split(batch))
@@ -204,7 +204,7 @@ def _pinned_item(item: Any) -> Any:
 
 
 def _pinned_tensor(tensor: Any) -> torch.Tensor:
-    """Return a copy in torch's pinned memory, which is not reused while a copy started by its owner is running."""
+    """Return a copy in torch's pinned memory, which torch does not reuse while the owner's copies are running."""
     if not tensor.is_nested:
         pinned_copy: torch.Tensor = tensor.pin_memory()
         return pinned_copy

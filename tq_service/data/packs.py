@@ -1,12 +1,12 @@
-"""Packs: samples concatenated to sequences of a fixed number of tokens, pack options, and splitting of batches.
+"""Packs: samples concatenated into sequences of a fixed number of tokens. Packing options; splitting of batches.
 
     | sample 0 | its padding to a multiple of `align` | sample 1 | ... | padding sequence | padding sequence |
 
-Padding tokens are laid out as short separate sequences. The cost of attention is quadratic in a sequence's length, so
-one long padding sequence would cost as much as a long sample.
+Padding tokens form short separate sequences. The cost of attention is quadratic in a sequence's length, so one long
+padding sequence would cost as much as a long sample.
 
-A rank of a context-parallel group has its chunks of every sequence, concatenated in order, and thus an equal part of
-the pack. `cu_seqlens` is the same on all ranks of the group.
+The pack of a context-parallel rank contains its chunks of every sequence, concatenated in order: an equal part of the
+full pack. `cu_seqlens` is the same on all ranks of the group.
 """
 
 from __future__ import annotations
@@ -53,34 +53,34 @@ _WHOLE: Final = RowSlice(chunks=(0,), chunk_count=1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackOptions(ItemOptions["PackedMicroBatch"]):
-    """How the samples of a pack become one sequence.
+    """Options that determine how the samples of a pack become one sequence.
 
-    Per-token fields are concatenated; all others are kept, one row per sample. These fields are per token:
+    Per-token fields are concatenated; other fields keep one row per sample. These fields are per token:
 
     - `input_field`, `token_fields` and `position_ids`;
     - any other jagged field;
     - if the input field is dense because all samples have the same length: any other dense field with exactly one
       dimension of that size.
 
-    All other fields are per sample; those in `repeat_fields` and `keep_fields` always are. Ambiguous fields are errors:
-    name them in `token_fields` or `keep_fields`.
+    All other fields are per sample, and so are those in `repeat_fields` and `keep_fields`. An ambiguous field raises an
+    error unless it is listed in `token_fields` or `keep_fields`.
 
     Attributes:
-        pack_max_length: tokens of every pack; the `pack_max_length` of the sampler `packed`.
+        pack_max_length: tokens per pack; must equal the `pack_max_length` of the sampler `packed`.
         input_field: the field whose rows are the tokens of the samples.
         pad_token_id: padding value of `input_field`.
-        label_fields: per-token fields padded with -100, if the data has them.
+        label_fields: per-token fields that are padded with -100; fields missing from the data are ignored.
         token_fields: fields with one value per token, even if all their rows have the same shape.
-        repeat_fields: dense fields whose value is repeated over the tokens of its sample, such as an advantage.
-        keep_fields: fields without one value per token, such as prompts, the patches of images or an embedding; they
-            are kept unchanged, one row per sample.
+        repeat_fields: dense fields whose value is repeated for each token of the sample, such as an advantage.
+        keep_fields: fields without one value per token, such as prompts, image patches or an embedding. They are kept
+            unchanged, one row per sample.
         pad_values: padding values of other per-token and repeated fields, by field; default 0 (False).
-        padding_sequence_length: longest sequence of the padding after the samples, in tokens, rounded up to a multiple
+        padding_sequence_length: maximum tokens per sequence of the padding after the samples, rounded up to a multiple
             of `align`.
-        align: each sample is padded to a multiple of this number of tokens, within its sequence, so all of `cu_seqlens`
-            are multiples of it. The sampler's `align`; `pack_max_length` is a multiple of it.
-        overlong: handling of a sample of more than `pack_max_length` tokens: "error", or "truncate" it to its first
-            tokens, as planned by the sampler's `overlong="truncate"`.
+        align: each sample is padded to a multiple of this number of tokens within its sequence, so all `cu_seqlens` are
+            multiples of it. Must equal the sampler's `align` and divide `pack_max_length`.
+        overlong: how to treat a sample of more than `pack_max_length` tokens: "error", or "truncate" to its first
+            tokens, as planned by a sampler with `overlong="truncate"`.
 
     Raises:
         InvalidArgumentError: an option is invalid.
@@ -144,22 +144,22 @@ class FieldUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedSequences:
-    """Samples as one sequence of `pack_max_length` tokens; `pack["input_ids"]` returns one of its tensors.
+    """Samples packed into one sequence of `pack_max_length` tokens; `pack["input_ids"]` returns a tensor by name.
 
     Attributes:
-        tensors: a TensorDict without batch dimensions. The input field, labels and other per-token fields are
-            `(pack_max_length, ...)`, or `(..., pack_max_length)` if the rows differ in their last dimension; so are
-            `position_ids`. `cu_seqlens` is `(sequences + 1,)` int32: the samples, each with its alignment padding, then
-            the padding sequences. `padding_mask` is `(pack_max_length,)` bool, true at padding. Fields kept per sample
-            are `(n, ...)`.
+        tensors: a TensorDict without batch dimensions. The input field, labels and other per-token fields have shape
+            `(pack_max_length, ...)`, or `(..., pack_max_length)` if the rows differ in their last dimension; so has
+            `position_ids`. `cu_seqlens` is `(sequences + 1,)` int32: bounds of the samples, each with its alignment
+            padding, and then of the padding sequences. `padding_mask` is `(pack_max_length,)` bool, true at padding.
+            Fields kept per sample have shape `(n, ...)`.
         lengths: tokens of each sample in the pack, without padding.
-        starts: position of each sample's first token in the pack.
+        starts: position in the pack of each sample's first token.
         max_seqlen: tokens of the longest sequence, including padding.
-        num_padding: padding tokens, both those that align samples and those at the end.
+        num_padding: number of padding tokens, including those that align samples.
         uses: how each field of the samples was packed.
 
     The pack of a context-parallel rank has `pack_max_length / cp_size` tokens: its shares of the sequences. Only
-    `cu_seqlens`, `max_seqlen` and `position_ids` refer to the full sequences.
+    `cu_seqlens`, `max_seqlen` and `position_ids` describe the full sequences.
     """
 
     tensors: TensorDict
@@ -174,16 +174,16 @@ class PackedSequences:
 
     @property
     def sample_count(self) -> int:
-        """Number of samples; 0 for a pack of padding only."""
+        """Number of samples; 0 if the pack contains only padding."""
         return len(self.lengths)
 
     @property
     def token_count(self) -> int:
-        """Tokens of the samples, without padding."""
+        """Number of tokens of the samples, without padding."""
         return sum(self.lengths)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
-        """Return the pack with its tensors on a device."""
+        """Return a copy of the pack with its tensors on a device."""
         return replace(self, tensors=self.tensors.to(device, non_blocking=non_blocking))
 
     def as_dict(self) -> dict[str, Any]:
@@ -191,37 +191,37 @@ class PackedSequences:
         return {**dict(self.tensors.items()), "max_seqlen": self.max_seqlen, "num_padding": self.num_padding}
 
     def split_tokens(self, values: torch.Tensor, dim: int = 0) -> list[torch.Tensor]:
-        """Return each sample's part of a tensor with one value per token, such as the log-probs of a model.
+        """Return each sample's part of a tensor with one value per token, such as a model's log-probs.
 
         Args:
             values: a tensor with one value per token of the pack along `dim`; the parts share its memory.
-            dim: dimension of the tokens.
+            dim: the token dimension.
 
         Raises:
-            ValueError: the tensor has another size.
+            ValueError: the tensor's size in `dim` differs from the number of tokens in the pack.
         """
         expected = self.token_count + self.num_padding
         if values.shape[dim] != expected:
             raise ValueError(
-                f"got {values.shape[dim]} values in dimension {dim}; expected {expected}, one for each token"
+                f"got {values.shape[dim]} values in dimension {dim}; expected {expected}, one per token of the pack"
             )
         return list(map(values.narrow, [dim] * self.sample_count, self.starts, self.lengths))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedMicroBatch(PackedSequences):
-    """One forward and backward pass of a batch, and its place in the optimizer steps.
+    """A pack for one forward and backward pass, and its position in the batch's optimizer steps.
 
-    All ranks of a batch have the same steps and the same number of packs per step, so collectives match in each pass
-    and in each optimizer step.
+    On all ranks a batch has the same steps and the same number of packs per step. So collectives match in each pass and
+    in each optimizer step.
 
     Attributes:
         meta: the samples of the pack, for `client.put(pack.meta, new_columns)`; its size may be 0.
-        step: the optimizer step in the batch, from 0.
-        step_count: optimizer steps of the batch.
-        pack: the pack in the step, from 0.
-        pack_count: packs of the step.
-        step_token_count: tokens of the samples of this DP rank in the step, without padding.
+        step: index of the optimizer step in the batch.
+        step_count: number of optimizer steps in the batch.
+        pack: index of the pack in the step.
+        pack_count: number of packs in the step.
+        step_token_count: tokens of this DP rank's samples in the step, without padding.
     """
 
     meta: BatchMeta
@@ -233,7 +233,7 @@ class PackedMicroBatch(PackedSequences):
 
     @property
     def ends_step(self) -> bool:
-        """Whether the optimizer step is due after the backward pass of this pack."""
+        """Whether this is the step's last pack, after whose backward pass the optimizer steps."""
         return self.pack == self.pack_count - 1
 
 
@@ -247,29 +247,29 @@ def pack_sequences(
 ) -> PackedSequences:
     """Pack samples into one sequence of exactly `options.pack_max_length` tokens.
 
-    Per-token fields (see `PackOptions`) are concatenated bit for bit, sample after sample, and padded; other fields are
+    Per-token fields (see `PackOptions`) are concatenated bit for bit, sample after sample, and padded. Other fields are
     kept per sample or repeated. All tensors are copies.
 
     `position_ids` restart at each sample and each padding sequence, and continue over a sample's alignment padding. If
     the data has a field of that name, such as the three rows of vision-language models, that field is concatenated
-    instead. Rows `(3, length)` become `(3, pack_max_length)`, rows `(length, 3)` become `(pack_max_length, 3)`. The
+    instead. Rows `(3, length)` become `(3, pack_max_length)`; rows `(length, 3)` become `(pack_max_length, 3)`. The
     token dimension is the ragged one or, if all samples have the same length, the dimension of that size.
 
     Args:
         data: a batch from `get_data` or the loader.
-        lengths: the tokens of each sample according to the plan; None: the lengths of the rows.
+        lengths: the planned tokens of each sample; None: the lengths of the rows.
         options: how each field is packed.
-        positions: the rows of `data` that form the pack, in order; None: all of them. An empty sequence makes a pack of
-            padding only, typed like the others.
-        share: the `RowSlice.share(..., fill=)` of a context-parallel rank that was used to fetch the per-token fields.
-            `options.align` is then `share.chunk_count * share.align`, and `lengths` are those of the full rows. None:
-            `data` has full rows.
+        positions: the rows of `data` that form the pack, in order; None: all rows. An empty sequence makes a pack that
+            contains only padding, with the same fields and dtypes.
+        share: the `RowSlice.share(..., fill=)` of a context-parallel rank with which the per-token fields were fetched.
+            `options.align` must then be `share.chunk_count * share.align`, and `lengths` are those of the full rows.
+            None: `data` has full rows.
 
     Raises:
         ValueError: the samples do not fit into the pack; `lengths` differ from those of the rows; a field has other row
-            lengths than the input field, is ambiguous, or holds objects; a named field is missing or has the wrong
+            lengths than the input field, is ambiguous, or holds objects; a listed field is missing or has the wrong
             layout; or shares are given without `lengths`.
-        InvalidArgumentError: `share` and `options` do not agree.
+        InvalidArgumentError: `share` and `options` disagree.
         IndexError: a position is outside the batch.
     """
     packing = _Packing(data, options, share)
@@ -287,25 +287,25 @@ def split_packs(
     share: RowSlice | None = None,
     micro_batch_size: int | None = None,
 ) -> Iterator[PackedMicroBatch]:
-    """Yield the packs of a batch as tensors, step by step.
+    """Yield the packs of a batch, ordered by optimizer step.
 
     Args:
-        data: the batch, `meta.size` rows.
-        meta: the samples of `data`. Its packs need not come from the sampler `packed`, as long as their samples fit.
-        options: how samples become one sequence.
-        share: share of a context-parallel rank, see `pack_sequences`; requires a plan that has the sample lengths.
+        data: the batch, with `meta.size` rows.
+        meta: metadata of the samples in `data`. Its packs may come from any sampler if their samples fit.
+        options: how the samples of a pack become one sequence.
+        share: share of a context-parallel rank, see `pack_sequences`; requires a plan with the sample lengths.
         micro_batch_size: samples per pack if the meta has no steps; None: the batch is one pack.
 
     Raises:
-        ValueError: the batch has another number of rows than the meta, or the plan was made for packs of another
-            length; also for the reasons of `pack_sequences`.
-        InvalidArgumentError: `share` and `options` do not agree.
+        ValueError: the batch and the meta differ in size, or the plan was made for packs of another length; also for
+            the reasons of `pack_sequences`.
+        InvalidArgumentError: `share` and `options` disagree.
     """
     packing = _Packing(data, options, share)
     if packing.row_count != meta.size:
         raise ValueError(
-            f"the batch has {packing.row_count} rows and its meta {meta.size} samples; fetch_batch_fn must return both "
-            "for the same samples"
+            f"the batch has {packing.row_count} rows, but its meta has {meta.size} samples; fetch_batch_fn must return "
+            "data and meta of the same samples"
         )
     steps = steps_of(meta, micro_batch_size)
     for step_index, step in enumerate(steps):
@@ -330,21 +330,21 @@ def split_packs(
 def _check_padding(pack: Pack, lengths: NDArray[np.int64], options: PackOptions) -> None:
     tokens = int(lengths.sum())
     expected = options.pack_max_length - tokens
-    # Samplers that plan no padding also return 0.
+    # Samplers that do not plan padding also return 0.
     if pack.padding_tokens not in (0, expected):
         raise ValueError(
-            f"the plan has a pack of {tokens} tokens and {pack.padding_tokens} of padding; expected {expected}, up to "
-            f"pack_max_length = {options.pack_max_length}; give the sampler and PackOptions the same pack_max_length"
+            f"the plan has a pack of {tokens} tokens and {pack.padding_tokens} padding tokens; expected {expected}, up "
+            f"to pack_max_length = {options.pack_max_length}; give the sampler and PackOptions the same pack_max_length"
         )
 
 
 class _Packing:
-    """Lays out the samples of a batch as packs; holds the state common to its packs.
+    """Packs the samples of a batch; holds the state that the batch's packs share.
 
     Raises:
-        ValueError: a field holds objects, has the wrong layout, is missing or ambiguous, or is named as per token and
+        ValueError: a field holds objects, has the wrong layout, is missing or ambiguous, or is listed as per token but
             is not.
-        InvalidArgumentError: the share and the options do not agree.
+        InvalidArgumentError: the share and the options disagree.
     """
 
     def __init__(self, data: TensorDict, options: PackOptions, share: RowSlice | None) -> None:
@@ -370,9 +370,9 @@ class _Packing:
         """Return a column, as jagged if it has one value per token, even if all rows have the same shape.
 
         Args:
-            key: its name.
+            key: name of the column.
             column: the column.
-            made: patterns of rows of equal size, by size; reused.
+            made: row patterns of columns whose rows have equal sizes, by that size; reused and extended.
         """
         rows: torch.Tensor | None = None
         if isinstance(column, torch.Tensor):
@@ -389,7 +389,7 @@ class _Packing:
         return JaggedColumn(rows.movedim(0, dim).flatten(dim, dim + 1), made[size], dim + 1)
 
     def _token_dim(self, key: FieldKey, row: tuple[int, ...], is_jagged: bool) -> int | None:
-        """Return the token dimension of rows of one shape; None: the field is per sample, or already jagged.
+        """Return the token dimension of equally shaped rows; None: the field is per sample, or already jagged.
 
         Raises:
             ValueError: the field is ambiguous.
@@ -397,7 +397,7 @@ class _Packing:
         options, length = self._options, self._length
         dims = [dim for dim, size in enumerate(row) if size == length]
         if is_jagged:
-            # For equal rows torch takes the first dimension as the ragged one, even if another differs elsewhere.
+            # For equal rows torch makes the first dimension ragged, even if other batches vary in another dimension.
             if key in (options.input_field, *options.keep_fields) or not dims:
                 return None
             return dims[-1] if key == POSITIONS or len(dims) == 1 else None
@@ -409,19 +409,20 @@ class _Packing:
         if len(dims) == 1 and (self._is_dense or is_named):
             return dims[0]
         if is_named and length is None and (len(row) == 1 or not self.row_count):
-            return len(row) - 1 if key == POSITIONS else 0  # `lengths` compares the sizes if there are samples
+            # If there are samples, `lengths` compares the sizes.
+            return len(row) - 1 if key == POSITIONS else 0
         if is_named and not dims:
             raise ValueError(
                 f"field {key!r} has rows of shape {row} in every sample; expected one dimension with a value for "
-                f"each of the {'' if length is None else f'{length} '}tokens of {options.input_field!r}; name it in "
+                f"each of the {'' if length is None else f'{length} '}tokens of {options.input_field!r}; list it in "
                 "keep_fields if it is per sample, or declare it with layout='jagged'"
             )
         if dims:
             raise ValueError(
                 f"field {key!r} has rows of shape {row} in every sample, and each sample of the batch has {length} "
                 f"tokens, so it could have one value per token{', in several dimensions' if dims[1:] else ''}; "
-                "name it in keep_fields if it is per sample, else in token_fields, or declare the dimension of the "
-                "tokens, such as FieldSpec(name, layout='jagged', row_shape=(3, -1))"
+                "list it in keep_fields if it is per sample, else in token_fields, or declare the token dimension, "
+                "such as FieldSpec(name, layout='jagged', row_shape=(3, -1))"
             )
         return None
 
@@ -430,24 +431,24 @@ class _Packing:
         if isinstance(column, list):
             if column and all(isinstance(row, torch.Tensor) for row in column):
                 raise ValueError(
-                    f"field {key!r} has, or had in some put, rows that differ in several dimensions; expected one "
-                    "ragged dimension: declare it before the first put, such as FieldSpec(name, layout='jagged', "
+                    f"field {key!r} has, or had in an earlier put, rows that differ in several dimensions; expected "
+                    "one ragged dimension: declare it before the first put, such as FieldSpec(name, layout='jagged', "
                     "row_shape=(3, -1))"
                 )
             raise ValueError(
-                f"field {key!r} holds objects, which cannot be packed; leave it out of data_fields, and fetch it with "
-                "the pack's meta when needed"
+                f"field {key!r} holds objects, which cannot be packed; leave it out of data_fields, and fetch it "
+                "separately with the pack's meta"
             )
         if isinstance(column, JaggedColumn):
             if key in options.repeat_fields:
                 raise ValueError(
-                    f"field {key!r} of repeat_fields is jagged; expected a dense field with one value per sample"
+                    f"field {key!r} in repeat_fields is jagged; expected a dense field with one value per sample"
                 )
             return FieldUse("sample" if key in options.keep_fields else "token", column.ragged_dim - 1)
         if key in (options.input_field, POSITIONS, *options.token_fields):
             raise ValueError(
-                f"field {key!r} has rows of shape {tuple(column.shape[1:])}; expected a value for each token, "
-                "in rows of one or more dimensions"
+                f"field {key!r} has rows of shape {tuple(column.shape[1:])}; expected one value per token, in rows of "
+                "one or more dimensions"
             )
         return FieldUse("repeated" if key in options.repeat_fields else "sample")
 
@@ -456,27 +457,27 @@ class _Packing:
         for name in (options.input_field, *options.token_fields, *options.repeat_fields, *options.keep_fields):
             if name not in uses:
                 raise ValueError(
-                    f"the samples have no field {name!r}, only {', '.join(map(repr, uses))}; add it to data_fields"
+                    f"the samples lack field {name!r} and only have {', '.join(map(repr, uses))}; add it to data_fields"
                 )
         for name in _MADE:
             if name in uses:
                 raise ValueError(
-                    f"the samples have a field {name!r}, which packing makes itself; leave it out of data_fields"
+                    f"the samples have a field {name!r}, which packing creates itself; leave it out of data_fields"
                 )
         if POSITIONS in options.keep_fields:
             raise ValueError(
-                f"keep_fields has {POSITIONS!r}, which has one value per token; leave it out of keep_fields"
+                f"keep_fields contains {POSITIONS!r}, which has one value per token; leave it out of keep_fields"
             )
 
     def lengths(self, positions: Positions, planned: Lengths | None) -> Lengths:
-        """Return the tokens of each sample, `(m,)`, after checking all per-token fields.
+        """Return the number of tokens of each sample, `(m,)`, after checking all per-token fields.
 
         Args:
             positions: the rows `(m,)` that form the pack.
-            planned: the tokens `(m,)` according to the plan; None: the lengths of the rows.
+            planned: the planned tokens per row `(m,)`; None: the lengths of the rows.
 
         Raises:
-            ValueError: the lengths of the rows differ from those of the plan or of the input field.
+            ValueError: the lengths of a field's rows differ from the plan or from the input field.
             IndexError: a position is outside the batch.
         """
         check_positions(self.row_count, positions)
@@ -492,8 +493,8 @@ class _Packing:
                 at = wrong[0]
                 raise ValueError(
                     f"field {key!r} has {got[at]} values in sample {at} of the pack; expected {lengths[at]}, as many "
-                    f"as {options.input_field!r}; name it in keep_fields if it is per sample, or declare its row_shape "
-                    "if another dimension has the tokens"
+                    f"as {options.input_field!r}; list it in keep_fields if it is per sample, or declare its row_shape "
+                    "if another dimension is the token dimension"
                     + ("; fetch all per-token fields as shares" if self._is_shared else "")
                 )
         if self._is_shared:
@@ -502,7 +503,7 @@ class _Packing:
         if planned is None:
             return expected
         if planned.shape != expected.shape:
-            raise ValueError(f"got {planned.size} lengths; expected {expected.size}, one for each sample of the pack")
+            raise ValueError(f"got {planned.size} lengths; expected {expected.size}, one per sample of the pack")
         if (wrong := np.flatnonzero(planned != expected)).size:
             at = wrong[0]
             raise ValueError(
@@ -513,27 +514,27 @@ class _Packing:
         return planned
 
     def _whole_lengths(self, got: Lengths, planned: Lengths | None) -> Lengths:
-        """Return the tokens of the full rows, given those of their fetched shares; `(m,)` each."""
+        """Return the number of tokens of the full rows `(m,)`, given those of the fetched shares `(m,)`."""
         if planned is None:
             raise ValueError(
-                "got shares of rows without the lengths of the rows; expected a plan that has them, such as one of the "
-                "sampler 'packed'"
+                "got shares of rows without the lengths of the rows; expected a plan with the lengths, such as a plan "
+                "of the sampler 'packed'"
             )
         share = self._share
         expected = _rounded(planned, self._options.align) // share.chunk_count * len(share.chunks)
         if expected.shape != got.shape or (expected != got).any():
             raise ValueError(
                 f"got shares of {got.tolist()[:8]} tokens; expected {expected.tolist()[:8]}: chunks {share.chunks} of "
-                f"{share.chunk_count} of rows with {planned.tolist()[:8]} tokens in the plan; fetch and pack with the "
-                "same share, and plan with the lengths of the rows"
+                f"{share.chunk_count} chunks of rows with {planned.tolist()[:8]} planned tokens; fetch and pack with "
+                "the same share, and plan with the lengths of the rows"
             )
         return planned
 
     def pack(self, positions: Positions, lengths: Lengths) -> PackedSequences:
-        """Return the pack of some rows `(m,)`, with the first `lengths` tokens of each.
+        """Return the pack of some rows `(m,)`, with the first `lengths` tokens of each row.
 
         Raises:
-            ValueError: the samples do not fit into the pack, or a field cannot hold its padding.
+            ValueError: the samples do not fit into the pack, or a field's dtype cannot hold its padding.
         """
         options, share = self._options, self._share
         aligned = _rounded(lengths, options.align)
@@ -542,7 +543,7 @@ class _Packing:
             rounded = f", each rounded up to a multiple of {options.align}" if options.align > 1 else ""
             raise ValueError(
                 f"got {end} tokens in {lengths.size} samples{rounded}; expected at most pack_max_length = "
-                f"{options.pack_max_length}; give fewer samples, or plan with the sampler 'packed' and this "
+                f"{options.pack_max_length}; pass fewer samples, or plan with the sampler 'packed' and this "
                 "pack_max_length and align"
             )
         longest = -(-options.padding_sequence_length // options.align) * options.align
@@ -550,13 +551,13 @@ class _Packing:
         sequences = np.concatenate([aligned, np.array(padding, np.int64)])
         sizes = sequences // share.chunk_count
         begins = sizes[:, None] * np.array(share.chunks)
-        # For each token held here: its position in its sequence, and its sample (for padding, the index after the last
-        # sample).
+        # For each token of this rank: its position in the full sequence, and its sample. Padding has the index after
+        # the last sample.
         places = expand_runs(begins.reshape(-1), np.repeat(sizes, len(share.chunks)))
         parts = sizes * len(share.chunks)
         sample_of = np.repeat(np.minimum(np.arange(sequences.size), lengths.size), parts)
         sample_of[places >= np.append(lengths, 0)[sample_of]] = lengths.size
-        # Tokens held here come first in their sequences: only padding follows the end of a sample.
+        # A sample's tokens come before its padding, and therefore first in this rank's part of the sequence.
         taken = np.clip(lengths[:, None] - begins[: lengths.size], 0, sizes[: lengths.size, None]).sum(axis=1)
         bounds = offsets_of(parts[: lengths.size])
         kept = {key: column for key, column in self._columns.items() if self._uses[key].kind == "sample"}
@@ -570,7 +571,7 @@ class _Packing:
             elif isinstance(column, torch.Tensor) and key not in kept:
                 padding_row = _filled(column, [1, *column.shape[1:]], options.pad_value(key), key)
                 values = torch.cat([column[torch.from_numpy(positions).to(column.device)], padding_row])
-                # By index: repeat_interleave lacks the unsigned dtypes.
+                # Index the values, because repeat_interleave does not support unsigned dtypes.
                 tensors[key] = values[torch.from_numpy(sample_of).to(column.device)]
         made = {
             POSITIONS: torch.from_numpy(places),
@@ -598,16 +599,15 @@ class _Packing:
         bounds: Lengths,
         places: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the tokens of samples, each with its alignment padding, and then the remaining padding.
+        """Return the tokens of the samples, each followed by its alignment padding, and then the remaining padding.
 
         Args:
-            key: its name.
+            key: name of the column.
             column: the column.
-            positions: the rows `(m,)`.
-            lengths: the tokens to take of each `(m,)`.
-            bounds: the start of each sample in the pack, and the end of the last one, alignment padding included
-                `(m + 1,)`.
-            places: position of each token of the pack in its sequence; the padding value of position ids.
+            positions: the rows `(m,)` to concatenate.
+            lengths: the number of tokens to take from each row `(m,)`.
+            bounds: start of each sample in the pack, and end of the last one, including alignment padding, `(m + 1,)`.
+            places: position of each token of the pack in its sequence; used to pad position ids.
         """
         dim, values = column.ragged_dim - 1, column.values
         shape = list(values.shape)
@@ -644,7 +644,7 @@ def _check_share(share: RowSlice, options: PackOptions) -> None:
     if options.align != aligned:
         raise _invalid("align", options.align, f"{aligned}, the alignment of shares of {share.chunk_count} chunks")
     if options.overlong == "truncate":
-        raise _invalid("overlong", "'truncate' with shares of rows", "'error'; shares are cut from full rows")
+        raise _invalid("overlong", "'truncate' with shares of rows", "'error', because shares are cut from full rows")
 
 
 def _common_length(pattern: RowPattern) -> int | None:
@@ -652,13 +652,13 @@ def _common_length(pattern: RowPattern) -> int | None:
 
 
 def padding_sequences(padding_tokens: int, sequence_length: int = PADDING_SEQUENCE_LENGTH) -> list[int]:
-    """Return the lengths of the sequences of some padding tokens; all but the last have the full length."""
+    """Return the lengths of the sequences that hold the padding tokens; only the last one may be shorter."""
     full, rest = divmod(padding_tokens, sequence_length)
     return [sequence_length] * full + [rest] * (rest > 0)
 
 
 def _filled(like: torch.Tensor, shape: list[int], value: bool | int | float, name: object) -> torch.Tensor:
-    """Return a tensor filled with one value, with the dtype and device of `like`, expanded from one element.
+    """Return a tensor filled with one value, with the dtype and device of `like`. It expands a single element.
 
     Raises:
         ValueError: the dtype cannot hold the value.
@@ -672,20 +672,20 @@ def _filled(like: torch.Tensor, shape: list[int], value: bool | int | float, nam
         exact = False
     if not exact and not (like.is_floating_point() and isinstance(value, float)):
         raise ValueError(
-            f"field {name!r} is {like.dtype} and cannot hold the padding value {value}; put it with another dtype, or "
-            "set another value in pad_values"
+            f"field {name!r} is {like.dtype} and cannot hold the padding value {value}; store the field with another "
+            "dtype, or set another value in pad_values"
         )
     return scalar.to(like.device).expand(shape)
 
 
 def unpack_sequences(packed: PackedSequences) -> TensorDict:
-    """Return the original samples of a pack, one row each, without padding.
+    """Return the samples of a pack, one row each, without padding.
 
-    Per-token fields are jagged; other fields have their original form, bit for bit. Truncated samples have their
-    remaining tokens. `position_ids` are returned only if the samples had them.
+    Per-token fields are jagged; other fields have their original form, bit for bit. Truncated samples contain only
+    their first tokens. `position_ids` are returned only if the samples had them.
 
     Raises:
-        ValueError: a sample without tokens has lost its value of a repeated field.
+        ValueError: a sample has no tokens, so its values of repeated fields are lost.
     """
     lengths = np.asarray(packed.lengths, dtype=np.int64)
     if 0 in packed.lengths and any(use.kind == "repeated" for use in packed.uses.values()):

@@ -1,7 +1,7 @@
-"""Ranks of torch.distributed: the DP rank of this process, and replicas that share the batches fetched by the first.
+"""Ranks of torch.distributed: the DP rank of this process, and replicas that get their batches from the first replica.
 
-The processes that share a DP rank (tensor, pipeline or context parallel) need the same batches. Each may fetch for
-itself, since a repeated request of a rank gets the same answer; or the first of them fetches and broadcasts.
+Processes that share a DP rank (tensor, pipeline or context parallel) need the same batches. Each may fetch for itself,
+since repeated requests of a rank get the same answer. Or the first process fetches, and broadcasts to the others.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
     Ranks = DeviceMesh | ProcessGroup
 
-# The replicas wait in a collective while the first one waits for its batch. It sends "waiting" in this interval:
-# otherwise a long wait for data would exceed the timeout of the collective and end the trainer.
+# Replicas wait in a collective while the first replica waits for a batch. It sends "waiting" at this interval, since a
+# long wait for data would otherwise exceed the collective's timeout and end the trainer.
 _SIGN_OF_WAITING_SECONDS: Final = 10.0
 
 
 def rank_and_size(group: Ranks) -> tuple[int, int]:
-    """Return the rank of this process and the number of ranks; dimensions of a mesh count in row-major order.
+    """Return the rank of this process and the number of ranks, with mesh dimensions in row-major order.
 
     Raises:
         InvalidArgumentError: this process does not belong to the mesh or group.
@@ -50,14 +50,14 @@ def rank_and_size(group: Ranks) -> tuple[int, int]:
         rank = -1 if coordinate is None else int(np.ravel_multi_index(tuple(coordinate), tuple(group.shape)))
     if rank < 0:
         raise InvalidArgumentError(
-            f"this process, rank {dist.get_rank()}, does not belong to {group}; pass its own mesh or group",
+            f"this process, rank {dist.get_rank()}, does not belong to {group}; pass a mesh or group that contains it",
             field="dp_group",
         )
     return rank, size
 
 
 def world_group() -> dist.ProcessGroup | None:
-    """Return the group of all processes if torch.distributed is initialized, else None."""
+    """Return the group of all processes, or None if torch.distributed is not initialized."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
@@ -76,13 +76,13 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatchLayout:
-    """A batch without its tensors, which are sent from one device to another.
+    """A batch without its tensors, whose bytes are sent from device to device.
 
     Attributes:
-        index: its batch_index.
-        meta: its samples.
-        content: its columns, with placeholders for tensors.
-        size_bytes: bytes of all tensors and the gaps between them.
+        index: the batch_index.
+        meta: metadata of the samples.
+        content: the columns, with placeholders for tensors.
+        size_bytes: bytes of all tensors, including the gaps between them.
         batch_bytes: `FetchedBatch.size_bytes` of the batch.
     """
 
@@ -103,7 +103,7 @@ def _empty(size_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def lay_out_on(device: torch.device, batch: FetchedBatch) -> tuple[DeviceBatchLayout, torch.Tensor]:
-    """Return the layout of a batch on a device, and its bytes there, which the current stream copies."""
+    """Return the layout of a batch and its bytes on a device; the current stream copies the bytes."""
     content = flatten(batch.data)
     starts: dict[int, int] = {}
     end = 0
@@ -120,13 +120,13 @@ def lay_out_on(device: torch.device, batch: FetchedBatch) -> tuple[DeviceBatchLa
 
 
 _Message = BatchLayout | DeviceBatchLayout | End | ExceptionWrapper | Literal["waiting", "closed"]
-"""A batch, whose bytes follow; the end; an error; "waiting" for a batch; or the stream was "closed"."""
+"""A batch, whose bytes follow; the end marker; an error; "waiting" for a batch; or "closed" if the stream is."""
 
 
 class ReplicaGroup:
-    """The replicas of a DP rank; the first of them fetches for all.
+    """The replicas of a DP rank, of which the first fetches for all.
 
-    Its collectives run in the thread that reads the stream, in the order of the batches. All replicas make the same
+    Collectives run in the thread that reads the stream, in the order of the batches. All replicas must make the same
     reads.
     """
 
@@ -134,41 +134,41 @@ class ReplicaGroup:
         if not isinstance(group, dist.ProcessGroup):
             if group.ndim != 1:
                 raise InvalidArgumentError(
-                    f"replica_group has {group.ndim} dimensions, {group.mesh_dim_names}; pass a mesh of one dimension, "
+                    f"replica_group has {group.ndim} dimensions, {group.mesh_dim_names}; pass a one-dimensional mesh, "
                     "or the process group of the replicas, torch.distributed.new_group(ranks)",
                     field="replica_group",
                 )
             group = group.get_group()
         if dist.get_rank(group) < 0:
             raise InvalidArgumentError(
-                f"this process, rank {dist.get_rank()}, does not belong to replica_group; pass its own group",
+                f"this process, rank {dist.get_rank()}, does not belong to replica_group; pass one that contains it",
                 field="replica_group",
             )
         self._group = group
         self._first = dist.get_global_rank(group, 0)
         self.asks = dist.get_rank(group) == 0
-        # The config looks like "cpu:gloo,cuda:nccl".
+        # The config has the form "cpu:gloo,cuda:nccl".
         self._devices = [pair.partition(":")[0] for pair in str(dist.get_backend_config(group)).split(",")]
-        # The device to send CPU data from: the CPU, if the group has a backend for it.
+        # The device from which CPU data is sent: the CPU if the group has a backend for it.
         self._device = torch.device("cpu" if "cpu" in self._devices else self._devices[0])
 
     def sends_from(self, device: torch.device) -> bool:
-        """Whether tensors on a device are sent directly from there."""
+        """Return whether tensors on a device are sent directly from that device."""
         return device.type in self._devices
 
     def send_there(self, message: DeviceBatchLayout, data: torch.Tensor) -> None:
-        """Send all other replicas a batch whose bytes are on a device."""
+        """Send a batch whose bytes are on a device to all other replicas."""
         self._exchange(message)
         self._broadcast(data)
 
     def receive_there(self, message: DeviceBatchLayout, device: torch.device) -> FetchedBatch:
-        """Receive the bytes of a batch into memory of a device."""
+        """Receive the bytes of a batch into the memory of a device."""
         data = _empty(message.size_bytes, device)
         self._broadcast(data)
         return message.open(data)
 
     def send(self, message: _Message, parts: Sequence[Bytes] = ()) -> None:
-        """Send all other replicas a message, followed by the parts of the batch if it is a batch layout."""
+        """Send a message to all other replicas, followed by the parts of the batch if it is a batch layout."""
         self._exchange(message)
         if isinstance(message, BatchLayout):
             data = torch.empty(message.size_bytes, dtype=torch.uint8)
@@ -178,7 +178,7 @@ class ReplicaGroup:
             self._broadcast(data.to(self._device))
 
     def receive(self) -> tuple[_Message, Bytes]:
-        """Wait for the next message of the first replica, and for the bytes of the batch if it is a batch layout."""
+        """Wait for the first replica's next message, and for the bytes of the batch if it is a batch layout."""
         message = self._exchange(None)
         data = torch.empty(message.size_bytes if isinstance(message, BatchLayout) else 0, dtype=torch.uint8)
         if isinstance(message, BatchLayout):
@@ -205,13 +205,13 @@ class ReplicaStream:
                                                                   │ broadcast: layout and bytes; "waiting" every 10 s
         others                                           read() <─┘
 
-    An error of the first replica is raised by all of them.
+    An error of the first replica is raised by all replicas.
 
     Args:
         group: the replicas.
-        open_fetched: opens the inner stream.
+        open_fetched: opens the inner stream, in the first replica.
         batch_index: batch_index of the first batch.
-        device: device of the inner stream's batches, on which the others receive them; None: the CPU.
+        device: device of the inner stream's batches, where other replicas receive them; None: the CPU.
     """
 
     def __init__(
@@ -224,12 +224,13 @@ class ReplicaStream:
         self.next_index = batch_index
         self._group = group
         self._device = device
-        self.closed = False  # by `close` of this replica, or of the first one as soon as a read notices
+        # Set by `close` of this replica, or when a read learns that the first replica closed the stream.
+        self.closed = False
         self._inner = open_fetched() if group.asks else None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="tq-replicas")
 
     def read(self) -> FetchedBatch | End | None:
-        """Wait for the next batch, or the end; None after `close`."""
+        """Wait for the next batch or the end marker; return None after `close`."""
         got = self._receive() if self._inner is None else self._send(self._inner)
         if isinstance(got, FetchedBatch):
             self.next_index = got.index + 1
@@ -275,7 +276,7 @@ class ReplicaStream:
         return None
 
     def close(self) -> None:
-        """Stop fetching. Idempotent. The other replicas are not notified: they end their loops at the same point."""
+        """Stop fetching. Idempotent. Other replicas are not notified, because they stop reading at the same point."""
         self.closed = True
         if self._inner is not None:
             self._inner.close()

@@ -1,4 +1,4 @@
-"""Batches of a rank: requesting and fetching them, the end, and streams that fetch and split ahead."""
+"""Fetching a rank's batches: the request, the end marker, and streams that fetch and split batches in advance."""
 
 from __future__ import annotations
 
@@ -36,50 +36,50 @@ FetchBatch = Callable[..., tuple[Any, Any]]
 """`fetch_batch_fn(**keywords) -> (data, meta)`; see `fetch_batch` for the keywords and the result."""
 
 OnWait = Callable[[WaitReason], object]
-"""Called with the reason of a long wait, in the thread or process that fetches."""
+"""Callback that gets the reason of a long wait; it runs in the fetching thread or process."""
 
 ClientFactory = Callable[[Any], Any]
-"""Opens the sync client of a fetching thread or worker, given the dataset's `address` argument."""
+"""Function that opens the sync client of a fetching thread or worker, given the dataset's `address`."""
 
-# Delay before the next call if fetch_batch_fn returned "not yet" without having waited.
+# Delay before the next call if fetch_batch_fn returned "not yet" immediately.
 _RETRY_SECONDS = 0.05
 
-# Upper limit of max_wait for one call: the reason of a wait is requested between calls.
+# Upper limit of max_wait for one call, because the reason of a long wait is requested by a later call.
 _LONGEST_CALL_SECONDS = 10.0
-_MOST_CLAIMED: Final = 64  # batches by one call
+_MOST_CLAIMED: Final = 64  # batches per call
 
 
 class StreamClosedError(Exception):
-    """The wait for a batch ended because its stream was closed."""
+    """The stream was closed while a caller waited for a batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamIdentity:
-    """The incarnation of the partition and the epoch of the task: batches of different ones must not be mixed."""
+    """The partition's incarnation and the task's epoch; batches with different identities must not be mixed."""
 
     incarnation: bytes = b""
     epoch: int = 0
 
     @classmethod
     def of(cls, meta: Any) -> StreamIdentity:
-        """Return the identity of a meta of any type: fetch_batch_fn may have created it."""
+        """Return the identity in `meta`, which may have any type if fetch_batch_fn created it."""
         return cls(getattr(meta, "incarnation", b""), getattr(meta, "epoch", 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A point in the work of a CUDA stream, after which tensors are on a device.
+    """A point in a CUDA stream after which tensors are on the device.
 
     Attributes:
-        device: the device.
-        event: the point.
+        device: the CUDA device.
+        event: event recorded at this point.
     """
 
     device: torch.device
     event: cuda.Event
 
     def take(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Let the current stream use tensors: it waits for them, and their memory is not freed before it is done."""
+        """Make the current CUDA stream wait for the tensors and keep their memory until the stream's work is done."""
         stream = cuda.current_stream(self.device)
         stream.wait_event(self.event)
         for tensor in tensors:
@@ -88,17 +88,17 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedBatch:
-    """The part of one rank of one batch.
+    """One rank's part of a batch.
 
     Attributes:
-        index: its batch_index.
+        index: the batch_index.
         data: the TensorDict, or the data that fetch_batch_fn returned.
-        meta: the samples of `data`.
-        micro_batches: its micro-batches, if they are split ahead of the consumer.
-        on_consumed: called when the consumer begins with it; another batch may then be fetched in its place.
-        measured_bytes: its `size_bytes` if already measured, or None.
-        arrival: if its tensors are on a device, the point after which they may be used; see `Arrival`.
-        spans: durations of the stages of fetching it.
+        meta: metadata of the samples in `data`.
+        micro_batches: the micro-batches if another thread splits them; otherwise None.
+        on_consumed: called when the consumer begins the batch; another batch may then be fetched in its place.
+        measured_bytes: `size_bytes` if already measured, or None.
+        arrival: for tensors on a device, the point after which they may be used; otherwise None.
+        spans: time spans of the stages of fetching the batch.
     """
 
     index: int
@@ -112,7 +112,7 @@ class FetchedBatch:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its tensors, arrays, texts and images, including those in plain containers; no other objects."""
+        """Bytes of the tensors, arrays, strings and images in `data`, including plain containers; others count 0."""
         if self.measured_bytes is not None:
             return self.measured_bytes
         return flatten(self.data).size_bytes if isinstance(self.data, TensorDict) else object_bytes(self.data)
@@ -120,12 +120,12 @@ class FetchedBatch:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The end marker that a stream returns after its last batch.
+    """The end marker that a stream returns after the last batch.
 
     Attributes:
-        identity: identity of the partition and the task's consumption.
-        counts: counts of the samples by outcome, the same for all ranks; None if fetch_batch_fn created the end.
-        spans: durations of the stages of the last call.
+        identity: the partition's incarnation and the task's epoch.
+        counts: sample counts by outcome, the same for all ranks; None if fetch_batch_fn created the end marker.
+        spans: time spans of the stages of the last call.
     """
 
     identity: StreamIdentity
@@ -135,7 +135,7 @@ class End:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExceptionWrapper:
-    """An error of another process with its traceback; if it cannot be pickled, a RuntimeError with the same text."""
+    """An error from another process and its traceback; an unpicklable error becomes a RuntimeError with its text."""
 
     error: Exception
     traceback: str
@@ -146,22 +146,22 @@ class ExceptionWrapper:
         text = "".join(traceback.format_exception(error))
         try:
             ForkingPickler.loads(ForkingPickler.dumps(error))
-        except Exception:  # an exception class may fail in any way to be copied
+        except Exception:  # copying an exception may raise any error
             error = RuntimeError(f"{type(error).__name__}: {error}")
         return cls(error=error, traceback=text)
 
     def with_note(self, origin: str) -> Exception:
-        """Return the error, ready to be raised, with the traceback as a note."""
+        """Return the error with the traceback as a note, ready to be raised."""
         self.error.add_note(f"raised in {origin}:\n{self.traceback}")
         return self.error
 
 
 class BatchStream(Protocol):
-    """Returns batches in order; used by one thread."""
+    """A stream that returns batches in order. Only one thread may use a stream."""
 
     @property
     def next_index(self) -> int:
-        """The batch_index that `read` returns next."""
+        """The batch_index of the batch that `read` returns next."""
         ...
 
     @property
@@ -170,22 +170,22 @@ class BatchStream(Protocol):
         ...
 
     def read(self) -> FetchedBatch | End | None:
-        """Wait for the next batch, or the end; None after `close`. Errors of fetching are raised here."""
+        """Wait for the next batch or the end marker; return None after `close`. Raises fetching errors."""
         ...
 
     def close(self) -> None:
-        """Stop fetching and drop prefetched batches, which can be fetched again. Idempotent."""
+        """Stop fetching and drop the prefetched batches, which can be fetched again. Idempotent."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
-    """The request of a rank, the same for each of its batches; the names are those of `Client.get_meta`.
+    """The claim arguments common to all batches of a rank, named as in `Client.get_meta`.
 
     Additional attributes:
-        read_options: more arguments of `Client.get_data`, or None.
-        version_lag: how many batches may be planned ahead of the published version of `policy`; None: any number.
-        first_version: the version used to train batch 0.
+        read_options: additional arguments of `Client.get_data`, or None.
+        version_lag: how many batches may be planned ahead of the published version of `policy`; None: unlimited.
+        first_version: version of `policy` that trains on batch 0.
     """
 
     partition_id: str
@@ -218,7 +218,7 @@ class BatchRequest:
     policy: str = DEFAULT_POLICY
 
     def keywords(self, batch_index: int) -> dict[str, Any]:
-        """Return the keyword arguments of fetch_batch_fn for a batch, as far as the request determines them."""
+        """Return the keyword arguments of fetch_batch_fn that follow from the request and the batch_index."""
         named = {each.name: getattr(self, each.name) for each in fields(self)}
         lag, first, policy = (named.pop(name) for name in ("version_lag", "first_version", "policy"))
         given = ("layout", "max_uses", "unmatched", "least_members", "refill", "totals", "device", "read_options")
@@ -231,12 +231,12 @@ class BatchRequest:
 
 
 def end_warning(end: End, request: BatchRequest) -> str | None:
-    """Return a warning of samples that were skipped (other than cleared ones), or kept from earlier epochs, or None.
+    """Return a warning if uncleared samples were skipped, or samples of earlier epochs were kept; otherwise None.
 
-    Cleared samples need no warning: in a partition that lives for weeks, a late task never gets most of them. The
-    decision depends on the counts of the recorded end only, which are the same for all ranks, and never on the samples
-    this rank got. So either all ranks raise or none. The counts include samples consumed before this loader began:
-    a restart after the last batch is not an error.
+    Cleared samples need no warning, because a late task never gets most samples of a partition that lives for weeks.
+    The decision depends only on the counts in the recorded end, which are the same for all ranks, and not on the
+    samples of this rank. So either all ranks raise or none does. The counts include samples consumed before this loader
+    was created, so a restart after the last batch is not an error.
 
     Raises:
         NothingDeliveredError: samples were inserted, but none was delivered to the task.
@@ -258,9 +258,9 @@ def end_warning(end: End, request: BatchRequest) -> str | None:
     texts = [] if counts.skipped_count == counts.cleared_count else [f"{counts.skipped_count} were skipped: {why}"]
     if counts.kept_count:
         texts.append(
-            f"{counts.kept_count} of them in earlier epochs, which reset_consumption(keep_consumed=True) does not "
-            "deliver again: they may include batches that a loader had prefetched but not delivered. To train on "
-            "these, clear the trained samples and reset without keep_consumed"
+            f"{counts.kept_count} of them in earlier epochs; reset_consumption(keep_consumed=True) does not deliver "
+            "those again. They may include batches that a loader had prefetched but not delivered. To train on these, "
+            "clear the trained samples and reset without keep_consumed"
         )
     if not texts:
         return None
@@ -278,15 +278,15 @@ def _reasons(counts: EndCounts, request: BatchRequest) -> list[str]:
         if request.drop_last
         else f"ready, but not planned by the sampler {request.sampler!r}"
     )
-    where = f"where={list(request.where)}" if request.where else "the where of fetch_batch_fn"
+    where = f"where={list(request.where)}" if request.where else "the conditions (where) of fetch_batch_fn"
     texts = {
-        "in_incomplete_groups_count": "in incomplete groups (a member is missing, failed, cleared or ruled out; put "
-        "group_size members, or take the remaining ones with the sampler's incomplete_groups='take')",
-        "excluded_count": f"ruled out by {where}",
-        "overlong_count": "longer than the sampler's limit of tokens, and dropped because of overlong='drop'",
+        "in_incomplete_groups_count": "in incomplete groups (a member is missing, failed, cleared or excluded; put "
+        "group_size members, or let the sampler accept the others with incomplete_groups='take')",
+        "excluded_count": f"excluded by {where}",
+        "overlong_count": "longer than the sampler's token limit, and dropped because of overlong='drop'",
         "left_over_count": left_over,
         "failed_count": "failed",
-        "cleared_count": "cleared before the task took them",
+        "cleared_count": "cleared before they were delivered to the task",
         "dead_lettered_count": "delivered too often without being acknowledged",
     }
     skipped = counts.skipped_counts
@@ -294,10 +294,10 @@ def _reasons(counts: EndCounts, request: BatchRequest) -> list[str]:
 
 
 class ClaimsAhead:
-    """Batches of a rank that were claimed together with an earlier one, and are not fetched yet.
+    """Batches of a rank that were claimed in the same call as an earlier batch and are not fetched yet.
 
     Attributes:
-        batch_count: most batches that the next call may claim.
+        batch_count: maximum number of batches that the next call may claim.
         until: the batch_index after the last claimed batch.
     """
 
@@ -307,7 +307,7 @@ class ClaimsAhead:
         self._metas: dict[int, BatchMeta] = {}
 
     def claim(self, client: Client, *, batch_index: int, **claim: Any) -> BatchMeta:
-        """Return a batch that was claimed ahead, or claim it with up to `batch_count` ready batches from it on."""
+        """Return a batch claimed earlier, or claim it and up to `batch_count - 1` ready batches that follow it."""
         if batch_index in self._metas:
             return self._metas.pop(batch_index)
         if self.batch_count > 1:
@@ -332,24 +332,24 @@ def fetch_batch(
 ) -> tuple[TensorDict | None, BatchMeta]:
     """Claim one batch and fetch its data; the default `fetch_batch_fn`.
 
-    A function that replaces it is called with keywords only. It should accept `**others`, since keywords may be added:
+    A function that replaces `fetch_batch` is called with keywords only. It should accept `**others`, since keywords may
+    be added:
 
     - always: `client` (a sync client of the calling thread or worker), `batch_index`, `partition_id`, `task_name`,
       `data_fields`, `batch_size`, `micro_batch_size`, `dp_rank`, `dp_size`, `sampler`, `sampler_config`, `where`,
       `order_by`, `drop_last`, `batch_unit`, `finite`, `max_wait`, `timeout`, `incarnation`, `epoch` (b"" and None until
       the first batch arrives);
-    - if the dataset was given them: `layout`, `max_uses`, `unmatched`, `least_members`, `refill`, `max_refills`,
-      `totals` and `read_options` (more arguments of `Client.get_data`, including the slices of a context-parallel
-      rank);
-    - with a `version_lag` of the dataset: `not_before_version` and `policy`;
-    - with a `device` of the loader that fetches in this process: `device`; data returned on the CPU is uploaded;
+    - if passed to the dataset: `layout`, `max_uses`, `unmatched`, `least_members`, `refill`, `max_refills`, `totals`
+      and `read_options` (additional arguments of `Client.get_data`, including the slices of a context-parallel rank);
+    - if the dataset has a `version_lag`: `not_before_version` and `policy`;
+    - if the loader has a `device` and fetches in this process: `device`; data returned on the CPU is uploaded;
     - `explain` (True) in a long wait, if the answer's `waiting_for` should contain the reason.
 
-    Only this function itself gets `ahead`, the batches that it has claimed and not fetched.
+    Only `fetch_batch` itself gets `ahead`, the batches that it has claimed but not fetched.
 
     Returns:
-        The data and its meta. The data is None unless the meta's status is "batch": with "not_yet" the function is
-        called again, with "end" the iteration ends. `(None, None)` means "not_yet".
+        The data and its meta. If the meta's status is "batch", the data must not be None. With "not_yet" the function
+        is called again; with "end" the iteration ends. `(None, None)` means "not_yet".
     """
     ahead = ahead or ClaimsAhead()
     meta = ahead.claim(client, max_wait=max_wait, timeout=timeout, **claim)
@@ -361,14 +361,14 @@ def fetch_batch(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSource:
-    """A service and a request to it; picklable for worker processes if its functions are.
+    """The service and the request from which batches are fetched; picklable for workers if its functions are.
 
     Attributes:
         address: address of the service.
-        request: the request.
-        fetch_batch_fn: fetches a batch.
+        request: claim arguments of the rank.
+        fetch_batch_fn: function that fetches a batch.
         on_wait: called with the reason of a long wait.
-        client_factory: opens the client; None: `Client` with `client_options`.
+        client_factory: function that opens the client; None: `Client` with `client_options`.
         client_options: token, tls, insecure and namespace.
     """
 
@@ -380,15 +380,15 @@ class BatchSource:
     client_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def of_partition(self, partition_id: str) -> BatchSource:
-        """Return the same source for another partition."""
+        """Return a copy of this source for another partition."""
         return replace(self, request=replace(self.request, partition_id=partition_id))
 
     def of_version(self, first_version: int) -> BatchSource:
-        """Return the same source with another version to train batch 0."""
+        """Return a copy of this source with another `first_version`."""
         return replace(self, request=replace(self.request, first_version=first_version))
 
     def to_device(self, device: Any) -> BatchSource:
-        """Return the same source, fetching batches directly to a device."""
+        """Return a copy of this source that fetches batches directly to a device."""
         return replace(self, request=replace(self.request, device=device))
 
     def open_client(self) -> Any:
@@ -401,14 +401,14 @@ class BatchSource:
 
 
 class BatchFetcher:
-    """Fetches batches of a source with its own sync client; used by one thread.
+    """Fetches batches of a source with its own sync client. Only one thread may use it.
 
-    After the first batch, all later ones must have the same incarnation and epoch. If the partition is cleared and
-    created again, or the task is reset, the stream ends with the error of a stale claim. It never continues in the
-    middle of another incarnation or epoch.
+    All batches must have the incarnation and epoch of the first batch. If the partition is cleared and created again,
+    or the task is reset, the next fetch raises an error. So a stream never continues in the middle of another
+    incarnation or epoch.
 
     Attributes:
-        fetched_until: the batch_index after the last batch that was fetched, or claimed ahead.
+        fetched_until: the batch_index after the last batch that was fetched or claimed in advance.
         closed: whether `close` was called.
     """
 
@@ -427,15 +427,16 @@ class BatchFetcher:
         self.closed = False
 
     def request(self, batch_index: int) -> None:
-        """Do nothing: `fetch` requests the batch."""
+        """Do nothing, because `fetch` requests the batch itself."""
 
     def fetch(self, batch_index: int, is_wanted: Callable[[], bool], batch_count: int = 1) -> FetchedBatch | End:
-        """Wait for a batch, or the end, and return it.
+        """Wait for a batch or the end marker, and return it.
 
         Args:
-            batch_index: the batch.
-            is_wanted: checked before each call; waiting ends once it is false.
-            batch_count: most batches that one call may claim, starting with this one; the others are fetched next.
+            batch_index: index of the batch.
+            is_wanted: called before each claim; the wait ends once it returns false.
+            batch_count: maximum number of batches that one call may claim, starting with this one. Later calls of
+                `fetch` return the other batches.
 
         Raises:
             StreamClosedError: the batch is no longer wanted.
@@ -474,8 +475,8 @@ class BatchFetcher:
                 return End(StreamIdentity.of(meta), getattr(meta, "end", None))
             if status == "batch" and data is None:
                 raise TypeError(
-                    f"fetch_batch_fn returned no data for batch {batch_index}, whose meta has status 'batch'; return "
-                    "client.get_data(meta) for empty batches too, since every rank needs them"
+                    f"fetch_batch_fn returned no data for batch {batch_index}, although its meta has status 'batch'; "
+                    "return client.get_data(meta) for empty batches too, since every rank needs them"
                 )
             if status == "batch":
                 self._identity = StreamIdentity.of(meta)
@@ -493,7 +494,7 @@ class BatchFetcher:
         raise StreamClosedError
 
     def close(self) -> None:
-        """Close the client; a call in progress in another thread ends. Idempotent."""
+        """Close the client, which ends a call in progress in another thread. Idempotent."""
         self.closed = True
         if self._client is not None:
             self._client.close()
@@ -513,7 +514,7 @@ class InlineStream(BatchFetcher):
         self.next_index = batch_index
 
     def read(self) -> FetchedBatch | End:
-        """Fetch the next batch, or the end."""
+        """Fetch the next batch or the end marker."""
         fetched = self.fetch(self.next_index, lambda: True)
         self.next_index = max(self.next_index, self.fetched_until)
         return fetched
@@ -523,25 +524,25 @@ OnBegun = Callable[[int], None]
 S = TypeVar("S", bound="Fetcher | BatchStream")
 T = TypeVar("T")
 
-# Longest wait for the threads when a stream is closed. A thread that is still in a call ends with that call.
+# Maximum wait for the threads when a stream is closed. A thread that is still in a call ends after that call.
 _JOIN_SECONDS: Final = 5.0
 _MICRO_BATCHES_AHEAD: Final = 2
 
 
 class PrefetchLimit:
-    """Decides whether a further batch may be begun, by number and by bytes.
+    """Limits the number and bytes of prefetched batches.
 
-    A batch is ahead from `begin` until `consume`; its size is known from `arrive` on. Until then it counts as the
-    largest batch that has arrived. Before the first one arrives, only one may be in flight. So the batches ahead stay
-    within `max_bytes` unless a batch is larger than all earlier ones. Such a batch may exceed the limit by its
-    difference to the largest earlier one, and later batches are then estimated by its size. With nothing ahead a batch
-    is always admitted, however large: the consumer waits for it.
+    A batch counts as ahead from `begin` to `consume`. Until `arrive` reports its size, a batch is estimated by the
+    largest batch that has arrived. Before the first batch arrives, only one batch may be in flight. So the batches
+    ahead stay within `max_bytes` unless a batch is larger than all earlier batches. Such a batch may exceed the limit
+    by its difference to the largest earlier batch. If no batch is ahead, the next batch is admitted regardless of its
+    size, because the consumer waits for it.
 
-    Not thread-safe; its owner guards it.
+    Not thread-safe; the owner must lock it.
 
     Args:
-        max_batches: most batches ahead.
-        max_bytes: most bytes of the batches ahead.
+        max_batches: maximum number of batches ahead.
+        max_bytes: maximum bytes of the batches ahead.
     """
 
     def __init__(self, max_batches: int, max_bytes: int) -> None:
@@ -553,7 +554,7 @@ class PrefetchLimit:
         self._largest_bytes: int | None = None
 
     def admits(self) -> bool:
-        """Whether another batch may be begun."""
+        """Return whether another batch may be begun."""
         return self._under_way + self._arrived == 0 or self.further_count() > 0
 
     def further_count(self) -> int:
@@ -569,7 +570,7 @@ class PrefetchLimit:
         self._under_way += 1
 
     def arrive(self, size_bytes: int) -> None:
-        """Count a batch in flight as arrived, with its size."""
+        """Count a batch in flight as arrived, and record its size."""
         self._under_way -= 1
         self._arrived += 1
         self._arrived_bytes += size_bytes
@@ -582,9 +583,9 @@ class PrefetchLimit:
 
 
 class PrefetchQueue(Generic[T]):
-    """A bounded queue of numbered items with one reader; one condition, predicate waits, `close` wakes all.
+    """A bounded queue of numbered items for one reader and several writers.
 
-    Writers begin items in numerical order and put them in any order; the reader gets them in order.
+    Writers begin items in numerical order and may put them in any order; the reader gets them in numerical order.
 
     Attributes:
         closed: whether `close` was called.
@@ -592,17 +593,17 @@ class PrefetchQueue(Generic[T]):
 
     def __init__(self, limit: PrefetchLimit) -> None:
         self._limit = limit
-        # The condition's lock is reentrant: a finalizer may call `close` in a thread that holds it.
+        # The condition has a reentrant lock: a finalizer may call `close` in a thread that already holds the lock.
         self._changed = threading.Condition()
         self._items: dict[int, T] = {}
         self._begun_count = self._read_count = 0
-        self._end: tuple[int, BaseException | None] | None = None  # the first number without an item, and why
+        self._end: tuple[int, BaseException | None] | None = None  # the first number without an item, and its error
         self.closed = False
 
     def begin(self, on_begun: OnBegun = lambda number: None) -> int | None:
-        """Wait until the limit admits another item, and return its number; None if the queue has ended.
+        """Wait until the limit admits another item, and return its number; return None if the queue has ended.
 
-        `on_begun` is called with the number before another writer begins the next item; it must not block.
+        `on_begun` is called with the number before another writer can begin the next item; the callback must not block.
         """
         with self._changed:
             self._changed.wait_for(lambda: self.closed or self._end or self._limit.admits())
@@ -623,19 +624,19 @@ class PrefetchQueue(Generic[T]):
 
     @contextmanager
     def filling(self, number: int) -> Iterator[None]:
-        """Run a block that creates the item of this number; its error ends the queue there."""
+        """Run a block that creates the item with this number; an error in the block ends the queue at this number."""
         try:
             yield
         except StreamClosedError:
             self.end(number)
-        except BaseException as error:  # any error is raised to the reader
+        except BaseException as error:  # the reader raises any error
             self.end(number, error)
 
     def put(self, number: int, item: T, size_bytes: int = 0, on_begun: OnBegun | None = None) -> int | None:
-        """Add an item that was begun, or drop it if the queue is closed.
+        """Add a begun item, or drop it if the queue is closed.
 
-        With `on_begun` the writer also begins its next item, as with `begin`, before other writers can. Returns the
-        number of that item, or None if the limit does not admit it now.
+        With `on_begun`, also begin the writer's next item, as `begin` does, before other writers can begin theirs.
+        Returns the number of that item, or None if the limit does not admit it now.
         """
         with self._changed:
             self._limit.arrive(size_bytes)
@@ -645,16 +646,16 @@ class PrefetchQueue(Generic[T]):
             return None if on_begun is None else self._begin_now(on_begun)
 
     def end(self, number: int, error: BaseException | None = None) -> None:
-        """End the queue at this number; an error is raised to the reader after it has read all earlier items."""
+        """End the queue at this number. The reader gets all earlier items, and then raises the error, if any."""
         with self._changed:
             if self._end is None or number < self._end[0]:
                 self._end = number, error
             self._changed.notify_all()
 
     def get(self) -> T | None:
-        """Wait for the next item; None after the last one.
+        """Wait for the next item; return None after the last one.
 
-        The item counts as ahead until `on_consumed`, since its reader may begin with it later.
+        The item counts as ahead until `on_consumed` is called, since the reader may begin processing it later.
         """
 
         def is_over() -> bool:
@@ -673,7 +674,7 @@ class PrefetchQueue(Generic[T]):
             return None
 
     def on_consumed(self, size_bytes: int = 0) -> None:
-        """Count an item of this size as consumed, which makes space for another."""
+        """Count an item of this size as consumed, so another item may be admitted."""
         with self._changed:
             self._limit.consume(size_bytes)
             self._changed.notify_all()
@@ -687,13 +688,13 @@ class PrefetchQueue(Generic[T]):
 
 
 class _QueuedStream(Generic[S, T]):
-    """A stream with a queue that background threads fill, one per source.
+    """A stream that reads from a queue filled by background threads, one per source.
 
-    The threads refer to the queue and the sources only, never to the stream: an abandoned stream is garbage-collected,
-    which ends its threads.
+    The threads refer only to the queue and the sources, never to the stream. So an abandoned stream is
+    garbage-collected, which ends its threads.
 
     Attributes:
-        next_index: the batch_index that `read` returns next.
+        next_index: the batch_index of the batch that `read` returns next.
     """
 
     def __init__(
@@ -727,14 +728,14 @@ class _QueuedStream(Generic[S, T]):
 
 def _end(queue: PrefetchQueue[Any], sources: Sequence[Fetcher | BatchStream], threads: list[threading.Thread]) -> None:
     """Close a queue and its sources, and wait for the threads."""
-    # The queue first. Otherwise the reader could mistake None for the end, or report the error of a call that closing
-    # the source has interrupted.
+    # Close the queue first. Otherwise the reader could mistake None for the end, or report the error of a call that was
+    # interrupted because its source was closed.
     queue.close()
     for source in sources:
         source.close()
-    deadline = time.monotonic() + _JOIN_SECONDS  # for all threads together
+    deadline = time.monotonic() + _JOIN_SECONDS  # one deadline for all threads
     for thread in threads:
-        # A cycle that holds the stream may be collected in one of the threads, which cannot join itself.
+        # A reference cycle with the stream may be collected in one of these threads, which cannot join itself.
         if threading.current_thread() is not thread:
             thread.join(max(0.0, deadline - time.monotonic()))
 
@@ -744,27 +745,27 @@ class Fetcher(Protocol):
 
     @property
     def fetched_until(self) -> int:
-        """The batch_index after the last batch that was fetched, or claimed ahead."""
+        """The batch_index after the last batch that was fetched or claimed in advance."""
         ...
 
     def request(self, batch_index: int) -> None:
-        """Announce the batch that `fetch` is called for next; called in the order of batches. Does not block."""
+        """Announce the batch of the next `fetch` call; called in the order of batches. Does not block."""
         ...
 
     def fetch(self, batch_index: int, is_wanted: Callable[[], bool], batch_count: int) -> FetchedBatch | End:
-        """Wait for a batch, or the end, and return it; raises StreamClosedError once it is no longer wanted.
+        """Wait for a batch or the end marker; raise StreamClosedError once the batch is no longer wanted.
 
         May claim up to `batch_count` batches in one call, starting with this one.
         """
         ...
 
     def close(self) -> None:
-        """End a call of `fetch` that is in progress in another thread. Idempotent."""
+        """End a `fetch` call in progress in another thread. Idempotent."""
         ...
 
 
 class PrefetchStream(_QueuedStream[Fetcher, FetchedBatch | End]):
-    """Fetches batches ahead with one or more fetchers, bounded by number and bytes.
+    """A stream whose batches are prefetched by one or more fetchers, limited in number and bytes.
 
     Lifecycle::
 
@@ -772,7 +773,7 @@ class PrefetchStream(_QueuedStream[Fetcher, FetchedBatch | End]):
                                              ^                       ├─ error ──> read() raises it
                                    on_consumed of a batch            └─ close() or garbage collection: threads end
 
-    Each thread takes the next batch that no thread fetches yet; `read` returns them in order.
+    Each thread fetches the next batch that no other thread has begun; `read` returns the batches in order.
     """
 
     def __init__(self, fetchers: Sequence[Fetcher], batch_index: int, limit: PrefetchLimit) -> None:
@@ -784,7 +785,7 @@ class PrefetchStream(_QueuedStream[Fetcher, FetchedBatch | End]):
         return max(fetcher.fetched_until for fetcher in self._sources)
 
     def read(self) -> FetchedBatch | End | None:
-        """Wait for the next batch, or the end; None after `close`. Raises the error of a thread unchanged."""
+        """Wait for the next batch or the end marker; return None after `close`. Raises a thread's error unchanged."""
         fetched = self._queue.get()
         if isinstance(fetched, FetchedBatch):
             self.next_index += 1
@@ -807,15 +808,15 @@ def _fetch_ahead(first_index: int, fetcher: Fetcher, queue: PrefetchQueue[Fetche
                     queue.put(number, fetched)
                     queue.end(number + 1)
                 else:
-                    # This fetcher begins the next batch at once: a worker that has just started would delay a batch
-                    # that is read early.
+                    # This fetcher begins the next batch immediately. Otherwise a fetcher of a worker that is still
+                    # starting could begin a batch that the reader needs soon, and delay it.
                     size_bytes = fetched.size_bytes
                     fetched = replace(fetched, on_consumed=partial(queue.on_consumed, size_bytes))
                     following = queue.put(number, fetched, size_bytes, request)
-                del fetched  # not kept alive while waiting for the limit
+                del fetched  # do not keep it alive while waiting for the limit
     finally:
-        # The client may have been opened after the stream was closed. If the batches have ended, other fetchers of the
-        # same worker may still wait for the end, so `close` of the stream closes the fetcher.
+        # The client may have been opened after the stream was closed. If only the batches have ended, other fetchers of
+        # the same worker may still wait for the end marker; closing the stream later closes this fetcher.
         if queue.closed:
             fetcher.close()
 
@@ -824,7 +825,7 @@ def _fetch_ahead(first_index: int, fetcher: Fetcher, queue: PrefetchQueue[Fetche
 class _Prefetched:
     """A queue item: a micro-batch (the first one also carries its batch) or the end marker.
 
-    The item of a batch without micro-batches carries the batch alone.
+    A batch without micro-batches has an item that carries only the batch.
     """
 
     micro_batches: tuple[Any, ...]
@@ -833,7 +834,7 @@ class _Prefetched:
 
 
 class MicroBatchPrefetcher(_QueuedStream[BatchStream, _Prefetched]):
-    """Reads the batches of another stream, and splits them into micro-batches ahead of the reader.
+    """A stream that reads batches from another stream and splits them into micro-batches ahead of the reader.
 
     Lifecycle::
 
@@ -841,17 +842,17 @@ class MicroBatchPrefetcher(_QueuedStream[BatchStream, _Prefetched]):
                                                                                             └──> end, error
         close() or garbage collection: the inner stream is closed, the thread ends
 
-    A batch is dropped with its last micro-batch, before the next one is read.
+    A batch is released with its last micro-batch, before the thread reads the next batch.
     """
 
     def __init__(self, inner: BatchStream, split: Callable[[FetchedBatch], Iterator[Any]]) -> None:
-        # The first item of the next batch, read after the last one of the previous batch.
+        # First item of the next batch; its arrival shows that the previous batch has no more micro-batches.
         self._begun: _Prefetched | None = None
         limit = PrefetchLimit(_MICRO_BATCHES_AHEAD, sys.maxsize)
         super().__init__(inner.next_index, [inner], limit, partial(_split_ahead, split), "tq-split-ahead")
 
     def read(self) -> FetchedBatch | End | None:
-        """Skip the rest of the previous batch and wait for the next one, or the end; None after `close`."""
+        """Skip the rest of the previous batch and wait for the next one or the end marker; None after `close`."""
         while self._begun is None:
             if (item := self._get()) is None:
                 return None
@@ -867,13 +868,13 @@ class MicroBatchPrefetcher(_QueuedStream[BatchStream, _Prefetched]):
 
     def _get(self) -> _Prefetched | None:
         item = self._queue.get()
-        # The first micro-batch of a batch counts as ahead until the batch is consumed; others are consumed at once.
+        # A batch's first micro-batch counts as ahead until the batch is consumed; others only until they are read.
         if item is not None and not isinstance(item.begins, FetchedBatch):
             self._queue.on_consumed()
         return item
 
     def _on_consumed(self, on_inner_consumed: Callable[[], None] | None) -> None:
-        # The inner stream first: the splitting thread competes with this one as soon as it may continue.
+        # Notify the inner stream first: the splitting thread competes with this thread once it may continue.
         if on_inner_consumed is not None:
             on_inner_consumed()
         self._queue.on_consumed()
@@ -895,7 +896,7 @@ def _split_ahead(
     split: Callable[[FetchedBatch], Iterator[Any]], inner: BatchStream, queue: PrefetchQueue[_Prefetched]
 ) -> None:
     items = _items_of(inner, split)
-    # Each item is counted before it is created.
+    # Each item counts as ahead before it is created.
     while (number := queue.begin()) is not None:
         with queue.filling(number):
             item = next(items, None)
@@ -914,8 +915,8 @@ def _items_of(inner: BatchStream, split: Callable[[FetchedBatch], Iterator[Any]]
         began_at = time.perf_counter()
         micro_batches = split(batch)
         yield _Prefetched(_next_of(micro_batches), batch, _split_since(began_at))
-        del batch  # the iterator refers to it until the last micro-batch is created
-        yield from iter(partial(_next_item, micro_batches), None)  # keeps no micro-batch alive
+        del batch  # the iterator keeps the batch alive until the last micro-batch is created
+        yield from iter(partial(_next_item, micro_batches), None)  # unlike a loop, keeps no micro-batch alive
 
 
 def _next_item(micro_batches: Iterator[Any]) -> _Prefetched | None:
@@ -929,5 +930,5 @@ def _split_since(began_at: float) -> tuple[Span, ...]:
 
 
 def _next_of(micro_batches: Iterator[Any]) -> tuple[Any, ...]:
-    """Return the next micro-batch in a tuple; an empty tuple after the last one."""
+    """Return the next micro-batch in a tuple, or an empty tuple after the last one."""
     return tuple(itertools.islice(micro_batches, 1))

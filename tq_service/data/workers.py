@@ -1,23 +1,23 @@
-"""Worker processes that fetch the batches of a rank for a `PrefetchStream`, and serialization of batches.
+"""Worker processes that fetch a rank's batches for a `PrefetchStream`, and serialization of batches.
 
 Lifecycle::
 
     WorkerPool()  ──────────────────> workers start and idle
-    WorkerFetcher ──────────────────> fetches batches for one thread of a stream, each with one request and one reply;
-                                      two per worker keep it busy
-          close() ──────────────────> the worker ends its call and idles; its fetcher of the next stream reuses it
+    WorkerFetcher ──────────────────> fetches batches for one thread of a stream, with one request and one reply per
+                                      batch; two fetchers per worker keep the worker busy
+          close() ──────────────────> the worker ends its call and idles until a fetcher of the next stream uses it
     pool.close() or garbage collection ──> workers end
 
-All bookkeeping is in the parent: a worker knows nothing of other workers, and only the requests for its batches.
+The parent does all bookkeeping. A worker only receives the requests for its own batches, and is unaware of others.
 
-A batch is sent as contiguous bytes. A worker sends it to its parent with one copy into a shared buffer and none out of
-it; the first replica of a rank broadcasts it to the others. The tensors of its columns are stored in sequence, and the
-receiver's tensors are views of the bytes. The meta and all objects are pickled. Tensors within objects are unpickled
-into separate memory, since a micro-batch does not copy them.
+A batch is sent as contiguous bytes. The worker copies it once into a shared buffer, and the parent reads it there
+without a copy. The first replica of a rank broadcasts it to the other replicas. The bytes contain the tensors of the
+columns in sequence, and the receiver's tensors are views of the bytes. The meta and all objects are pickled. Tensors
+within objects are unpickled into separate memory, since a micro-batch does not copy them.
 
-A shared buffer is an anonymous file. The worker passes its descriptor once, with the first batch in it, and the parent
-keeps it mapped. Once the parent has freed its last tensor in the buffer, the next request reports this to the worker,
-which may then reuse the buffer. Reuse pays: pages that are new to a process cost more than copying data into them.
+A shared buffer is an anonymous file. The worker sends its descriptor once, with the first batch in the buffer, and the
+parent keeps the buffer mapped. After the parent has freed its last tensor in the buffer, the next request reports this,
+and the worker may reuse the buffer. Reuse is faster, because touching new pages costs more than copying data into them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ from tq_service.wire.mapping import Bytes, Mapping
 
 _ALIGNMENT: Final = 64
 _GRAIN_BYTES: Final = 1 << 20
-# Largest ratio of a buffer's size to its content: batches have similar sizes, not the same.
+# Maximum ratio of a buffer's size to its content: batches have similar but different sizes.
 _MOST_SLACK: Final = 1.5
 _KEPT_COUNT: Final = 2
 
@@ -78,9 +78,9 @@ class BatchLayout:
     """Layout of a serialized batch.
 
     Attributes:
-        index: its batch_index.
-        places: begin and end of each part: the pickle, then the tensors of the columns.
-        batch_bytes: `FetchedBatch.size_bytes` of the batch, sent along because it takes a look at each object.
+        index: the batch_index.
+        places: begin and end of each part in bytes: the pickle, then the tensors of the columns.
+        batch_bytes: `FetchedBatch.size_bytes` of the batch, sent along because computing it visits each object.
     """
 
     index: int
@@ -89,12 +89,12 @@ class BatchLayout:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all parts and the gaps between them."""
+        """Bytes of all parts, including the gaps between them."""
         return self.places[-1][1]
 
 
 def lay_out(batch: FetchedBatch) -> tuple[BatchLayout, list[Bytes]]:
-    """Return the layout of a batch and its parts.
+    """Return the layout of a batch, and its parts in order.
 
     Raises:
         Exception: an object could not be pickled.
@@ -114,9 +114,9 @@ def lay_out(batch: FetchedBatch) -> tuple[BatchLayout, list[Bytes]]:
 
 
 def open_batch(layout: BatchLayout, data: Bytes) -> FetchedBatch:
-    """Return the batch; its tensors are views of the bytes, which protect the buffer from being overwritten."""
+    """Return the batch. Its tensors are views of the bytes, and keep the buffer from being overwritten."""
     pickled, *tensors = (data[begin:end] for begin, end in layout.places)
-    meta, content = pickle.loads(pickled.data, buffers=tensors)  # noqa: S301  (of a process of this program)
+    meta, content = pickle.loads(pickled.data, buffers=tensors)  # noqa: S301  (from a process of this program)
     return FetchedBatch(
         index=layout.index,
         data=build(content) if isinstance(content, FlatBatch) else content,
@@ -126,12 +126,12 @@ def open_batch(layout: BatchLayout, data: Bytes) -> FetchedBatch:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a batch: the columns' tensors out of band, tensors within objects in the pickle."""
+    """Pickles a batch with the columns' tensors out of band, and tensors within objects in the pickle."""
 
     def __init__(self, file: io.BytesIO, columns: Iterable[torch.Tensor | list[Any]]) -> None:
         self.beside: list[pickle.PickleBuffer] = []
-        # Not a bound method: CPython 3.11 may crash when the garbage collector, not a reference count, frees a
-        # PickleBuffer of a memoryview. So no cycle refers to one, and they wrap arrays.
+        # Not a bound method: CPython 3.11 may crash if the garbage collector, rather than a reference count, frees a
+        # PickleBuffer of a memoryview. So no reference cycle may contain a PickleBuffer, and each one wraps an array.
         super().__init__(file, protocol=5, buffer_callback=partial(_is_inside, self.beside))
         self._ids_beside = {id(each) for part in columns for each in (part if isinstance(part, list) else (part,))}
 
@@ -152,7 +152,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _is_inside(beside: list[pickle.PickleBuffer], buffer: pickle.PickleBuffer) -> bool:
-    """Whether a buffer is stored in the pickle, like that of an array."""
+    """Return whether a buffer is stored in the pickle, as the buffer of a NumPy array is."""
     return not beside or buffer is not beside[-1]
 
 
@@ -162,14 +162,14 @@ def _tensor_of(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.T
 
 @dataclass(frozen=True, slots=True)
 class SharedBatch:
-    """A batch in a shared buffer.
+    """Reply of a worker that has written a batch into a shared buffer.
 
     Attributes:
         layout: layout of the batch in the buffer.
         buffer_id: the buffer's descriptor in the worker.
-        buffer_bytes: the buffer's size.
-        is_new: whether a descriptor for the parent follows.
-        retired: buffers that the worker has closed.
+        buffer_bytes: size of the buffer.
+        is_new: whether the buffer is new, so its descriptor follows for the parent.
+        retired: ids of buffers that the worker has closed.
     """
 
     layout: BatchLayout
@@ -180,14 +180,14 @@ class SharedBatch:
 
 
 class SharedBufferWriter:
-    """The buffers of a worker, in the worker; used by its main thread only."""
+    """A worker's side of its shared buffers; used by the worker's main thread only."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, int] = {}
         self._idle: deque[int] = deque()
 
     def share(self, batch: FetchedBatch) -> SharedBatch:
-        """Write a batch into a buffer.
+        """Write a batch into an idle or new buffer.
 
         Raises:
             OSError: the system ran out of memory or descriptors.
@@ -213,36 +213,36 @@ class SharedBufferWriter:
         return SharedBatch(layout, buffer, self._sizes[buffer], is_new, retired)
 
     def release(self, buffer_ids: Sequence[int]) -> None:
-        """Make buffers writable that the parent has released; the latest is reused first."""
+        """Make buffers that the parent has released available for writing, the latest one first."""
         self._idle.extendleft(buffer_ids)
 
 
 class SharedBufferReader:
-    """The buffers of one worker, in the parent.
+    """The parent's side of one worker's shared buffers.
 
     Args:
-        device: the device to copy batches to, for which the buffers are pinned; None: not pinned.
+        device: the device that batches are copied to, for which the buffers are pinned; None: not pinned.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
         self._mappings: dict[int, Mapping] = {}
-        # Finalizers append to it at any point of any thread; a deque needs no lock for that.
+        # Finalizers append to it at any point in any thread; a deque needs no lock for that.
         self._released: deque[int] = deque()
 
     def open(self, shared: SharedBatch, descriptor: int | None) -> Bytes:
-        """Return the bytes of a buffer, which is released when the last view or tensor of them is freed.
+        """Return the bytes of a buffer. The buffer is released when the last view or tensor of these bytes is freed.
 
         Args:
             shared: the batch in the buffer.
-            descriptor: descriptor of a new buffer; closed here.
+            descriptor: descriptor of a new buffer, which is closed here; None: the buffer is mapped already.
         """
         # The worker retires only released buffers, so no array uses these mappings any more.
         for buffer_id in shared.retired:
             del self._mappings[buffer_id]
         if descriptor is not None:
             try:
-                # A page fault per page would take several times as long.
+                # Map with all pages populated: a page fault per page would take several times as long.
                 self._mappings[shared.buffer_id] = Mapping(descriptor, is_shared=True, is_populated=True)
             finally:
                 os.close(descriptor)
@@ -253,7 +253,7 @@ class SharedBufferReader:
         return array
 
     def take_released(self) -> tuple[int, ...]:
-        """Return the buffers that were released since the last call."""
+        """Return the ids of the buffers released since the last call."""
         return tuple(self._released.popleft() for _ in range(len(self._released)))
 
 
@@ -279,7 +279,7 @@ _OF_MAIN: Final = (
     'Put the code of the program under `if __name__ == "__main__":`, or move the function into a module'
 )
 
-# A worker ends at once unless a fetch_batch_fn blocks it.
+# A worker ends immediately unless a fetch_batch_fn blocks it.
 _JOIN_SECONDS = 5.0
 
 
@@ -289,15 +289,15 @@ class WorkerDiedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchRequest:
-    """To a worker: fetch a batch.
+    """A message to a worker: fetch a batch.
 
     Attributes:
         stream: number of the requesting stream.
-        partition_id: the partition.
-        batch_index: the batch.
-        identity: the required identity of the batch, if known.
-        released: buffers of the worker that may be overwritten.
-        step_times: breakdown of the trainer's last steps, for the service.
+        partition_id: the partition to fetch from.
+        batch_index: index of the batch.
+        identity: the identity that the batch must have, if known.
+        released: ids of the worker's buffers that may be overwritten.
+        step_times: breakdown of the trainer's last steps, to be reported to the service.
     """
 
     stream: int
@@ -310,20 +310,20 @@ class FetchRequest:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """To a worker: requests of `stream` and earlier streams are no longer wanted."""
+    """A message to a worker: batches of `stream` and of earlier streams are no longer wanted."""
 
     stream: int
 
 
 @dataclass(frozen=True, slots=True)
 class FetchReply:
-    """From a worker: the result of a request; each request gets one reply.
+    """A message from a worker: the result of a request. Each request gets one reply.
 
     Attributes:
-        content: the batch, whose descriptor follows if its buffer is new; an error; the end of the partition; None for
-            a batch that is no longer wanted.
-        notes: activity of the worker's client since its last reply, for the probes of the parent.
-        spans: durations of the stages of fetching the batch.
+        content: the batch, whose descriptor follows if its buffer is new; an error; the end marker; or None for a batch
+            that is no longer wanted.
+        notes: activity of the worker's client since the previous reply, for the parent's probes.
+        spans: time spans of the stages of fetching the batch.
     """
 
     content: SharedBatch | ExceptionWrapper | End | None
@@ -333,17 +333,17 @@ class FetchReply:
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """The parent's view of a worker process.
+    """The parent's record of a worker process.
 
     Attributes:
-        process: the process.
-        connection: connection to it.
-        needs_main: whether it has run the main module.
-        buffers: its shared buffers.
-        has_replied: whether it has served a request.
-        last_received: set once the reply to its latest request is received, or lost with the process. Replies arrive in
-            the order of requests, including those of a closed stream.
-        sending: held while a message is sent. Reentrant: a finalizer may close a fetcher in the middle of a request.
+        process: the worker process.
+        connection: connection to the process.
+        needs_main: whether the process runs the main module when it starts.
+        buffers: shared buffers of the process.
+        has_replied: whether the process has replied to a request.
+        last_received: set once the reply to the latest request is received, or lost with the process. Replies arrive in
+            the order of requests, including replies to a closed stream.
+        sending: held while a message is sent. Reentrant, because a finalizer may close a fetcher during a request.
     """
 
     process: BaseProcess
@@ -358,11 +358,11 @@ class _Worker:
         self.last_received.set()
 
     def send(self, message: FetchRequest | Stop | None) -> None:
-        with self.sending, suppress(OSError):  # dead or ended: `receive` raises the error
+        with self.sending, suppress(OSError):  # the process died or ended: `receive` raises the error
             self.connection.send(message)
 
     def receive(self) -> tuple[FetchReply, Bytes | None]:
-        """Wait for the reply to a request, and return it with the bytes of its batch, if any.
+        """Wait for the reply to a request, and return the reply with the bytes of its batch, if any.
 
         Raises:
             WorkerDiedError: the process has ended.
@@ -380,23 +380,23 @@ class _Worker:
         except (EOFError, OSError) as error:
             self.process.join(_JOIN_SECONDS)
             code = self.process.exitcode
-            # An error of unpickling, or of its main module, ended it before its first reply.
+            # Unpickling the source, or the main module, failed before the first reply.
             is_of_main = self.needs_main and code == 1 and not self.has_replied
-            why = _OF_MAIN if is_of_main else "(-9 is often a lack of memory); the next iterator starts new workers"
+            why = _OF_MAIN if is_of_main else "(-9 often means out of memory); the next iterator starts new workers"
             raise WorkerDiedError(f"worker process {self.process.pid} died with exit code {code} {why}") from error
 
 
 class WorkerPool:
-    """Worker processes that live until `close`, and fetch for one stream at a time.
+    """Worker processes that run until `close`, and fetch for one stream at a time.
 
-    Workers get the source when they start, so with fork its functions need not be picklable. Only its partition can
-    change later.
+    Workers get the source when they start, so with fork its functions need not be picklable. Later streams may change
+    only the partition of the source.
     """
 
     def __init__(
         self, source: BatchSource, num_workers: int, context: BaseContext, device: torch.device | None = None
     ) -> None:
-        # Whether the pickle refers to the main module, for a function or class defined there.
+        # Whether the pickled source refers to the main module because a function or class is defined there.
         needs_main = context.get_start_method() != "fork" and b"__main__" in (_pickled(source) or b"__main__")
         self._workers = [
             _start_worker(source, number, context, SharedBufferReader(device), needs_main=needs_main)
@@ -409,7 +409,7 @@ class WorkerPool:
     def fetchers(self, source: BatchSource, identity: StreamIdentity | None, timer: StepTimer) -> list[WorkerFetcher]:
         """Return the fetchers of a new stream, two per worker.
 
-        While one fetcher opens a batch, its worker fetches the batch requested by the other.
+        While one fetcher opens a batch, the worker fetches the batch that the other fetcher requested.
         """
         stream = next(self._streams)
         partition_id = source.request.partition_id
@@ -417,10 +417,10 @@ class WorkerPool:
 
 
 class WorkerFetcher:
-    """Fetches batches in a worker process; the counterpart of `BatchFetcher`. Used by one thread.
+    """Fetches batches in a worker process, as `BatchFetcher` does in this process. Only one thread may use it.
 
     Attributes:
-        fetched_until: the batch_index after the last batch that was fetched.
+        fetched_until: the batch_index after the last fetched batch.
     """
 
     def __init__(
@@ -431,12 +431,12 @@ class WorkerFetcher:
         self._stream = stream
         self._partition_id = partition_id
         self._identity = identity
-        # The replies to the worker's previous request and to this fetcher's own request.
+        # Set when the replies to the worker's previous request and to this fetcher's request have been received.
         self._earlier = self._own = threading.Event()
         self.fetched_until = 0
 
     def request(self, batch_index: int) -> None:
-        """Request a batch, which must then be fetched: each request gets one reply."""
+        """Request a batch. The caller must then call `fetch` for it, since each request gets one reply."""
         worker = self._worker
         with worker.sending:
             self._earlier, self._own = worker.last_received, threading.Event()
@@ -453,14 +453,14 @@ class WorkerFetcher:
             )
 
     def fetch(self, batch_index: int, is_wanted: Callable[[], bool], batch_count: int = 1) -> FetchedBatch | End:
-        """Wait for the requested batch, or the end, and return it; after `close` it ends soon.
+        """Wait for the requested batch or the end marker, and return it; after `close` the wait ends soon.
 
-        The worker does not claim later batches with it, since other workers may fetch those.
+        `batch_count` is ignored: the worker does not claim later batches, since other workers may fetch them.
 
         Raises:
             StreamClosedError: the batch is no longer wanted.
             WorkerDiedError: the worker died.
-            Exception: an error raised in the worker.
+            Exception: an error raised in the worker, with its type.
         """
         try:
             self._earlier.wait()
@@ -479,7 +479,7 @@ class WorkerFetcher:
         raise StreamClosedError
 
     def close(self) -> None:
-        """End the current call of the worker, if any; the worker then idles. Idempotent."""
+        """End the worker's current call, if any, after which the worker idles. Idempotent."""
         self._worker.send(Stop(self._stream))
 
 
@@ -487,7 +487,7 @@ def _start_worker(
     source: BatchSource, number: int, context: BaseContext, buffers: SharedBufferReader, *, needs_main: bool
 ) -> _Worker:
     connection, of_worker = context.Pipe()
-    # Each context has `Process`, though the stubs of their base class do not.
+    # Each context has `Process`, although the stubs of their base class lack it.
     make_process: Callable[..., BaseProcess] = context.Process  # type: ignore[attr-defined]
     process = make_process(target=run_worker, args=(source, of_worker), name=f"tq-worker-{number}", daemon=True)
     if needs_main:
@@ -504,9 +504,9 @@ _starting = threading.Lock()
 def _start_without_main(process: BaseProcess) -> None:
     """Start a process that does not run this program's main module again.
 
-    With spawn and forkserver a child imports the main module under another name, since pickled functions may be defined
-    there. A script without `if __name__ == "__main__"` then runs a second time. `multiprocessing` cannot turn this off.
-    So the preparation data of this thread omits the main module while the process starts.
+    With spawn and forkserver, a child imports the main module under another name, since pickled functions may be
+    defined there. A script without `if __name__ == "__main__"` then runs a second time. `multiprocessing` has no option
+    to prevent this. So the preparation data of this thread omits the main module while the process starts.
     """
     with _starting:
         prepare, this_thread = multiprocessing.spawn.get_preparation_data, threading.get_ident()
@@ -537,12 +537,12 @@ def _end_workers(workers: Sequence[_Worker]) -> None:
 
 
 def worker_context(name: str | BaseContext | None, source: BatchSource) -> BaseContext:
-    """Return the multiprocessing context that starts worker processes.
+    """Return the multiprocessing context in which worker processes start.
 
     Args:
         name: "fork", "spawn", "forkserver", or a context. None: forkserver, or fork if forkserver is not available or
-            the functions of the source cannot be pickled. A fork while another thread is inside a gRPC call of any
-            client leaves gRPC broken in the child. The children of a fork server inherit nothing from this process.
+            the functions of the source cannot be pickled. If another thread is inside a gRPC call of any client during
+            a fork, gRPC is broken in the child. Children of a fork server inherit nothing from this process.
         source: the source of the batches.
     """
     if isinstance(name, BaseContext):
@@ -556,7 +556,7 @@ def worker_context(name: str | BaseContext | None, source: BatchSource) -> BaseC
 
 
 def _pickled(source: BatchSource) -> bytes | None:
-    """Return the pickle of a source, None if a function of it cannot be pickled."""
+    """Return the pickle of a source, or None if one of its functions cannot be pickled."""
     try:
         return bytes(ForkingPickler.dumps(source))
     except Exception:  # pickling a function may raise any error
@@ -567,7 +567,7 @@ def _pickled(source: BatchSource) -> bytes | None:
 
 
 def run_worker(source: BatchSource, connection: Connection) -> None:
-    """Serve requests until the parent sends None or ends."""
+    """Serve requests until the parent process sends None or ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the trainer's handler, which a fork inherits
     torch.set_num_threads(1)
@@ -575,10 +575,10 @@ def run_worker(source: BatchSource, connection: Connection) -> None:
 
 
 class _Fetching:
-    """Two threads of a worker: the main thread fetches the requested batches in order and replies.
+    """The two threads of a worker process. The main thread fetches the requested batches in order and replies.
 
-    The other thread receives messages. It ends a waiting call as soon as the batch is no longer wanted or the parent
-    ends.
+    The other thread receives messages. It interrupts a waiting call once the batch is no longer wanted, and ends the
+    process if the parent ends.
     """
 
     def __init__(self, source: BatchSource, connection: Connection) -> None:
@@ -588,9 +588,9 @@ class _Fetching:
         self._buffers = SharedBufferWriter()
         self._notes = ProbeNotes()
         self._step_times: StepTimes | None = None
-        # Written by the receiving thread and read by the main one.
+        # Written by the receiving thread and read by the main thread.
         self._stopped_stream = -1
-        # The stream and its fetcher, used by the main thread. The receiving thread closes the fetcher to end its call.
+        # The current stream and its fetcher. The main thread sets it; the receiving thread closes the fetcher.
         self._fetching: tuple[int, BatchFetcher] | None = None
 
     def run(self) -> None:
@@ -619,8 +619,8 @@ class _Fetching:
                 return
 
     def _stop(self, stream: int) -> None:
-        # First the number: a fetcher created by the main thread from now on checks it before its first call.
-        self._stopped_stream = max(self._stopped_stream, stream)  # a late Stop of an older stream has no effect
+        # Set the number first: a fetcher that the main thread creates from now on checks it before its first call.
+        self._stopped_stream = max(self._stopped_stream, stream)  # a late Stop of an earlier stream has no effect
         fetching = self._fetching
         if fetching is not None and fetching[0] <= stream:
             fetching[1].close()
@@ -639,15 +639,15 @@ class _Fetching:
             spans = (*fetched.spans, Span(Stage.HOST, began_at, time.perf_counter()))
         except StreamClosedError:
             pass
-        except Exception as error:  # any error is raised to the reader in the parent
-            if self._is_wanted(request):  # else caused by `_stop`, which ended the call
+        except Exception as error:  # the reader in the parent raises any error
+            if self._is_wanted(request):  # otherwise `_stop` caused the error by closing the fetcher
                 content = ExceptionWrapper.of(error)
         self._connection.send(FetchReply(content, self._notes.take(), spans))
         if isinstance(content, SharedBatch) and content.is_new:
             send_handle(self._connection, content.buffer_id, os.getppid())
 
     def _fetcher_for(self, request: FetchRequest) -> BatchFetcher:
-        """Return the fetcher of the request's stream; each stream has a separate client."""
+        """Return the fetcher of the request's stream; each stream uses a separate client."""
         if self._fetching is None or self._fetching[0] != request.stream:
             self._end_fetcher()
             source = self._source.of_partition(request.partition_id)

@@ -1,26 +1,26 @@
 """The interface of an object store, the settings in its URL, and the lookup of the store for a URL.
 
-Messages and docs/engines.md call an object store an engine. Adding one takes a module and an entry point: a subclass of
-`ObjectStore` if its client uses asyncio, or of `BlockingObjectStore` if the client blocks.
+Messages and docs/engines.md call an object store an engine. To add one, write a module with a subclass of `ObjectStore`
+if its client uses asyncio, or of `BlockingObjectStore` if the client blocks, and register it as an entry point.
 
-An object is written once, under a name never used before, and is stored either completely or not at all. An object is
-read from its beginning, and removed once. Backends offer weaker guarantees, and each offers different ones. Every store
-must meet the following contract, which `tests/objects/test_contract.py` checks:
+An object is written once, under a name never used before, and is stored either completely or not at all. It is read
+from its beginning, and removed once. The guarantees of backends are weaker and differ. Every store must meet the
+following contract, which `tests/objects/test_contract.py` checks:
 
-- A name is used for one attempt by one writer. No other writer ever encounters a partial object or reservation that a
+- A name is used for one attempt by one writer. So no other writer encounters a partial object or reservation that a
   killed writer left under that name.
 - Fewer copies than requested are not an error: `put` and `copies` return the number of copies.
-- Nothing is removed by force. An object that a reader has leased is kept, and its name is returned so that removal can
+- Nothing is removed by force. An object that a reader has leased is kept, and its name is returned so its removal can
   be retried (`remover.py`).
 - A checksum covers all bytes: an object is stored sealed, with a header that contains its size and checksum. Reading a
-  complete object that does not match its checksum raises an error, so a reader never sees a mix of two objects.
-- Nothing blocks the event loop, and each call ends within its time limit, either with a result or with an error from
+  complete object that does not match its checksum raises an error, so a reader never gets a mix of two objects.
+- Calls do not block the event loop. Each call ends within its time limit, either with a result or with an error from
   `tq_service.errors`.
 
 Most clients block, and `BlockingObjectStore` calls them in daemon threads. Clients written in C++ and Rust release the
-GIL while they work, as do clients that wait for a socket. Checksumming and copying large objects in the same thread
-also release the GIL. A call that exceeds its time limit occupies its thread until it ends: the caller receives an
-error, and `Landing` prevents the late call from writing to the caller's memory.
+GIL while they work, as do clients that wait for a socket. Checksumming and copying large objects also release the GIL.
+A call that exceeds its time limit occupies its thread until it ends. The caller receives an error, and `Landing`
+prevents the late call from writing to the caller's memory.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ _FALSE: Final = frozenset({"0", "false", "no", "off"})
 T = TypeVar("T")
 
 LARGEST_OBJECT_BYTES: Final = 64 << 20
-"""Maximum size of one object; a larger put is split into several objects."""
+"""Maximum size of an object; a larger put is split into several objects."""
 
 
 class ObjectMissingError(DataLossError):
     """No complete object has this name: it was never put, is partially written, was removed, or lost all its copies.
 
-    Clients receive it as a `DataLossError`, since the service reads only acknowledged objects.
+    Clients receive a `DataLossError`, since the service reads only acknowledged objects.
     """
 
 
@@ -84,9 +84,9 @@ class Abilities:
     Attributes:
         survives: the worst failure that an acknowledged object survives: the end of the writer's process, the loss of a
             node, or a power failure of all nodes.
-        fixed_copies: number of copies of each object if the store itself decides that number, in which case no more
-            copies can be required; None if the caller of `put` decides it.
-        lists_names: whether `list_names` can read only the names with the prefix; if false, it is not called.
+        fixed_copies: number of copies of each object if the store itself determines it, so callers cannot require more;
+            None: the caller of `put` determines it.
+        lists_names: whether `list_names` reads only the names with the prefix; if false, it must not be called.
     """
 
     survives: Survives
@@ -98,7 +98,7 @@ class ObjectStore(ABC):
     """A store of objects that are written once, under names never used before. Confined to one event loop.
 
     Names are segments of letters, digits, '.', '_', ':' and '-', joined by '/'. Calls may run concurrently; the store
-    limits the number that reach the backend at a time, and the rest wait. A cancelled call may still take effect: a
+    limits how many reach the backend at a time, and the other calls wait. A cancelled call may still take effect: a
     cancelled put may leave an object, which the remover can then remove by name.
 
     Subclass this class if the store's client uses asyncio, or `BlockingObjectStore` if the client blocks.
@@ -111,13 +111,13 @@ class ObjectStore(ABC):
 
     @abstractmethod
     async def open(self, node: str, offered_bytes: int) -> None:
-        """Connect to the store. Call it once, before all other calls.
+        """Connect to the store. Call this once, before all other calls.
 
         Args:
-            node: name of this process's node. A store that controls placement puts no copies of this process's objects
-                there.
-            offered_bytes: amount of this node's memory to offer to the store for objects of other nodes; 0 offers none.
-                Stores with memory of their own ignore it.
+            node: name of this process's node. A store that controls placement must not put copies of this process's
+                objects there.
+            offered_bytes: bytes of this node's memory to offer to the store for objects of other nodes; 0: none.
+                Stores with separate memory ignore it.
 
         Raises:
             UnavailableError: the store cannot be reached.
@@ -136,25 +136,26 @@ class ObjectStore(ABC):
                 not count.
 
         Returns:
-            Number of complete copies: at least 1, and fewer than requested if the store lacks nodes.
+            The number of complete copies: at least 1, and fewer than requested if the store lacks nodes.
 
         Raises:
             AlreadyExistsError: the name was used before, possibly by this very call if its first response was lost; the
                 stored object is unchanged. (A store that cannot detect this returns the stored object's number of
                 copies.)
-            QuotaExceededError: no other node has capacity for the object; removing objects frees capacity.
-            InvalidArgumentError: the object is larger than `LARGEST_OBJECT_BYTES`.             UnavailableError: the
-                store did not respond, or refused the call. Whether an object is stored is unknown: retry under another
-                name, and give this name to the remover.
+            QuotaExceededError: no other node has capacity for the object. To free capacity, remove objects.
+            InvalidArgumentError: the object is larger than `LARGEST_OBJECT_BYTES`.
+            UnavailableError: the store did not respond, or refused the call. Whether an object is stored is unknown:
+                retry under another name, and pass this name to the remover.
         """
 
     @abstractmethod
     async def read(self, name: str, into: memoryview) -> None:
-        """Fill `into` with the first bytes of an object; after an error the content of `into` is undefined.
+        """Fill `into` with the first bytes of an object. After an error the content of `into` is undefined.
 
         Raises:
-            ObjectMissingError: no complete object has this name. DataLossError: the object is shorter than `into`, or
-                does not match its checksum (which only a complete read detects).
+            ObjectMissingError: no complete object has this name.
+            DataLossError: the object is shorter than `into`, or does not match its checksum (which only a complete read
+                detects).
             UnavailableError: the object cannot be read now.
         """
 
@@ -162,7 +163,7 @@ class ObjectStore(ABC):
     async def copies(self, names: Sequence[str]) -> list[int]:
         """Return the number of complete copies of each object; 0 if it is missing or only partially written.
 
-        A copy on this process's node counts here, since another process may have placed it there.
+        A copy on this process's node counts, since another process may have placed it there.
 
         Raises:
             UnavailableError: the store did not respond.
@@ -170,11 +171,11 @@ class ObjectStore(ABC):
 
     @abstractmethod
     async def remove(self, names: Sequence[str]) -> list[str]:
-        """Remove objects, including partially written ones, unless they are leased; never by force.
+        """Remove objects, including partially written ones, unless they are leased. Never removes by force.
 
         Returns:
-            Names to retry after a second: those of objects that are leased or still being written, or whose removal
-            the store did not confirm.
+            Names to retry after a second, of objects that are leased or still being written, or whose removal the store
+            did not confirm.
 
         Raises:
             UnavailableError: the store did not respond; any of the objects may have been removed.
@@ -190,9 +191,9 @@ class ObjectStore(ABC):
         """
 
     def list_names(self, prefix: str) -> AsyncIterator[str]:
-        """Yield the names of complete objects with a prefix, in any order; only if `abilities.lists_names` is true.
+        """Yield the names of complete objects with a prefix, in any order. Requires `abilities.lists_names`.
 
-        Objects that are put or removed concurrently may be missing or included.
+        Objects that are put or removed during the call may or may not be included.
 
         Raises:
             UnavailableError: the store did not respond.
@@ -201,22 +202,22 @@ class ObjectStore(ABC):
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Disconnect from the store without removing objects; running calls end with an error. Idempotent."""
+        """Disconnect from the store without removing objects. Running calls end with an error. Idempotent."""
 
 
 class BlockingObjectStore(ObjectStore):
-    """An object store whose client blocks: each call runs in a thread of the store, with a time limit.
+    """An object store whose client blocks. Each call runs in a thread of the store, with a time limit.
 
-    A subclass implements each call as a blocking method of the same name with a leading `_`. These methods run
-    concurrently once `_connect` has returned. `_error` converts any exceptions they raise other than `TqError`.
+    A subclass implements each call as a blocking method of the same name with a leading `_`. The methods run
+    concurrently once `_connect` has returned. `_error` converts exceptions other than `TqError` that they raise.
 
     Args:
-        url: URL of the store; its settings `threads` and `timeout_seconds` override the following arguments.
+        url: URL of the store; its settings `threads` and `timeout_seconds` override the arguments below.
         threads: maximum number of concurrent calls; further calls wait.
         timeout_seconds: maximum duration of a call, including its wait for a thread.
 
     Attributes:
-        place: the redacted URL, used in messages.
+        place: the redacted URL, for messages.
     """
 
     engine: ClassVar[str]
@@ -249,7 +250,7 @@ class BlockingObjectStore(ObjectStore):
 
     @abstractmethod
     def _read(self, name: str, landing: Landing) -> None:
-        """Write the first bytes of an object to `landing`, as many as fit in it."""
+        """Write the first bytes of an object to `landing`, as many as fit."""
 
     @abstractmethod
     def _copies(self, names: Sequence[str]) -> list[int]:
@@ -264,13 +265,13 @@ class BlockingObjectStore(ObjectStore):
         """Return the number of bytes put under a name, excluding the header."""
 
     def _close(self) -> None:
-        """Close the client; does nothing by default, since many clients keep no connection open."""
+        """Close the client. By default, do nothing, since many clients keep no connection open."""
 
     def _error(self, error: Exception) -> TqError:
         """Convert an exception raised by the client to an error of the service."""
         return self._unavailable(f"{type(error).__name__}: {error}")
 
-    # Calls, each run in a thread
+    # Calls, each of which runs in a thread
 
     async def open(self, node: str, offered_bytes: int) -> None:
         await self._in_thread(lambda: self._connect(node, offered_bytes))
@@ -299,9 +300,9 @@ class BlockingObjectStore(ObjectStore):
         if not self._is_open:
             return
         self._is_open = False
-        # Closing a C++ client during a call crashes the process, so a client with a hanging call stays open.
+        # Closing a C++ client during a call crashes the process, so a client with a hanging call is not closed.
         if not self._running or not (await asyncio.wait(self._running, timeout=_CLOSE_SECONDS))[1]:
-            with contextlib.suppress(TqError):  # the backend is already gone
+            with contextlib.suppress(TqError):  # the backend may already be gone
                 await self._in_thread(self._close)
 
     async def _run(self, call: Callable[[], T]) -> T:
@@ -310,7 +311,7 @@ class BlockingObjectStore(ObjectStore):
         return await self._in_thread(call)
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
-        """Return the result of a call; a cancelled caller also waits for it, since it may use the caller's memory."""
+        """Run a call and return its result. A cancelled caller still waits, since the call may use its memory."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self.timeout_seconds
         try:
@@ -358,7 +359,7 @@ class BlockingObjectStore(ObjectStore):
 
 
 class Landing:
-    """A caller's memory that a thread fills while the caller waits."""
+    """Memory of a caller, filled by a thread while the caller waits."""
 
     def __init__(self, name: str, into: memoryview) -> None:
         self._name = name
@@ -367,7 +368,7 @@ class Landing:
         self._is_closed = False
 
     def __len__(self) -> int:
-        """Number of bytes that fit."""
+        """Return the number of bytes that fit."""
         return len(self._into)
 
     def write(self, header: Buffer, data: Buffer) -> None:
@@ -383,7 +384,7 @@ class Landing:
                 check(self._name, header, self._into)
 
     def close(self) -> None:
-        """Prevent further writes; waits for a running copy."""
+        """Prevent further writes, after waiting for a running copy."""
         with self._lock:
             self._is_closed = True
 
@@ -412,7 +413,7 @@ def joined(sealed: Sequence[memoryview]) -> memoryview:
 
 
 def fill(into: memoryview, views: Sequence[memoryview]) -> None:
-    """Copy bytes to the start of `into` without holding the GIL, unlike `bytes.join`."""
+    """Copy bytes to the start of `into`. Unlike `bytes.join`, this does not hold the GIL."""
     start = 0
     for view in filter(len, views):
         end = start + len(view)
@@ -424,7 +425,7 @@ def size_of(name: str, header: Buffer) -> int:
     """Return the size of the object that a header describes, excluding the header.
 
     Raises:
-        ObjectMissingError: the object is shorter than a header, hence partially written.
+        ObjectMissingError: the object is shorter than a header, so it is only partially written.
         DataLossError: `header` is not the header of an object.
     """
     return _parse(name, header)[0]
@@ -474,14 +475,14 @@ class EngineUrl:
         scheme: name of the backend.
         host: the part between `//` and the next `/`, without user and password.
         path: the part after the host, without the leading `/`.
-        username, password: taken from the URL, or None.
+        username, password: user and password in the URL, or None.
     """
 
     def __init__(self, url: str) -> None:
         """Parse a URL.
 
         Raises:
-            InvalidArgumentError: the text is not a URL, or sets a setting twice.
+            InvalidArgumentError: the text is not a URL, or the URL sets a setting twice.
         """
         parts = urlsplit(url)
         if not parts.scheme or "://" not in url:
@@ -505,12 +506,12 @@ class EngineUrl:
         return f"{self.host}/{self.path}" if self.path else self.host
 
     def text(self, name: str, default: str) -> str:
-        """Return a setting from the URL as text."""
+        """Return a setting as text."""
         self._asked.add(name)
         return self._options.get(name, default)
 
     def choice(self, name: str, default: str, choices: tuple[str, ...]) -> str:
-        """Return a setting that must be one of a few choices."""
+        """Return a setting that must be one of the choices."""
         value = self.text(name, default)
         if value not in choices:
             raise self._wrong(name, value, f"one of {', '.join(choices)}")
@@ -542,7 +543,7 @@ class EngineUrl:
         return value in _TRUE
 
     def secret(self, name: str, variable: str) -> str | None:
-        """Return a secret from the file that the setting `<name>_file` names, or else from an environment variable.
+        """Return a secret from the file named by the setting `<name>_file`, or else from an environment variable.
 
         Raises:
             InvalidArgumentError: the file cannot be read.
@@ -551,7 +552,7 @@ class EngineUrl:
         return os.environ.get(variable) if found is None else found.decode().strip()
 
     def file(self, name: str) -> bytes | None:
-        """Return the content of the file that a setting names, or None if it names none.
+        """Return the content of the file named by a setting, or None if the setting is missing or empty.
 
         Raises:
             InvalidArgumentError: the file cannot be read.
@@ -565,7 +566,7 @@ class EngineUrl:
             ) from error
 
     def check_all_used(self) -> None:
-        """Reject unknown settings, which are those that no code has read.
+        """Raise an error if the URL has unknown settings, that is, settings that the store has not read.
 
         Raises:
             InvalidArgumentError: the URL has unknown settings.
@@ -600,7 +601,7 @@ def make_object_store(url: str) -> ObjectStore:
         url: a URL such as `file:///mnt/shared/tq`; docs/engines.md describes the available settings.
 
     Raises:
-        InvalidArgumentError: no store has this scheme, the store's package is not installed, or a setting is invalid.
+        InvalidArgumentError: the scheme is unknown, the store's package is not installed, or a setting is invalid.
     """
     parsed = EngineUrl(url)
     store = _factory(parsed)(url)
@@ -613,7 +614,7 @@ def make_object_store(url: str) -> ObjectStore:
 
 
 def object_store_schemes() -> list[str]:
-    """Return the schemes of all known object stores, whether or not their packages are installed."""
+    """Return the schemes of all known object stores, even if their packages are not installed."""
     return sorted({*_BUILT_IN, *(point.name for point in _entry_points())})
 
 
@@ -633,7 +634,7 @@ def _factory(url: EngineUrl) -> Callable[[str], Any]:
         if point.name == url.scheme:
             try:
                 loaded: Callable[[str], Any] = point.load()
-            except Exception as error:  # third-party code may raise anything
+            except Exception as error:  # third-party code may raise any error
                 raise InvalidArgumentError(
                     f"{url.redacted}: the engine {point.value} cannot be loaded: {type(error).__name__}: {error}"
                 ) from error

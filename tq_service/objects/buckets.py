@@ -1,9 +1,9 @@
 """Objects in S3, Google Cloud Storage or Azure buckets, in directories, or in memory, accessed through `obstore`.
 
-An object is written by one conditional put, which fails if its name exists (`If-None-Match` or similar), so it is
-stored either completely or not at all. The store decides the number of copies. This module itself writes to
-directories: `obstore` 0.12 links a file to its name without a sync, so a power failure could leave an acknowledged
-object empty.
+An object is written with one conditional put, which fails if its name exists (`If-None-Match` or similar), so it is
+stored either completely or not at all. The store determines the number of copies. Files in directories are written by
+this module itself: `obstore` 0.12 links a file to its name without a sync, so a power failure could leave an
+acknowledged object empty.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Store: TypeAlias = AzureStore | GCSStore | LocalStore | MemoryStore | S3Store
 
 _TIMEOUT_SECONDS: Final = 30.0
 _FULL: Final = ("507 ", "QuotaExceeded", "StorageFull", "InsufficientStorage", "no writable volumes")
-"""Parts of error messages from stores that are full; S3 never returns such an error."""
+"""Parts of the error messages of full stores; S3 never returns such an error."""
 _REFUSED: Final = (FileNotFoundError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 _REFUSALS: Final = ("<Code>NoSuchBucket<", "<Code>ContainerNotFound<", "403 Forbidden", "401 Unauthorized")
 _CODE: Final = re.compile("<Code>([A-Za-z0-9]+)</Code>")
@@ -125,7 +125,7 @@ class BucketObjects(BlockingObjectStore):
     def _remove(self, names: Sequence[str]) -> list[str]:
         try:
             obstore.delete(self._store, list(names))
-        except FileNotFoundError:  # raised for the first missing object; later objects may exist
+        except FileNotFoundError:  # raised for the first missing object, although later objects may exist
             for name in names:
                 with suppress(FileNotFoundError):
                     obstore.delete(self._store, name)
@@ -152,7 +152,7 @@ class DirectoryObjects(BucketObjects):
     """Objects as files in a directory, either shared by nodes (NFS, Lustre, GPFS) or on a local disk.
 
     An object is written to a temporary file, synced, and linked to its name. The link fails if the name is taken, even
-    on network file systems. `survives` in the URL describes the file system; unless it is `process`, files are synced.
+    on network file systems. `survives` in the URL describes the file system; `process` disables the syncs.
     """
 
     engine = "file system"
@@ -202,14 +202,14 @@ class DirectoryObjects(BucketObjects):
         return super()._remove(names)
 
     def _part(self, name: str) -> Path:
-        """Return the temporary path of an object; `obstore` does not list names with this suffix."""
+        """Return the temporary path of an object; its suffix is one that `obstore` does not list."""
         if not _NAME.fullmatch(name):  # other names must not become paths
             raise InvalidArgumentError(f"object name is {name!r}, expected letters, digits, '.', '_', ':', '-' and '/'")
         return self._directory / f"{name}#0"
 
 
 _MEMORY: Final[dict[str, MemoryStore]] = {}
-"""In-memory stores by location: all services of a process that name the same store share it."""
+"""In-memory stores by location; services of one process that name the same location share a store."""
 
 
 def _cloud_store(url: EngineUrl) -> Store:
@@ -230,7 +230,7 @@ def _cloud_store(url: EngineUrl) -> Store:
     make: Any
     settings: dict[str, Any]
     match url.scheme:
-        case "s3":  # missing settings are looked up in the environment, as the AWS SDKs do
+        case "s3":  # as in the AWS SDKs, missing settings are looked up in the environment
             make = S3Store
             settings = {
                 "endpoint": endpoint,
@@ -271,7 +271,7 @@ def _sync(directory: Path) -> None:
 
 
 def _summary(error: Exception) -> str:
-    """Return the store's error message without the HTTP client's details that follow it."""
+    """Return a store's error message without the HTTP client's details that follow it."""
     text = str(error)
     code = _CODE.search(text)
     return f"{text.partition(chr(10))[0][:200]}{f' ({code[1]})' if code else ''}"

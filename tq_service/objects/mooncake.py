@@ -1,13 +1,15 @@
 """Objects in the memory of other nodes, stored by Mooncake Store (extra `mooncake`) over TCP or RDMA.
 
-The URL is `mooncake://MASTER:50051?host=ADDRESS`. Pitfalls of Mooncake, all observed, and how this module avoids them:
+The URL is `mooncake://MASTER:50051?host=ADDRESS`. Mooncake has the following pitfalls, all observed in tests, which
+this module avoids:
 
 - A put may return 0 (success) with fewer copies than requested. A put also returns 0 if a killed writer left the name
   without a copy, or if the name has an old value. So existence is checked before a put, and copies are counted per node
   after it.
 - Copies requested with `replica_num` may be placed in the writer's own memory. So segments of other nodes are
   preferred, and a copy on the writer's own node does not count.
-- A forced removal may let a reader see a mix of two objects. So nothing is forced, and a leased name is returned.
+- A forced removal may let a reader get a mix of two objects. So removals are never forced, and the names of leased
+  objects are returned.
 - A checksum does not cover a partial read. So the object must still exist after the read, which shows that its memory
   was not reused.
 - Calls block for seconds if no master is available. So they run in threads, and registered memory is reused across
@@ -40,8 +42,8 @@ from tq_service.objects.base import (
     fill,
 )
 
-# The library reads these variables when it is loaded. By default it opens one connection per transfer, which costs
-# more than a small transfer does.
+# The library reads these variables when it is loaded. By default it opens one connection per transfer, which costs more
+# than a small transfer.
 for _variable, _value in {"MC_TCP_ENABLE_CONNECTION_POOL": "1", "GLOG_minloglevel": "2"}.items():
     os.environ.setdefault(_variable, _value)
 
@@ -50,7 +52,7 @@ from mooncake.store import MooncakeDistributedStore, ReplicateConfig  # noqa: E4
 _DEFAULT_PORT: Final = 50051
 _DEFAULT_ADMIN_PORT: Final = 9003
 _LOCAL_BUFFER_BYTES: Final = 16 << 20
-"""Size of the client's own buffer, which object data does not pass through."""
+"""Size of the client's own buffer; object data does not pass through it."""
 
 # mooncake-store/include/types.h, ErrorCode
 _NO_MEMORY: Final = -200
@@ -93,7 +95,7 @@ class MooncakeObjects(BlockingObjectStore):
         self._host = url.text("host", "")
         self._protocol = url.choice("protocol", "tcp", ("tcp", "rdma"))
         self._devices = url.text("devices", "")
-        self._staged: list[_Staging] = []  # registered, and not in use by a call
+        self._staged: list[_Staging] = []  # registered memory that no call is using
         self._store: Any = MooncakeDistributedStore()
 
     @property
@@ -125,7 +127,7 @@ class MooncakeObjects(BlockingObjectStore):
         config.replica_num = copies
         config.with_hard_pin = True
         others = [name for name in self._admin.segments() if host_of(name) != self._host]
-        random.shuffle(others)  # Mooncake fills the first ones first
+        random.shuffle(others)  # Mooncake fills the first segments first
         config.preferred_segments = others
         size = sum(map(len, sealed))
         with self._staging(size) as buffer:
@@ -148,7 +150,7 @@ class MooncakeObjects(BlockingObjectStore):
             landing.write(buffer.view[: min(size, HEADER_BYTES)], buffer.view[HEADER_BYTES : max(size, HEADER_BYTES)])
 
     def _fetch(self, name: str, buffer: _Staging, size: int) -> int:
-        """Read up to `size` first bytes of a sealed object into `buffer`; return the number of bytes read."""
+        """Read up to `size` leading bytes of a sealed object into `buffer`; return the number of bytes read."""
         for _ in range(_READS):
             code = self._store.get_into(name, buffer.address, size)
             if code == _TOO_SMALL:
@@ -179,7 +181,7 @@ class MooncakeObjects(BlockingObjectStore):
         return [len(nodes[name]) for name in names]
 
     def _nodes(self, names: Sequence[str]) -> dict[str, set[str]]:
-        """Return the nodes that have complete copies of each object."""
+        """Return the hosts that have complete copies of each object."""
         # The result omits names without replicas, and is empty if the master does not respond.
         existing = [name for name, exists in zip(names, self._exists(names), strict=True) if exists]
         replicas = self._store.batch_get_replica_desc(existing) if existing else {}
@@ -206,7 +208,7 @@ class MooncakeObjects(BlockingObjectStore):
 
     @contextmanager
     def _staging(self, size: int) -> Iterator[_Staging]:
-        """Provide registered memory for a call; a hanging call keeps the memory until it ends."""
+        """Provide registered memory for a call. A hanging call occupies its memory until it ends."""
         buffer = self._staged.pop() if self._staged else None
         if buffer is None or len(buffer.view) < size:
             if buffer is not None:
@@ -233,7 +235,7 @@ _MOST_STAGED_BYTES: Final = LARGEST_OBJECT_BYTES + HEADER_BYTES
 
 
 class _Staging:
-    """Memory that the transfer engine reads and writes."""
+    """Memory that Mooncake's transfer engine reads and writes."""
 
     def __init__(self, size: int) -> None:
         memory = mmap.mmap(-1, size)
@@ -246,7 +248,7 @@ _WITHOUT_PROXY: Final = build_opener(ProxyHandler({}))
 
 
 class MooncakeAdmin:
-    """Queries the leader of one or more masters. Calls block and may be made from any thread."""
+    """Queries the leading master. Calls block and may be made from any thread."""
 
     def __init__(self, addresses: Sequence[str], *, timeout_seconds: float) -> None:
         self._addresses = tuple(addresses)
@@ -254,10 +256,10 @@ class MooncakeAdmin:
         self._segments: tuple[float, list[str]] = (float("-inf"), [])
 
     def segments(self) -> list[str]:
-        """Return the memory segments that processes offer, each as `HOST:PORT`; the list may be a few seconds old.
+        """Return the memory segments offered by processes, each as `HOST:PORT`; the list may be some seconds old.
 
         Raises:
-            UnavailableError: no master responds.
+            UnavailableError: no master responded.
         """
         asked, segments = self._segments
         if time.monotonic() - asked > _KEPT_SECONDS:

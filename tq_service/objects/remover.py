@@ -1,4 +1,4 @@
-"""Removes objects in the background, retrying every second those that are leased or could not be removed."""
+"""Removes objects in the background. Objects that are leased or could not be removed are retried every second."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _MOST_FAILURES: Final = 8
 
 
 class Remover:
-    """A queue of objects to remove, which `run` processes. Confined to one event loop.
+    """A queue of objects to remove, processed by `run`. Confined to one event loop.
 
     Objects whose removal is pending when the process ends stay in the store.
 
     Args:
         objects: the store that contains the objects.
-        interval_seconds: time to wait before retrying.
-        may_remove: returns whether objects may be removed now; called again after the interval if they may not.
+        interval_seconds: time to wait before a retry.
+        may_remove: returns whether objects may be removed now. If not, it is called again after the interval.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class Remover:
 
     @property
     def pending_count(self) -> int:
-        """Number of objects not removed yet."""
+        """Number of objects that have not been removed."""
         return len(self._names)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Queue objects for removal; returns at once."""
+        """Queue objects for removal, without waiting."""
         self._names.update(dict.fromkeys(names))
         self._wanted.set()
 
@@ -56,7 +56,8 @@ class Remover:
     async def _remove_all(self) -> bool:
         """Try once to remove all pending objects; return whether all of them were removed.
 
-        A failed call does not prevent the removal of other objects. After several failures, the store is assumed down.
+        A failed call does not prevent the removal of other objects. After several failures, the attempt ends, because
+        the store is probably down.
         """
         names, failure_count, is_done = list(self._names), 0, True
         for first in range(0, len(names), _NAMES_PER_CALL):
@@ -68,7 +69,7 @@ class Remover:
                 failure_count += 1
             for name in asked:
                 self._names.pop(name, None)
-            self._names.update(dict.fromkeys(again))  # at the end, so that other names are tried first
+            self._names.update(dict.fromkeys(again))  # at the end, so other names are tried first
             is_done &= not again
             if failure_count >= _MOST_FAILURES:
                 break

@@ -1,8 +1,8 @@
 """Objects stored as values in Valkey or Redis (extra `valkey`), on one server with replicas or in a cluster.
 
-The URL is `valkey://HOST:PORT`, or `valkeys://` with TLS; add `?cluster=true` for a cluster. An object is written by
-one SET that fails if its name exists; WAIT returns the number of replicas that have it. The server needs `maxmemory`
-with the policy `noeviction`: any other policy may evict acknowledged objects, so `open` rejects it.
+The URL is `valkey://HOST:PORT`, or `valkeys://` with TLS; add `?cluster=true` for a cluster. An object is written with
+one SET, which fails if its name exists. WAIT returns the number of replicas that have the object. The server needs
+`maxmemory` with the policy `noeviction`. Any other policy may evict acknowledged objects, so `open` rejects it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PROBE: Final = "!probe-"  # object names cannot contain it
 class ValkeyObjects(BlockingObjectStore):
     """Objects in Valkey or Redis.
 
-    The password is taken from the URL, or else from the file `password_file`, or else from VALKEY_PASSWORD.
+    The password comes from the URL, otherwise from the file `password_file`, otherwise from VALKEY_PASSWORD.
     """
 
     engine = "Valkey"
@@ -139,7 +139,7 @@ class ValkeyObjects(BlockingObjectStore):
         if isinstance(error, redis.OutOfMemoryError) or str(error).startswith("OOM "):
             return self._full(f"{str(error)[:100]}; raise its maxmemory")
         if isinstance(error, redis.exceptions.MovedError) and self._is_cluster:
-            self._client.nodes_manager.initialize()  # so that the next attempt reaches the right server
+            self._client.nodes_manager.initialize()  # so the next attempt reaches the right server
         return super()._error(error)
 
     def _server(self, name: str) -> Any:
@@ -160,11 +160,11 @@ class ValkeyObjects(BlockingObjectStore):
 
 
 def _probe_beside(key: str) -> str:
-    """Return a probe key in the same slot as `key`, since keys in other slots may be on other servers."""
+    """Return a probe key in the slot of `key`, since keys in other slots may be on other servers."""
     tagged = key if "{" in key else f"{{{key}}}"
     return f"{tagged}{_PROBE}{secrets.token_hex(8)}"
 
 
 def _replica_count(server: Any) -> int:
-    """Return the number of connected replicas; a WAIT for more would always reach its timeout."""
+    """Return the number of connected replicas. A WAIT for more replicas would always reach its timeout."""
     return int(server.info("replication").get("connected_slaves", 0))

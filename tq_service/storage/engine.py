@@ -1,7 +1,7 @@
-"""The storage engine: stores puts under a quota, and reads and frees their cells. It deals in bytes and rows, not gRPC.
+"""The storage engine: stores puts under a quota, and reads and frees their cells. It handles bytes and rows, not gRPC.
 
-The engine ties two layers together: the index tracks puts, rows, the quota and confirmations; the blob store below it
-contains the bytes. All of its state is changed on one event loop, between awaits, so no locks are needed.
+The engine combines two layers. The index tracks puts, rows, the quota and confirmations; the blob store below it
+contains the bytes. All state of the engine is changed on one event loop, between awaits, so no locks are needed.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ from tq_service.wire.columns import ColumnShape
 from tq_service.wire.metadata import CellRuns
 
 _log = logging.getLogger(__name__)
-_MOST_WORK: Final = 4096  # puts examined before other tasks get a turn, which takes a few milliseconds
+_MOST_WORK: Final = 4096  # puts examined (a few milliseconds) before other tasks get a turn
 _LOOKED_AT_ONCE: Final = 256  # puts with dead cells examined before other tasks get a turn
-_DROP_WORK: Final = 8  # cost of dropping one put, expressed in puts examined
+_DROP_WORK: Final = 8  # cost of dropping one put, in examined puts
 _FILLED_AT_ONCE: Final = 1 << 15  # tables of puts with fewer rows are filled on the event loop, others in a thread
 # A single thread copies one put at a time, so at most one copy exceeds the quota.
 _COPIER: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-compact")
@@ -76,18 +76,18 @@ _COPIER: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-compact")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStat:
-    """Sizes and counts of an engine.
+    """Sizes and counts of a storage engine.
 
     Attributes:
-        max_bytes: quota; None: unlimited.
-        used_bytes: bytes stored and reserved: values plus the extents of jagged and object rows.
-        pooled_bytes: bytes of memory held for reuse, in addition to `used_bytes`.
-        put_count: complete puts stored.
+        max_bytes: quota in bytes; None: unlimited.
+        used_bytes: bytes stored and reserved, including the extents of jagged and object rows.
+        pooled_bytes: bytes of memory kept for reuse, in addition to `used_bytes`.
+        put_count: complete puts in the engine.
         uncommitted_put_count: complete puts that are not confirmed yet.
         damaged_put_count: puts whose bytes are known to be lost.
         written_bytes: bytes of all puts completed since the start.
-        read_bytes: bytes of all reads begun since the start.
-        mirror: status of the engine's mirror; None if it does not have one.
+        read_bytes: bytes of all reads opened since the start.
+        mirror: status of the engine's mirror; None: the engine has no mirror.
     """
 
     max_bytes: int | None
@@ -103,11 +103,11 @@ class EngineStat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptPut:
-    """A put pinned for a recording: its bytes do not change until `release`, even if the put is freed.
+    """A put pinned for a recording. Its bytes do not change until `release`, even if the put is freed.
 
     Attributes:
-        record: layout of the tables and values. The record's checksum is 0 unless they are in a file.
-        file: file that begins with the tables and values and is never written again; None if `parts` contains them.
+        record: layout of the tables and values. Its checksum is 0 unless they are in a file.
+        file: file that starts with the tables and values and is never written again; None: `parts` contains them.
         parts: the tables and values in memory.
         blob: the pinned blob that contains the values.
     """
@@ -123,36 +123,36 @@ class KeptPut:
 
 
 class StorageEngine:
-    """Stores puts: tracks which puts exist, and keeps their bytes in its backing's store.
+    """Stores puts: tracks which puts exist, and stores their bytes in its backing's blob store.
 
     A put is reserved, written, flushed and finished; its commit then confirms it. A put that is not confirmed in time
     expires. Cells are freed individually or all at once, and the put's memory shrinks accordingly.
 
     Each put has an owner: the controller that commits it. Only the owner can confirm the put, or report it as unknown.
 
-    An engine starts with the puts that its backing recovers. Confirmations are not persisted, so recovered puts stay
-    until their owner reports which of them it knows.
+    An engine starts with the puts that its backing recovers. Confirmations are not persisted, so recovered puts are
+    kept until their owner reports which of them it knows.
 
     Args:
         max_bytes: quota in bytes; None: unlimited.
         put_ttl_seconds: how long a complete put waits for its confirmation.
-        reserve_share: share of the quota that only columns for existing rows may use.
+        reserve_share: share of the quota that is reserved for columns of existing rows.
         storage_id: name of this storage service.
         clock: time source for deadlines and expiry.
-        boot_id: instance id of the engine whose puts are recovered; None: a new one.
+        boot_id: instance id of the engine whose puts are recovered; None: a new id.
         backing: owns the blob store, and preserves puts beyond the process; None: puts are lost with the process.
-        quota_of: engine whose quota and memory limit are shared; None: this engine has separate ones.
-        memory_bytes: memory limit, not counting puts being received or read. Above the limit, puts without freed
-            cells leave memory, least recently used first, once the mirror has copies of them; reads fetch such puts
-            again. The quota still covers all puts. None: all puts stay in memory.
+        quota_of: engine whose quota and memory limit this engine shares; None: it has separate limits.
+        memory_bytes: memory limit in bytes, not counting puts being received or read. Above the limit, the least
+            recently used puts leave memory, provided that no cell was freed and the mirror has copies. Reads fetch such
+            puts again. The quota still covers all puts. None: all puts stay in memory.
 
     Attributes:
-        puts: the complete puts.
-        regions, memfds: stores for puts in memory shared with clients on this host.
+        puts: the complete puts by id.
+        regions, memfds: stores for puts in memory that is shared with clients on this host.
         boot_id: instance id, 16 random bytes; puts stored under another instance id are gone.
         run_id: 16 random bytes, new for every engine.
         storage_id: name of this storage service.
-        put_ttl_seconds: as above.
+        put_ttl_seconds: how long a complete put waits for its confirmation.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class StorageEngine:
         self.storage_id = storage_id
         self.put_ttl_seconds = put_ttl_seconds
         self._clock = clock
-        # Puts taken over may exceed the quota: the mirror keeps them whatever happens to this process.
+        # Puts taken over may exceed the quota: they are in the mirror even if this process fails.
         self._admission: Admission = (
             Admission(
                 max_bytes, reserve_share, clock, self._relieve, max_bytes if memory_bytes is None else memory_bytes
@@ -198,7 +198,7 @@ class StorageEngine:
         self._pending: dict[bytes, PendingPut] = {}
         self._holed: dict[bytes, None] = {}  # puts with at least an eighth of their bytes dead
         self._due: dict[bytes, None] = {}  # puts to compact next
-        self._move: Move | None = None  # the move of the put being compacted
+        self._move: Move | None = None  # the compaction in progress
         self._compaction: asyncio.Task[None] | None = None
         self._is_closed = False
         self._trimmed_at = clock()
@@ -223,10 +223,10 @@ class StorageEngine:
         `Admission` describes the order in which puts get capacity.
 
         Args:
-            put_id: chosen by the client, which reuses it for retries. An unfinished put with the same id is aborted.
+            put_id: id chosen by the client, which reuses it for retries. An unfinished put with this id is aborted.
             columns: the put's columns, as validated by `decode_headers`.
             partition_id: the put's partition; the commit must name the same partition.
-            for_existing_rows: whether the put may use the reserve; its commit must not create new rows.
+            for_existing_rows: whether the put may use the reserved share; its commit must not create new rows.
             deadline: time until which to wait, on the engine's clock; None: until the caller is cancelled.
             owner: the controller that will commit the put.
             token: name of the producer's token; producers take turns.
@@ -234,10 +234,10 @@ class StorageEngine:
 
         Raises:
             InvalidArgumentError: a msgpack row is empty, or the put already exists for another partition or owner.
-            QuotaExceededError: the put is larger than the quota (raised at once), or no capacity became available by
-                the deadline (raised with `retry_after_seconds`).
+            QuotaExceededError: the put is larger than the quota (raised without waiting), or no capacity became
+                available by the deadline (raised with `retry_after_seconds`).
             DiskFullError: the disk is full.
-            CallCancelledError: a retry of the same put took over while this call waited.
+            CallCancelledError: a retry of this put took over while this call waited.
         """
         if put_id in self.puts:
             self._check_partition(put_id, partition_id)
@@ -273,7 +273,7 @@ class StorageEngine:
         return pending
 
     async def _allocate(self, stored: StoredPut, columns: Sequence[ColumnShape], store: BlobStore, charge: int) -> None:
-        """Allocate the blob and tables of a new put; on failure, release its charge."""
+        """Allocate the blob and tables of a new put; release the put's charge on failure."""
         blob = None
         try:
             blob = await store.allocate(stored.blob_bytes(store))
@@ -303,7 +303,7 @@ class StorageEngine:
         return self.regions if is_own_user else self.memfds
 
     def _bound_pools(self) -> None:
-        """Keep stored plus pooled bytes within the quota, across both stores."""
+        """Limit stored plus pooled bytes to the quota, by releasing pooled regions."""
         if (most := self._admission.max_bytes) is not None:
             pooled_bytes = self._store.pooled_bytes + self.regions.pooled_bytes
             self.regions.give_up(self._admission.used_bytes + pooled_bytes - most)
@@ -317,18 +317,18 @@ class StorageEngine:
 
         Raises:
             InvalidArgumentError: bytes are missing.
-            CallCancelledError: a retry took over.
+            CallCancelledError: a retry of this put took over.
             UnavailableError: the bytes could not be written.
-            QuotaExceededError: the mirror lacks required copies at the deadline (raised with `retry_after_seconds`).
+            QuotaExceededError: the mirror lacked required copies at the deadline (raised with `retry_after_seconds`).
         """
         await self._backing.flush(pending, deadline)
         pending.require_open()
 
     def confirm(self, put_id: bytes) -> bool:
-        """Record that a complete put is committed, so it stays; return whether the put exists. Idempotent."""
+        """Record that a complete put is committed and must be kept; return whether the put exists. Idempotent."""
         if put_id not in self.puts:
             return False
-        if self.puts.state_of(put_id) is not PutState.COMMITTED:  # if committed, it is listed or about to be freed
+        if self.puts.state_of(put_id) is not PutState.COMMITTED:  # a committed put is listed or about to be freed
             if (state := self._reconciliations.get(self.puts.owner_of(put_id))) is not None:
                 state.staying.add(put_id)
             self.puts.confirm(put_id)
@@ -341,7 +341,7 @@ class StorageEngine:
 
         Raises:
             PutNotFoundError: the put never completed, expired, or was freed.
-            InvalidArgumentError: the put is for another partition.
+            InvalidArgumentError: the put belongs to another partition.
             DataLossError: the put's bytes are damaged.
         """
         if put_id not in self.puts:
@@ -355,11 +355,11 @@ class StorageEngine:
         return self.puts[put_id]
 
     def receipt_time(self, put_id: bytes) -> float | None:
-        """Return the timestamp for a complete put's receipt, or None if the put is committed and needs no receipt.
+        """Return the timestamp of a complete put's receipt, or None if the put is committed and needs no receipt.
 
         Raises:
-            PutNotFoundError: some of the put's cells were freed, so the put was committed before, possibly by a
-                controller that has since restarted and does not know the put.
+            PutNotFoundError: some of the put's cells were freed, so the put was committed before. The controller may
+                have restarted since then, and no longer know the put.
         """
         given_at = self.puts.receipt_time(put_id)
         was_freed = put_id in self._when_fetched or not (put_id in self.damaged or self.puts[put_id].is_whole())
@@ -372,11 +372,11 @@ class StorageEngine:
         return given_at
 
     def on_answer(self, asked: Overdue, unknown: Iterable[bytes]) -> int:
-        """Drop overdue puts that a controller does not know; return the number of puts dropped.
+        """Drop overdue puts that a controller does not know; return the number of dropped puts.
 
         Args:
-            asked: the `PutTable.overdue` result about which the controller was asked.
-            unknown: the puts that are not committed and never will be; all others are or may be committed.
+            asked: the result of `PutTable.overdue` that was sent to the controller.
+            unknown: ids of puts that are not committed and never will be. All other puts are or may be committed.
         """
         dropped = self.puts.on_answer(asked, frozenset(unknown))
         for put_id in dropped:
@@ -384,7 +384,7 @@ class StorageEngine:
         return len(dropped)
 
     def delete_owned(self, owner: bytes) -> Iterator[int]:
-        """Drop all puts of an owner that is gone, in slices; yield the number dropped in each."""
+        """Drop all puts of an owner that is gone, in slices; yield the number of puts dropped per slice."""
         for put_ids in self.puts.slices():
             own = [put_id for put_id in put_ids if self.puts.owner_of(put_id) == owner]
             for put_id in own:
@@ -392,7 +392,7 @@ class StorageEngine:
             yield len(own)
 
     def release_all(self) -> None:
-        """Free the memory of all puts, but leave their copies in the mirror; call this after `close`."""
+        """Free the memory of all puts without deleting their copies in the mirror; call this after `close`."""
         for put_ids in self.puts.slices():
             for put_id in put_ids:
                 put = self.puts.pop(put_id)
@@ -407,17 +407,17 @@ class StorageEngine:
         return None if put is None else put.partition_id
 
     def delete_waiting(self, put_id: bytes) -> None:
-        """Drop a complete put whose commit was refused; ignore puts that are confirmed or do not exist."""
+        """Drop a complete put whose commit was refused. Puts that are confirmed or do not exist are ignored."""
         if put_id in self.puts and self.puts.state_of(put_id) is PutState.WAITING:
             self._delete(put_id)
 
-    # Learning which puts are known
+    # Reconciliation with a controller's list of known puts
 
     def begin_reconciliation(self, owner: bytes = b"") -> Reconciliation:
-        """Start learning which puts an owner knows; an earlier unfinished reconciliation is abandoned.
+        """Start a reconciliation with an owner's list of known puts; abandon the owner's earlier one if unfinished.
 
         Next, call `reconcile` for each part of the owner's list, then `finish_reconciliation`; other calls may run in
-        between. The owner lists its puts after this call, so puts confirmed from now on stay, listed or not.
+        between. The owner lists its puts after this call, so a put confirmed after this call is kept even if unlisted.
         """
         state = self._reconciliations[owner] = Reconciliation(owner)
         return state
@@ -429,16 +429,16 @@ class StorageEngine:
         cells: Iterable[PutCells] = (),
         staying: Iterable[bytes] = (),
     ) -> None:
-        """Record a part of the owner's list of known puts.
+        """Process a part of the owner's list of known puts.
 
         Args:
             state: the result of `begin_reconciliation`.
-            cells: known cells; all other cells of the same puts are freed. Cells of one put must be consecutive.
-            staying: puts that stay unchanged.
+            cells: known cells; all other cells of their puts are freed. List the cells of a put consecutively.
+            staying: puts that are kept unchanged.
 
         Raises:
             CallCancelledError: another reconciliation has begun.
-            InvalidArgumentError: cells of a put are not consecutive.
+            InvalidArgumentError: the cells of a put are not consecutive.
         """
         self._check_current(state)
         state.staying.update(staying)
@@ -459,7 +459,7 @@ class StorageEngine:
     def finish_reconciliation(self, state: Reconciliation) -> Iterator[None]:
         """Drop the owner's confirmed puts that were not listed, in slices; other tasks get a turn at each yield.
 
-        Recovered puts that were not listed wait for their commit again, as they may have done before the restart.
+        Recovered puts that were not listed wait for a commit, as they may have done before the restart.
 
         Raises:
             CallCancelledError: another reconciliation has begun.
@@ -495,7 +495,7 @@ class StorageEngine:
             raise CallCancelledError("another reconciliation of this owner's puts has begun; this one is abandoned")
 
     def _know(self, state: Reconciliation, put_id: bytes) -> None:
-        if put_id in state.freed:  # the listed put is gone; any put with this id was stored later
+        if put_id in state.freed:  # the listed put is gone; a put that has this id now was stored later
             return
         state.staying.add(put_id)
         if self._has(state, put_id):
@@ -510,7 +510,7 @@ class StorageEngine:
         return put_id in self.puts and self.puts.owner_of(put_id) == state.owner
 
     def _free_others(self, state: Reconciliation) -> None:
-        """Free those cells of the last listed put that were not listed."""
+        """Free the unlisted cells of the put that was listed last."""
         put_id, parts = state.put_id, state.parts
         state.put_id, state.parts = b"", []
         if not parts or any(part.is_whole for part in parts) or not self._has(state, put_id) or put_id in self.damaged:
@@ -521,7 +521,7 @@ class StorageEngine:
     # Freeing
 
     def trim(self) -> None:
-        """Return unused pooled memory to the system; call this regularly."""
+        """Return unused pooled memory to the system. Must be called regularly."""
         now = self._clock()
         self._spill()
         for store in (self._store, self.regions):
@@ -529,7 +529,7 @@ class StorageEngine:
         self._trimmed_at = now
 
     def free(self, cells: Sequence[PutCells]) -> None:
-        """Free cells; those that do not exist are ignored."""
+        """Free cells. Cells that do not exist are ignored."""
         for some in cells:
             if some.is_whole:
                 self._note_freed(some.put_id)
@@ -543,7 +543,7 @@ class StorageEngine:
             if some.put_id in self.damaged:
                 continue
             self._when_here(some.put_id, partial(self._free_some, some))
-        self._admission.admit()  # if puts are waiting, compaction may be worthwhile even for a few dead cells
+        self._admission.admit()  # while puts wait, this compacts puts with only a few dead cells too
 
     def _free_some(self, cells: PutCells) -> None:
         """Free some cells of a put whose tables are in memory."""
@@ -558,7 +558,7 @@ class StorageEngine:
     def keep(self, put_id: bytes) -> KeptPut | None:
         """Pin a put's bytes until a recording releases them; return None if the put is missing or damaged.
 
-        Nothing is copied: memory is pinned, and a file is not reused for another put.
+        Nothing is copied: memory stays pinned, and a file is not reused for another put.
         """
         if put_id not in self.puts or put_id in self.damaged:
             return None
@@ -575,7 +575,7 @@ class StorageEngine:
 
     @property
     def has_waiting_puts(self) -> bool:
-        """Whether puts wait for capacity."""
+        """Whether puts are waiting for capacity."""
         return self._admission.has_waiting
 
     def drain(self) -> None:
@@ -583,7 +583,7 @@ class StorageEngine:
         self._admission.drain()
 
     async def close(self) -> None:
-        """Stop background work of the engine and its stores; puts can still be dropped afterwards."""
+        """Stop the background work of the engine and its stores. Puts can still be dropped afterwards."""
         self._is_closed = True
         self._give_up_move()
         if self._compaction is not None:
@@ -593,17 +593,17 @@ class StorageEngine:
             await store.close()
 
     def open_read(self, runs: Sequence[CellRuns], put_ids: Sequence[bytes], slices: Sequence[RowSlice] = ()) -> Reading:
-        """Find cells and pin them until the returned reading is closed; use the reading as a context manager.
+        """Find cells, and pin them until the returned reading is closed. Use the reading as a context manager.
 
         Args:
-            runs: the cells, field by field in the requested order.
-            put_ids: the puts that `runs` index.
+            runs: runs of the requested cells by field, in the requested order.
+            put_ids: ids of the puts that `runs` refer to by index.
             slices: the requested parts of rows, for fields that are not read in full.
 
         Raises:
             PutNotFoundError: a put, or a cell of it, was freed or never existed.
             FieldNotFoundError: a put never had the field.
-            InvalidArgumentError: rows outside a put, row counts that differ between fields, or an invalid slice.
+            InvalidArgumentError: rows are outside a put, row counts differ between fields, or a slice is invalid.
             DataLossError: the bytes of a put are damaged.
         """
         check_sound(put_ids, self.damaged, self.storage_id)
@@ -612,7 +612,7 @@ class StorageEngine:
     async def open_long_read(
         self, runs: Sequence[CellRuns], put_ids: Sequence[bytes], slices: Sequence[RowSlice] = ()
     ) -> Reading:
-        """Do the same as `open_read`, but find the cells in a thread if there are many, so other tasks get a turn."""
+        """Do the same as `open_read`, but find many cells in a thread to give other tasks a turn."""
         if is_light_read(runs, slices):
             return self.open_read(runs, put_ids, slices)
         check_sound(put_ids, self.damaged, self.storage_id)
@@ -625,7 +625,7 @@ class StorageEngine:
         return reading
 
     def _on_unreadable(self, put_id: bytes, blob: Blob, error: OSError) -> TqError:
-        """Record that the blob of a put cannot be read; return the error for the read."""
+        """Record that the blob of a put cannot be read, unless that is temporary; return the error for the read."""
         if is_temporary(error):
             return UnavailableError(f"put {put_id.hex()} cannot be read now ({error}); try again")
         reason = f"its bytes cannot be read: {error}"
@@ -640,7 +640,7 @@ class StorageEngine:
         return self.regions.blob_count + self.memfds.blob_count
 
     def stat(self) -> EngineStat:
-        """Return sizes and counts."""
+        """Return the engine's sizes and counts."""
         return EngineStat(
             max_bytes=self._admission.max_bytes,
             used_bytes=self._admission.used_bytes,
@@ -653,16 +653,16 @@ class StorageEngine:
             mirror=self._backing.stat(self._spilled_bytes),
         )
 
-    # Outliving the process
+    # Recovery and spilling
 
     def _on_recovered(self, puts: Mapping[bytes, RecoveredPut | PackedPut]) -> None:
-        """Take over puts of an earlier process, or of an engine that is gone."""
+        """Add puts of an earlier process, or of an engine that is gone."""
         self.puts.recover(puts)
         self._admission.add(sum(put.charge for put in puts.values()))
 
     async def check(self, put_ids: Collection[bytes]) -> None:
         """Load recovered and spilled puts before they are read, and verify the bytes of recovered puts."""
-        self._residents.use(put_ids)  # keeps the puts already in memory there while the others are fetched
+        self._residents.use(put_ids)  # keep the puts that are in memory there while the others are fetched
         await self._backing.check(put_ids)
 
     async def scrub(self) -> None:
@@ -670,7 +670,7 @@ class StorageEngine:
         await self._backing.scrub()
 
     def _on_fetched(self, record: PutStored, data: memoryview) -> StoredPut | None:
-        """Place a fetched put in memory, without the cells that were freed in the meantime."""
+        """Place a fetched put in memory, without the cells that were freed during the fetch."""
         put = put_of(record)
         values = data[put.tables_bytes :]
         blob = Blob(self._store, len(values), values)
@@ -687,14 +687,14 @@ class StorageEngine:
         return self.puts.get(record.put_id)
 
     def _end_deferral(self, put_id: bytes) -> None:
-        """Run the actions that were deferred until a put was fetched."""
+        """Run the actions that were deferred until this put was fetched."""
         for action in self._when_fetched.pop(put_id, ()):
             if put_id in self.puts and put_id not in self.damaged:
                 action()
         self._admission.admit()
 
     def _when_here(self, put_id: bytes, action: Callable[[], None]) -> None:
-        """Run an action that needs a put's tables, now or once the put is fetched."""
+        """Run an action that needs a put's tables, either now or once the put is fetched."""
         if self._backing.is_unfetched(put_id):
             self._when_fetched.setdefault(put_id, []).append(action)
             self._backing.fetch_to_free(put_id)
@@ -704,7 +704,7 @@ class StorageEngine:
     # Memory
 
     def _spill(self) -> None:
-        """Drop mirrored puts from memory, least recently used first, until memory use is below its limit."""
+        """Remove mirrored puts from memory, least recently used first, until memory use is below its limit."""
         excess = self._admission.to_spill()
         if not excess:
             return
@@ -716,7 +716,7 @@ class StorageEngine:
             values = self.puts[put_id].values
             blob = Blob(self._store, 0)
             blob.charge = values.charge
-            self._admission.add(blob.charge)  # before the memory's charge is released: the quota covers all puts
+            self._admission.add(blob.charge)  # first charge the spilled put, then release the charge of its memory
             self.puts.replace(put_id, RecoveredPut(blob, self.puts.owner_of(put_id), spilled_bytes=blob.charge))
             self._residents.remove(put_id)
             self._count_spilled(blob.charge)
@@ -726,7 +726,7 @@ class StorageEngine:
                 return
 
     def _note_replaced(self, put: StoredPut | RecoveredPut) -> None:
-        """Record that a put was removed, or is in memory again."""
+        """Record that a spilled put was removed or is in memory again."""
         if isinstance(put, RecoveredPut):
             self._count_spilled(-put.spilled_bytes)
 
@@ -736,7 +736,7 @@ class StorageEngine:
 
     @property
     def damaged(self) -> Mapping[bytes, str]:
-        """Damaged puts, with the reason for each. Puts not verified since the start may be damaged as well."""
+        """Damaged puts, with the reason for each. Puts not yet verified since the start may be damaged too."""
         return self._backing.damaged
 
     # Helpers
@@ -784,7 +784,7 @@ class StorageEngine:
     # Compaction
 
     def _note_hole(self, put_id: bytes) -> None:
-        """Schedule compaction of a put with dead cells if it is mostly dead, or once puts wait for capacity."""
+        """Schedule compaction of a put with dead cells: now if it is mostly dead, else once puts wait for capacity."""
         put = self.puts[put_id]
         if put.dead_bytes() * 8 < put.values.charge:
             return
@@ -794,7 +794,7 @@ class StorageEngine:
             self._start_compaction()
 
     def _relieve(self) -> None:
-        """Compact all puts with enough dead cells while puts wait for capacity."""
+        """Compact all puts that have enough dead cells, because puts are waiting for capacity."""
         if not self._due:
             self._due.update(self._holed)
         self._start_compaction()
@@ -808,7 +808,7 @@ class StorageEngine:
         self._compaction = None
         if not compaction.cancelled() and (error := compaction.exception()) is not None:
             _log.error(LogMessage("compaction of puts failed", error=error), exc_info=error)
-        self._start_compaction()  # for puts that became due after its last check
+        self._start_compaction()  # for puts that became due after the last check
 
     def _give_up_move(self) -> None:
         if self._move is not None:
@@ -825,14 +825,14 @@ class StorageEngine:
             if put_id in self._holed and self._backing.may_compact(put_id):
                 put = self.puts[put_id]
                 if put.is_mostly_dead() or self._admission.has_waiting:
-                    del self._holed[put_id]  # a put that cannot be moved is retried once more cells are dead
+                    del self._holed[put_id]  # a put that cannot be moved is retried after more of its cells are freed
                     await self._compact(put_id, put)
 
     async def _compact(self, put_id: bytes, put: StoredPut) -> None:
         """Move the live cells of a put to a smaller blob if possible; the put may be read and freed concurrently.
 
-        A thread copies the cells. Cells freed during the copy are freed in the old blob at once, and in the new blob at
-        the end.
+        A thread copies the cells. Cells freed during the copy are freed in the old blob immediately, and in the new
+        blob after the copy.
         """
         move = self._move = Move(put_id, put)
         old, blob = put.values, None
@@ -857,7 +857,7 @@ class StorageEngine:
         except UnreadableError as error:
             _log.warning(LogMessage("could not compact a put", put_id=put_id, error=error.cause))
             self._on_unreadable(put_id, error.blob, error.cause)
-        except (OSError, TqError) as error:  # such as a full disk: the dead cells are then freed with the put
+        except (OSError, TqError) as error:  # such as a full disk; the dead cells remain until the put is freed
             _log.debug(LogMessage("could not compact a put", put_id=put_id, error=error))
             if blob is not None:
                 blob.is_damaged = True

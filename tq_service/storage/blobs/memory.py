@@ -5,7 +5,7 @@ frees the bytes once the blob is released and no longer pinned. To add a kind of
 file, select it in `server/app.py`, and test it in `tests/storage/test_blob_stores.py`. A store declares its abilities:
 
 - `is_shared`: clients on this host write and map the store's blobs (`Blob.shared`, in `shared.py`).
-- `is_durable`: flushed blobs outlive the process, so each begins with the tables of its put.
+- `is_durable`: flushed blobs outlive the process, so each blob begins with the tables of its put.
 
 Each blob declares whether its bytes are in this process's memory (`is_local`). If so, the event loop reads and writes
 the bytes through `view`. Otherwise, threads read the bytes and `BlobStore.write` writes them.
@@ -30,13 +30,13 @@ from tq_service.errors import QuotaExceededError
 
 RETRY_AFTER_SECONDS: Final = 1.0
 SMALL_BYTES: Final = 64 << 10
-"""Blobs smaller than this come from malloc; a journal, if used, contains their bytes."""
+"""Size in bytes below which blobs are allocated with malloc, and stored in the journal if there is one."""
 
 PIECE_BYTES: Final = 1 << 20
-"""Number of text bytes checked in one step, which takes at most 2 ms and blocks all other threads."""
+"""Number of text bytes checked in one step, which blocks all other threads for at most 2 ms."""
 
 UNMAPPED_IN_BACKGROUND_FROM_BYTES: Final = 8 << 20
-"""Mappings from this size on are unmapped in a thread: freeing a GiB takes the system at least 20 ms."""
+"""Size from which mappings are unmapped in a thread, because the system takes at least 20 ms to free a GiB."""
 
 BACKGROUND: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-close")
 _TEMPORARY: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR})
@@ -50,7 +50,7 @@ T = TypeVar("T")
 Buffer: TypeAlias = memoryview | bytes | bytearray
 Memory: TypeAlias = Buffer | mmap.mmap
 Span: TypeAlias = tuple[int, int]
-"""The start and number of some bytes in a blob."""
+"""Start and size of a byte range in a blob."""
 
 
 class Session(Protocol):
@@ -61,15 +61,15 @@ class Session(Protocol):
 
 
 class SharedMemory:
-    """Memory with a file descriptor that clients may map for reading.
+    """Memory with a file descriptor, which clients may map for reading.
 
     Args:
         fd: file descriptor of the memory, owned by this object.
-        size: size of the memory, which the creator maps over the address range reserved by the constructor.
+        size: size of the memory. The creator maps it over the address range that the constructor reserves.
 
     Attributes:
-        fd: as above.
-        memory: this process's mapping.
+        fd: file descriptor of the memory.
+        memory: this process's mapping of the memory.
         number: identifier of a region; 0 for sealed memory.
     """
 
@@ -81,7 +81,7 @@ class SharedMemory:
         self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def lease(self, session: Session) -> None:
-        """Begin a client's lease; does nothing for sealed memory, whose bytes never change."""
+        """Begin a client's lease. Sealed memory needs no lease, because its bytes never change."""
 
     def end_lease(self, *, is_released: bool) -> None:
         """End a lease; `is_released` is true if the client no longer uses the memory."""
@@ -95,7 +95,7 @@ class SharedMemory:
 
     def __del__(self) -> None:
         if getattr(self, "fd", NO_FD) != NO_FD:
-            os.close(self.fd)  # if the service stopped with puts in memory
+            os.close(self.fd)  # the service stopped while puts were in memory
 
 
 class Blob:
@@ -103,19 +103,19 @@ class Blob:
 
     Args:
         store: the store that allocates the blob.
-        size: number of bytes allocated.
-        memory: memory of at least `size` bytes that contains the blob; empty in subclasses that are not local.
-        backing: object that is returned to the store's pool with the blob; None if there is none.
+        size: allocated size in bytes.
+        memory: memory of at least `size` bytes that contains the blob; empty if the blob is not local.
+        backing: object that returns to the store's pool when the blob is freed; None: no such object.
 
     Attributes:
         is_local: whether the bytes are in this process's memory.
         number: identifies the blob after a restart; 0 if the blob does not outlive the process.
-        checksum: XXH3 of all bytes written and filled so far if the blob has a number; otherwise 0.
+        checksum: XXH3 checksum of all bytes written and filled so far if the blob has a number; otherwise 0.
         store, size, memory, backing: as above.
         charge: bytes of the quota that the blob uses until it is freed; may be changed by the blob's owner.
         is_damaged: whether the backing must not be reused.
-        shared: memory that clients on this host map; None if they cannot map it.
-        tables: tables of the put; None if a local blob begins with them, or a recovered one was not read yet.
+        shared: memory that clients on this host map; None: they cannot map it.
+        tables: tables of the put; None if a local blob begins with them, or if a recovered blob has not been read yet.
         copy: copy of the blob that outlives the process and is freed with the blob.
     """
 
@@ -152,7 +152,7 @@ class Blob:
         return memoryview(self.memory)[: self.size]
 
     def read_into(self, target: memoryview, start: int) -> None:
-        """Fill `target` with the blob's bytes from `start` on; safe in any thread while the blob is pinned.
+        """Fill `target` with the blob's bytes starting at `start`. Safe in any thread while the blob is pinned.
 
         Raises:
             OSError: the bytes cannot be read.
@@ -160,12 +160,12 @@ class Blob:
         target[:] = self.view()[start : start + len(target)]
 
     def read_slices(self, slices: Iterable[tuple[int, memoryview]]) -> None:
-        """Fill several targets, each from a separate start; see `read_into`."""
+        """Fill several targets, each from its own start; see `read_into`."""
         for start, target in slices:
             self.read_into(target, start)
 
     def write_from(self, data: Buffer, start: int) -> None:
-        """Copy `data` into the blob from `start` on; safe in any thread while the blob is pinned.
+        """Copy `data` into the blob, beginning at `start`. Safe in any thread while the blob is pinned.
 
         Raises:
             OSError: the bytes cannot be written.
@@ -173,12 +173,12 @@ class Blob:
         self.view()[start : start + len(data)] = data
 
     def fill(self, start: int, end: int, receive: Callable[[memoryview], None]) -> None:
-        """Receive bytes into a range of the blob; several threads may fill separate ranges while the blob is pinned.
+        """Receive bytes into a range of the blob. Threads may fill separate ranges while the blob is pinned.
 
         Args:
             start: start of the range.
             end: end of the range.
-            receive: fills memory with the next bytes of the range, and may raise.
+            receive: fills memory with the next bytes of the range; may raise.
 
         Raises:
             UnavailableError, DiskFullError: the bytes cannot be written; the put is aborted.
@@ -186,7 +186,7 @@ class Blob:
         receive(self.view()[start:end])
 
     def read_back(self, start: int) -> Iterator[tuple[int, memoryview]]:
-        """Read all filled bytes from `start` on, in a thread; the checksum includes them only afterwards.
+        """Read all filled bytes from `start` on, in a thread. The checksum includes filled bytes only once read back.
 
         Yields:
             The start and the bytes of each chunk, in order.
@@ -199,16 +199,16 @@ class Blob:
             yield at, view[at : at + PIECE_BYTES]
 
     def keep_file(self) -> Path | None:
-        """Keep the blob's file unchanged even after the blob is freed; return its path, or None without a file."""
+        """Keep the blob's file unchanged even after the blob is freed. Return its path, or None if there is no file."""
         return None
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the bytes are in use."""
+        """Whether a reader or a thread uses the bytes."""
         return self._pin_count > 0
 
     def pin(self) -> None:
-        """Retain the bytes for a reader or a thread, even if the blob is released."""
+        """Keep the bytes for a reader or a thread, even if the blob is released."""
         self._pin_count += 1
 
     def unpin(self) -> None:
@@ -218,11 +218,11 @@ class Blob:
             self.store.free(self)
 
     def close(self) -> None:
-        """Drop the reference to the memory when the store frees the blob; remaining views keep the memory alive."""
+        """Drop the reference to the memory, since the store frees the blob; remaining views keep the memory alive."""
         self.memory = b""
 
     def release(self) -> None:
-        """Free the bytes at once, or after the last reader is done; further calls do nothing."""
+        """Free the bytes, now or when the last pin ends; further calls do nothing."""
         if not self._is_released:
             self._is_released = True
             if not self._pin_count:
@@ -233,8 +233,8 @@ class BlobStore(ABC):
     """A store for the bytes of puts. Confined to one event loop.
 
     Attributes:
-        on_freed: called with the charge of each blob that was freed.
-        pooled_bytes: bytes held for reuse.
+        on_freed: called with the charge of each freed blob.
+        pooled_bytes: bytes kept for reuse.
     """
 
     is_shared: ClassVar[bool] = False
@@ -248,12 +248,12 @@ class BlobStore(ABC):
         """Return a blob of `size` bytes with undefined contents.
 
         Raises:
-            QuotaExceededError, DiskFullError: not enough space.
+            QuotaExceededError, DiskFullError: there is not enough space.
             UnavailableError: the blob cannot be allocated at the moment.
         """
 
     async def write(self, blob: Blob, start: int, data: Buffer) -> None:
-        """Write bytes to a blob; the caller may reuse `data` afterwards.
+        """Write bytes to a blob. The caller may reuse `data` afterwards.
 
         Raises:
             UnavailableError, DiskFullError: the bytes cannot be written; the put is aborted.
@@ -261,7 +261,7 @@ class BlobStore(ABC):
         blob.write_from(data, start)
 
     async def flush(self, blob: Blob) -> None:  # noqa: B027  (most stores are in memory)
-        """Wait until all bytes of a blob would survive the loss of the process; does nothing unless `is_durable`.
+        """Wait until all bytes of a blob would survive the loss of the process; do nothing unless `is_durable`.
 
         Raises:
             OSError: the blob cannot be written.
@@ -269,7 +269,7 @@ class BlobStore(ABC):
 
     @abstractmethod
     def free(self, blob: Blob) -> None:
-        """Free a blob that is no longer read, now or soon, then call `on_freed`. Called only by the blob."""
+        """Free a blob that is no longer read, now or soon, and then call `on_freed`. Called only by the blob."""
 
     def trim(self, elapsed_seconds: float) -> None:  # noqa: B027  (most stores have nothing to trim)
         """Free some of the pooled bytes that were not needed during the elapsed time."""
@@ -279,7 +279,7 @@ class BlobStore(ABC):
 
 
 def is_temporary(error: OSError) -> bool:
-    """Whether an error means only that the process lacks file descriptors or memory, not that the disk failed."""
+    """Return whether an error only means that the process lacks descriptors or memory, not that the disk failed."""
     return error.errno in _TEMPORARY
 
 
@@ -290,13 +290,13 @@ async def in_thread(
     pinned: Sequence[Blob] = (),
     then: Callable[[T], None] | None = None,
 ) -> T:
-    """Run a function in a thread and return its result; the thread continues even if the caller is cancelled.
+    """Run a function in a thread and return its result. The thread continues even if the caller is cancelled.
 
     Args:
-        executor: provides the threads; None: the loop's default.
-        work: the function.
-        args: its arguments.
-        pinned: blobs that the function works on; they stay pinned until it returns.
+        executor: provides the thread; None: the loop's default executor.
+        work: the function to run.
+        args: arguments of the function.
+        pinned: blobs that the function uses, which stay pinned until it returns.
         then: called on the event loop with the result, even if the caller no longer waits.
     """
 
@@ -332,8 +332,8 @@ RemovableT = TypeVar("RemovableT", bound=Removable)
 class PooledStore(BlobStore, Generic[BackingT]):
     """A store that recycles the backings of its blobs, in size classes.
 
-    Used and pooled bytes together never exceed the high-water mark of used bytes. Every `trim` lowers the mark, so
-    unused memory or disk space is released over time.
+    Used plus pooled bytes never exceed the high-water mark of used bytes. Every `trim` lowers the mark, so unused
+    memory or disk space is released over time.
 
     Attributes:
         used_bytes: total capacity of the backings that blobs use.
@@ -350,7 +350,7 @@ class PooledStore(BlobStore, Generic[BackingT]):
 
     @abstractmethod
     def _wrap(self, backing: BackingT, size: int) -> Blob:
-        """Return a blob that uses a backing; if that fails, drop the backing."""
+        """Return a blob that uses a backing. On failure, drop the backing."""
 
     @abstractmethod
     def _drop(self, backing: BackingT) -> None:
@@ -360,7 +360,7 @@ class PooledStore(BlobStore, Generic[BackingT]):
         """Return a blob of `size` bytes without waiting.
 
         Raises:
-            OSError: not enough memory.
+            OSError: there is not enough memory.
         """
         if size < SMALL_BYTES:
             return Blob(self, size, bytearray(size))
@@ -368,7 +368,7 @@ class PooledStore(BlobStore, Generic[BackingT]):
         return self._use(self._recycled(capacity) or self._make(capacity), size)
 
     def _recycled(self, capacity: int) -> BackingT | None:
-        """Return a pooled backing of the given capacity, or None if the pool does not contain one."""
+        """Return a pooled backing of the given capacity, or None if the pool has none."""
         pooled = self._pool.get(capacity)
         if pooled is None:
             return None
@@ -387,7 +387,7 @@ class PooledStore(BlobStore, Generic[BackingT]):
         return blob
 
     def recycle(self, backing: BackingT, capacity: int) -> None:
-        """Pool an unused backing for the next put."""
+        """Pool an unused backing for reuse."""
         self._pool.setdefault(capacity, []).append(backing)
         self.pooled_bytes += capacity
 
@@ -404,7 +404,7 @@ class PooledStore(BlobStore, Generic[BackingT]):
         self.on_freed(blob.charge)
 
     def trim(self, elapsed_seconds: float) -> None:
-        """Lower the high-water mark towards the used bytes, and drop pooled backings above it."""
+        """Lower the high-water mark towards the used bytes, and drop pooled backings that exceed it."""
         kept = (self._high_water_bytes - self.used_bytes) * 0.5 ** (elapsed_seconds / _HALF_LIFE_SECONDS)
         self._high_water_bytes = self.used_bytes + int(kept)
         self._shrink()
@@ -422,15 +422,15 @@ class PooledStore(BlobStore, Generic[BackingT]):
 
 
 class ThreadedStore(PooledStore[RemovableT]):
-    """A pooled store that creates its backings in threads, because creating one takes a long time."""
+    """A pooled store that creates its backings in threads, because that takes a long time."""
 
     _executor: ThreadPoolExecutor
 
     async def _backing(self, capacity: int) -> RemovableT:
-        """Return a recycled or new backing; if creating one fails, remove all pooled backings and retry.
+        """Return a recycled or new backing. If creating one fails, remove all pooled backings and retry.
 
         Raises:
-            OSError: not enough space.
+            OSError: there is not enough space.
         """
         while (backing := self._recycled(capacity)) is None:
             try:
@@ -446,11 +446,11 @@ class ThreadedStore(PooledStore[RemovableT]):
         return backing
 
     async def _create(self, capacity: int) -> None:
-        """Add one new backing to the pool."""
+        """Create a backing and add it to the pool."""
         await in_thread(self._executor, self._make, capacity, then=lambda made: self.recycle(made, made.capacity))
 
     def _may_help(self, error: OSError) -> bool:
-        """Whether removing pooled backings may resolve the error."""
+        """Return whether removing pooled backings may resolve the error."""
         return True
 
     async def close(self) -> None:
@@ -463,7 +463,7 @@ def _remove_all(backings: Iterable[Removable]) -> None:
 
 
 class MemoryBlobs(PooledStore[mmap.mmap]):
-    """Blobs in memory: small ones from malloc, larger ones in anonymous mappings."""
+    """Blobs in memory: small blobs come from malloc, larger ones are anonymous mappings."""
 
     async def allocate(self, size: int) -> Blob:
         try:
@@ -481,26 +481,26 @@ class MemoryBlobs(PooledStore[mmap.mmap]):
         return Blob(self, size, backing, backing)
 
     def _drop(self, backing: mmap.mmap) -> None:
-        if len(backing) >= UNMAPPED_IN_BACKGROUND_FROM_BYTES:  # a smaller one is unmapped with its last reference
+        if len(backing) >= UNMAPPED_IN_BACKGROUND_FROM_BYTES:  # a smaller mapping is unmapped with its last reference
             BACKGROUND.submit(unmap, backing)
 
 
 def size_class(size: int) -> int:
-    """Return the capacity of a backing for `size` bytes, which is at most an eighth larger."""
+    """Return the capacity of a backing for `size` bytes. It is at most an eighth larger, rounded up to pages."""
     step = 1 << max((size - 1).bit_length() - _CLASSES_PER_DOUBLING.bit_length(), 12)
     return -(-size // step) * step
 
 
 def unmap(memory: mmap.mmap) -> None:
-    """Unmap memory at once or, if views of it remain, with the last view."""
+    """Unmap memory now or, if views of it remain, with the last view."""
     with suppress(BufferError):
         memory.close()
 
 
 def no_memory(size: int, error: BaseException) -> QuotaExceededError:
-    """Return the error for a put when the system lacks memory."""
+    """Return the error for a put that needs more memory than the system has."""
     return QuotaExceededError(
-        f"the machine has no memory for {size} bytes ({error}); lower max_bytes below the available memory",
+        f"the machine lacks memory for {size} bytes ({error}); lower max_bytes below the available memory",
         retry_after_seconds=RETRY_AFTER_SECONDS,
         metadata={"limit_name": "memory", "got": str(size)},
     )

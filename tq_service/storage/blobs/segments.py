@@ -1,8 +1,8 @@
 """Segments: reusable files, each containing the bytes of one put.
 
 A file is created with its full capacity allocated, so a full disk fails only the put that needs a new file. Threads
-read and write the files, which are never mapped: an unreadable page or a truncated file then fails a single read,
-whereas with a mapping, SIGBUS would kill the process. The tables of puts are also kept in memory. File names are
+read and write the files, which are never mapped. An unreadable page or a truncated file then fails a single read,
+whereas with a mapping it would kill the process (SIGBUS). The tables of puts are also kept in memory. File names are
 numbers assigned by this service, never text chosen by a client.
 """
 
@@ -37,14 +37,14 @@ from tq_service.wire.shared_memory import read_into
 
 _THREAD_COUNT: Final = 2
 MIN_FREE_BYTES: Final = 256 << 20
-"""Free space kept on the disk, so clears can still be persisted."""
+"""Free space kept on the disk, so freed puts can still be recorded."""
 
 _READ_BYTES: Final = 4 << 20
 _COPY_BYTES: Final = 1 << 20
-_FILL_BYTES: Final = 128 << 10  # buffer of a connection that fills a segment; no quota includes it
+_FILL_BYTES: Final = 128 << 10  # buffer of a connection that fills a segment; not included in any quota
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NAME: Final = re.compile(r"(?:\d{8}|[1-9]\d{8,})\.seg")
-# The system takes about 0.1 ms per MiB to delete a file: too long for the event loop.
+# The system takes about 0.1 ms per MiB to delete a file, which is too long for the event loop.
 _BACKGROUND: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-segment-drop")
 
 
@@ -52,9 +52,9 @@ class Segment:
     """A segment file.
 
     Attributes:
-        number: number from which the file's name is formed.
+        number: number that determines the file's name.
         capacity: size of the file in bytes.
-        is_new: whether the file's directory entry may not be on the disk yet.
+        is_new: whether the file's directory entry may not be on disk yet.
         is_kept: whether a recording has linked the file under another name, so its bytes must never change.
     """
 
@@ -74,7 +74,7 @@ class Segment:
 
     @contextmanager
     def open(self) -> Iterator[int]:
-        """Yield a file descriptor for use within the `with` block."""
+        """Open the file, and yield a file descriptor that is valid within the `with` block."""
         fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         try:
             yield fd
@@ -85,7 +85,7 @@ class Segment:
         """Return the checksum of the file's first `size` bytes.
 
         Raises:
-            OSError: the bytes cannot be read, or the file is shorter.
+            OSError: the bytes cannot be read, or the file is shorter than `size`.
         """
         digest = xxhash.xxh3_64()
         buffer = memoryview(bytearray(min(size, _READ_BYTES)))
@@ -97,7 +97,7 @@ class Segment:
         return digest.intdigest()
 
     def sync(self) -> None:
-        """Wait until the written bytes and the file's directory entry are on the disk."""
+        """Wait until the written bytes and the file's directory entry are on disk."""
         with self.open() as fd:
             os.fdatasync(fd)
         if self.is_new:
@@ -170,21 +170,21 @@ class SegmentBlob(Blob):
                 yield at, part
 
     def refusal(self, error: OSError) -> TqError:
-        """Return the error for a put that cannot be written; if it is not temporary, the file is not reused."""
+        """Return the error for a put that cannot be written. Unless it is temporary, the file is not reused."""
         self.is_damaged |= not is_temporary(error)
         return _refusal(self.size, error)
 
 
 class SegmentBlobs(ThreadedStore[Segment]):
-    """A directory of segments; small blobs stay in memory and are persisted with their puts' records.
+    """A directory of segments. Small blobs stay in memory and are persisted in the records of their puts.
 
     Each blob begins with the tables of its put, so one number and one checksum cover the put. A few threads write the
     files, so the event loop never waits for a disk.
 
     Args:
-        directory: created if it does not exist.
+        directory: directory of the files; created if it does not exist.
         sync: whether a flush waits for the disk; otherwise, the operating system may still buffer flushed blobs.
-        min_free_bytes: free space kept on the disk.
+        min_free_bytes: free space kept on the disk, in bytes.
     """
 
     is_durable = True
@@ -221,7 +221,7 @@ class SegmentBlobs(ThreadedStore[Segment]):
         return not is_temporary(error)
 
     def _make(self, capacity: int) -> Segment:
-        """Create a file of `capacity` bytes; safe in any thread.
+        """Create a file of `capacity` bytes. Safe in any thread.
 
         Raises:
             OSError: the disk is full.
@@ -255,7 +255,7 @@ class SegmentBlobs(ThreadedStore[Segment]):
             super().recycle(backing, capacity)
 
     def _check_capacity(self, size: int) -> None:
-        """Check that the disk has space for `size` bytes in addition to the reserved free space.
+        """Check that the disk has space for `size` bytes in addition to the space that must stay free.
 
         Raises:
             OSError: the disk does not have enough space.
@@ -271,12 +271,12 @@ class SegmentBlobs(ThreadedStore[Segment]):
     # Durability
 
     async def flush(self, blob: Blob) -> None:
-        """Wait until a blob is on disk if `sync` is set; the sync continues even if the caller is cancelled."""
+        """Wait until a blob is on disk if `sync` is set. The sync continues even if the caller is cancelled."""
         if isinstance(blob, SegmentBlob) and self._sync:
             await in_thread(self._executor, blob.backing.sync, pinned=[blob])
 
     async def copy(self, target: Blob, head: memoryview, source: Blob, spans: Sequence[Span]) -> None:
-        """Write a head to `target`, followed by spans of the `source` blob.
+        """Write a head to `target`, followed by byte ranges of the `source` blob.
 
         Raises:
             OSError: the bytes cannot be read or written.
@@ -287,7 +287,7 @@ class SegmentBlobs(ThreadedStore[Segment]):
         """Load a recovered blob's tables into memory, and return the checksum of the blob's stored bytes.
 
         Args:
-            blob: a blob with a number.
+            blob: a blob in a segment.
             tables_bytes: size of the tables at the start of the blob.
 
         Raises:
@@ -300,12 +300,12 @@ class SegmentBlobs(ThreadedStore[Segment]):
         return checksum
 
     async def take_files(self, paths: Sequence[Path]) -> None:
-        """Move files back from a recording's directory, so they can be reused for other puts.
+        """Move files of a recording into the store's directory, so they can be reused for other puts.
 
-        Files that still have another link, were truncated, or are on another file system are left alone.
+        Files that still have another link, were truncated, or are on another file system stay where they are.
         """
         for segment in await in_thread(self._executor, self._taken, paths):
-            self.recycle(segment, segment.capacity)  # the next put, or `trim`, drops the excess
+            self.recycle(segment, segment.capacity)  # the next put or `trim` drops the excess
 
     def _taken(self, paths: Sequence[Path]) -> list[Segment]:
         taken = []
@@ -327,16 +327,16 @@ class SegmentBlobs(ThreadedStore[Segment]):
         """Take over the blobs of an earlier process; files that are not listed are pooled for reuse.
 
         Args:
-            blobs: number and size of each blob. If several have the same number, the first one gets the file.
+            blobs: number and size of each blob. If several blobs have the same number, the first one gets the file.
 
         Returns:
-            The blobs, with None for each missing one.
+            The blobs, with None for each missing blob.
         """
         with os.scandir(self._directory) as entries:
             found = {int(entry.name[:-4]) for entry in entries if _NAME.fullmatch(entry.name)}
         recovered: list[Blob | None] = []
         for number, size in blobs:
-            self._last_number = max(self._last_number, number)  # no new file reuses the number of a missing one
+            self._last_number = max(self._last_number, number)  # a new file must not reuse a missing file's number
             if number in found:
                 found.discard(number)
                 segment = Segment(self._directory, number, size_class(size))
@@ -372,7 +372,7 @@ def _copy(target: Blob, head: memoryview, source: Blob, spans: Sequence[Span]) -
         for done in range(0, size, _COPY_BYTES):
             part = buffer[: size - done]
             source.read_into(part, start + done)
-            target.write_from(part, at)  # while the bytes are in the cache
+            target.write_from(part, at)  # while the bytes are in the CPU cache
             at += len(part)
 
 
@@ -401,7 +401,7 @@ def _name(number: int) -> str:
 
 
 def sync_directory(directory: Path) -> None:
-    """Wait until the entries of a directory are on the disk."""
+    """Wait until the entries of a directory are on disk."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

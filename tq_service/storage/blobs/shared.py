@@ -7,7 +7,8 @@ region is reused only if no process may still read or write its bytes. Leases of
                                     -> blob freed, leased -> last lease released ------------------> pooled, or dropped
                                                           -> memory needed -> abandoned until then -> dropped
 
-If a session ends while it has leases, a process may still map the leased regions; they are dropped once they are free.
+If a session ends while it has leases, a process may still map the leased regions. They are then dropped instead of
+reused.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from tq_service.wire import shared_memory
 
 _THREAD_COUNT: Final = 2
 # A step of reinforcement learning takes minutes and begins with an empty store. If regions were dropped between steps,
-# each step would begin with new pages, which take 5 to 20 times as long to fill as existing ones.
+# each step would begin with new pages, which take 5 to 20 times as long to fill as existing pages.
 _KEPT_SECONDS: Final = 300.0
-# Batch sizes vary, so a region may be larger than requested by this factor, and twice the used bytes are retained.
+# Because batch sizes vary, a region may be larger than requested by this factor, and twice the used bytes are kept.
 _MOST_SLACK: Final = 1.25
 _KEPT_SHARE: Final = 2
 
@@ -58,7 +59,7 @@ class SharedStore(BlobStore):
     """A store of shared blobs.
 
     Attributes:
-        blob_count: number of blobs that are not freed yet.
+        blob_count: number of blobs that have not been freed.
     """
 
     is_shared = True
@@ -78,14 +79,14 @@ class Region(SharedMemory):
 
     Args:
         number: identifier, which this process never reuses.
-        capacity: size in bytes; a multiple of the page size.
+        capacity: size in bytes, a multiple of the page size.
         on_unleased: called when the region's last lease has ended.
 
     Attributes:
-        capacity: as above.
+        capacity: size in bytes.
         lease_count: number of leases that sessions have on the region.
-        is_fit: whether the region may be reused; false once a session ended without releasing its lease.
-        pooled_at: when the region was last pooled, in seconds on the store's clock.
+        is_fit: whether the region may be reused; false once a session has ended without releasing its lease.
+        pooled_at: time when the region was last pooled, in seconds on the store's clock.
 
     Raises:
         OSError: the system lacks memory for the region.
@@ -110,19 +111,19 @@ class Region(SharedMemory):
             session.note_dropped(self.number)
 
     def lease(self, session: Session) -> None:
-        """Begin a lease; the region is not reused until the lease has ended."""
+        """Begin a lease. The region is not reused until the lease has ended."""
         self.lease_count += 1
         self._sessions.add(session)
 
     def end_lease(self, *, is_released: bool) -> None:
-        """End a lease; if the client did not release it, the region is not reused."""
+        """End a lease. If the client did not release it, the region is not reused."""
         self.lease_count -= 1
         self.is_fit &= is_released
         if not self.lease_count:
             self._on_unleased(self)
 
     def remove(self) -> None:
-        """Close and unmap the region. Its pages are freed even if clients map them, unless one may still use them."""
+        """Close and unmap the region. Free its pages even if clients map them, unless a client may still use them."""
         if self.is_fit:
             shared_memory.free_pages(self.memory)
         super().remove()
@@ -132,10 +133,10 @@ class RegionBlobs(ThreadedStore[Region], SharedStore):
     """Blobs in regions.
 
     A leased region whose blob was freed counts as used until its leases have ended. If `max_bytes` would be exceeded
-    before then, the region whose blob was freed first is abandoned: its memory then belongs to its readers.
+    before that, the region whose blob was freed first is abandoned, so its memory no longer counts as used.
 
     Args:
-        max_bytes: limit on the bytes of regions in use, above which regions are abandoned; None: unlimited.
+        max_bytes: limit on the bytes of used regions, above which regions are abandoned; None: unlimited.
     """
 
     def __init__(self, max_bytes: int | None = None) -> None:
@@ -143,7 +144,7 @@ class RegionBlobs(ThreadedStore[Region], SharedStore):
         self._max_bytes = math.inf if max_bytes is None else max_bytes
         self._numbers = itertools.count(1)
         self._seconds = 0.0  # since the start, as counted by `trim`
-        self._freed: dict[Region, None] = {}  # still leased, in the order their blobs were freed
+        self._freed: dict[Region, None] = {}  # leased regions, in the order in which their blobs were freed
         self._in_use: set[Region] = set()
         self._executor = ThreadPoolExecutor(_THREAD_COUNT, thread_name_prefix="tq-region")
 
@@ -174,7 +175,7 @@ class RegionBlobs(ThreadedStore[Region], SharedStore):
         return self._wrap(backing, size)
 
     def _recycled(self, capacity: int) -> Region | None:
-        """Return the smallest pooled region of at least this capacity that is not much larger."""
+        """Return the smallest pooled region that has at least this capacity and is not much larger, if any."""
         fitting = (each for each in self._pool if capacity <= each <= capacity * _MOST_SLACK)
         return super()._recycled(min(fitting, default=capacity))
 
@@ -201,10 +202,10 @@ class RegionBlobs(ThreadedStore[Region], SharedStore):
         super().recycle(backing, capacity)
 
     def trim(self, elapsed_seconds: float) -> None:
-        """Drop regions that no put has needed for some minutes, and lower the high-water mark accordingly."""
+        """Drop regions that were not needed for some minutes, and lower the high-water mark accordingly."""
         self._seconds += elapsed_seconds
         for capacity, pooled in list(self._pool.items()):
-            due = sum(each.pooled_at <= self._seconds - _KEPT_SECONDS for each in pooled)  # last in, first out
+            due = sum(each.pooled_at <= self._seconds - _KEPT_SECONDS for each in pooled)  # the oldest come first
             for region in pooled[:due]:
                 self._drop(region)
             del pooled[:due]
@@ -222,7 +223,7 @@ class RegionBlobs(ThreadedStore[Region], SharedStore):
                 self._shrink()
             else:
                 self._drop(region)
-        elif region not in self._in_use:  # it was abandoned
+        elif region not in self._in_use:  # the region was abandoned
             self._drop(region)
 
     def _drop(self, backing: Region) -> None:
@@ -239,18 +240,18 @@ class MemfdBlob(SharedBlob):
     __slots__ = ()
 
     def map_fd(self, fd: int) -> None:
-        """Map the memory of a file descriptor; takes ownership of the descriptor, even on failure.
+        """Map the memory of a file descriptor. Takes ownership of the descriptor, even on failure.
 
         Raises:
             InvalidArgumentError: the descriptor is not sealed memory of the announced size.
-            OSError: the system refuses the mapping.
+            OSError: the system refused the mapping.
         """
         self.backing.fd = fd
         shared_memory.check_sealed(fd, self.size)
         shared_memory.map_over(self.backing.memory, fd, self.size, is_writable=False)
 
     def read_into(self, target: memoryview, start: int) -> None:
-        """Fill `target` with the blob's bytes from `start` on; see `Blob.read_into`.
+        """Fill `target` with the blob's bytes starting at `start`; see `Blob.read_into`.
 
         The bytes are read from the memfd, because reading through the mapping costs a page fault every few pages.
         """
@@ -271,7 +272,7 @@ class MemfdBlobs(SharedStore):
     def free(self, blob: Blob) -> None:
         self.blob_count -= 1
         blob.close()
-        if blob.size >= UNMAPPED_IN_BACKGROUND_FROM_BYTES:  # the last process to close a memfd frees its pages
+        if blob.size >= UNMAPPED_IN_BACKGROUND_FROM_BYTES:  # the last process that closes a memfd frees its pages
             BACKGROUND.submit(blob.backing.remove)
         else:
             blob.backing.remove()

@@ -1,4 +1,4 @@
-"""The byte quota, the part of it that may be in memory, and the queue of puts that wait for capacity."""
+"""The byte quota, the memory limit within it, and the queue of puts that wait for capacity."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from tq_service.errors import QuotaExceededError, UnavailableError
 from tq_service.storage.blobs.memory import RETRY_AFTER_SECONDS
 from tq_service.wait_clock import Waiting
 
-_SPARE_SHARE: Final = 16  # spilling frees an extra sixteenth of the memory, so not every put causes a spill
+_SPARE_SHARE: Final = 16  # spilling frees an extra sixteenth of the memory limit, so not every put causes a spill
 
 
 class Admission:
-    """Counts the bytes stored and reserved, and queues puts that wait for capacity.
+    """Counts stored and reserved bytes, and queues puts that wait for capacity.
 
-    A put that fits overtakes puts that do not: it may be the last member of a group, which a trainer can then consume
-    and clear. Tokens take turns, as do the partitions of each token, so a token or partition with many puts does not
-    delay the others. `AdmissionTurn` prevents starvation of large puts.
+    A put that fits is admitted before earlier puts that do not fit: it may complete a group, which a trainer can then
+    consume and clear. Tokens take turns, and so do the partitions of each token, so a token or partition with many puts
+    does not delay the others. `AdmissionTurn` prevents starvation of large puts.
 
-    Puts for new rows leave a reserve for columns of existing rows, so a full store can always drain. If both fit,
-    columns for existing rows are admitted first. Confined to one event loop.
+    Puts of new rows leave a reserve for columns of existing rows, so a full store can always drain. If puts of both
+    kinds fit, columns for existing rows are admitted first. Confined to one event loop.
 
     Args:
-        max_bytes: quota; None: unlimited.
+        max_bytes: quota in bytes; None: unlimited.
         reserve_share: share of the quota that new rows leave free.
         clock: time source for deadlines.
         on_shortage: called when the first put in the queue lacks capacity; may `release` bytes.
@@ -51,10 +51,10 @@ class Admission:
         self._clock = clock
         self._on_shortage = on_shortage
         self._is_relieving = False
-        # By token and partition, both in order of their turns; puts of each in order of arrival.
+        # Waiting puts by token and partition, both in the order of their turns; within a partition, by arrival.
         self._waiting: OrderedDict[str, OrderedDict[str, dict[_Waiter, None]]] = OrderedDict()
         self._first: _Waiter | None = None  # first waiter at the last check; None: check again
-        self._fits_at = 0  # used bytes at which the first of the waiting puts fits
+        self._fits_at = 0  # used bytes at or below which one of the waiting puts fits
         self._turn = AdmissionTurn(clock)
         self._timer: asyncio.TimerHandle | None = None
         self._is_draining = False
@@ -70,9 +70,9 @@ class Admission:
         """Count `size` bytes as used, waiting for capacity until the deadline; `producer` is a token and a partition.
 
         Raises:
-            QuotaExceededError: the put is larger than the quota (raised at once), or no capacity became available by
-                the deadline (raised with `retry_after_seconds`).
-            UnavailableError: no capacity, and the service is draining.
+            QuotaExceededError: the put is larger than the quota (raised without waiting), or no capacity became
+                available by the deadline (raised with `retry_after_seconds`).
+            UnavailableError: capacity is lacking, and the service is draining.
         """
         limit = self.max_bytes if for_existing_rows else self._new_rows_limit
         if limit is not None and size > limit:
@@ -97,7 +97,7 @@ class Admission:
         waiter.granted.result()
 
     def drain(self) -> None:
-        """End all waits and allow no new ones, because the service is about to stop."""
+        """End all waits and refuse new ones, because the service is about to stop."""
         self._is_draining = True
         self._end_waits()
 
@@ -111,17 +111,17 @@ class Admission:
         self._set_timer()
 
     def release(self, size: int) -> None:
-        """Count bytes as free again, and admit the puts that fit now."""
+        """Count bytes as free, and admit the puts that fit now."""
         self.used_bytes -= size
         self.admit()
 
     @property
     def has_waiting(self) -> bool:
-        """Whether puts wait for capacity."""
+        """Whether puts are waiting for capacity."""
         return bool(self._waiting)
 
     def has_memory(self) -> bool:
-        """Whether any quota and any memory are left."""
+        """Return whether some of the quota and some memory are left."""
         limits = ((self.max_bytes, self.used_bytes), (self._memory_bytes, self.used_bytes - self.spilled_bytes))
         return all(limit is None or used < limit for limit, used in limits)
 
@@ -133,11 +133,11 @@ class Admission:
         return excess + self._memory_bytes // _SPARE_SHARE if excess > 0 else 0
 
     def add(self, size: int) -> None:
-        """Count as used the bytes that the engine itself needs, such as for compacting a put."""
+        """Count bytes as used without a reservation, such as bytes that the engine needs to compact a put."""
         self.used_bytes += size
 
     def admit(self) -> None:
-        """Admit the puts that fit, if necessary after asking for bytes to be freed."""
+        """Admit the puts that fit; if none fits, first call `on_shortage` to free bytes."""
         if not self._waiting:
             return
         if not self._admit_fitting() and not self._is_relieving:
@@ -150,7 +150,7 @@ class Admission:
         self._set_timer()
 
     def _admit_fitting(self) -> bool:
-        """Admit the puts that fit; return whether the queue is empty or its first put lacks no bytes.
+        """Admit the puts that fit; return whether the queue is empty or its first put fits.
 
         Bytes are freed in thousands of small steps, so the queue is checked only if a waiting put may fit.
         """
@@ -160,7 +160,7 @@ class Admission:
         if self._first is not None and self.used_bytes > self._fits_at:
             return False
         for waiter in [each for each in self._waiters() if each.granted.done()]:
-            self._leave(waiter)  # the wait has ended, but the task has not run since
+            self._leave(waiter)  # the wait has ended, but the task has not run since then
         by_kind = sorted(self._waiters(), key=lambda waiter: not waiter.for_existing_rows)  # stable
         holder = self._turn.begin(waiter for waiter in by_kind if self._lacking(waiter) > 0)
         for waiter in by_kind:
@@ -178,7 +178,7 @@ class Admission:
         return self._first is None or self._lacking(self._first) <= 0
 
     def _lacking(self, waiter: _Waiter) -> int:
-        """Return the number of bytes that a put lacks; 0 or less if it fits."""
+        """Return the number of bytes that a put lacks; 0 or less: the put fits."""
         return 0 if waiter.limit is None else self.used_bytes + waiter.size - waiter.limit
 
     def _waiters(self) -> Iterator[_Waiter]:
@@ -214,7 +214,7 @@ class Admission:
                     await waiter.granted
         except BaseException as error:
             in_front = self._in_front_of(waiter)
-            # Capacity may have been granted in the same loop iteration in which the wait ended.
+            # Capacity may have been granted in the event loop iteration in which the wait ended.
             granted = waiter.granted
             if granted.done() and not granted.cancelled() and granted.exception() is None:
                 self.release(waiter.size)
@@ -236,7 +236,7 @@ class Admission:
             ) from None
 
     def _in_front_of(self, waiter: _Waiter) -> str:
-        """Describe the put that this one waited behind, for an error message; "" if this put lacks capacity."""
+        """Describe the put that this put waited behind, for an error message; "" if this put lacks capacity."""
         holder = self._turn.holder
         if self._lacking(waiter) > 0 or not isinstance(holder, _Waiter) or holder is waiter:
             return ""

@@ -2,11 +2,11 @@
 
 The int64 tables that divide jagged and object columns into rows (offsets and extents) are stored in the index. The
 values are stored separately in one blob, column after column as received. A blob that outlives the process begins with
-a copy of the tables, so one file and one checksum cover a put that is recovered. `place_columns` lays out values in
-memory that is shared with a client.
+a copy of the tables, so a recovered put has one file and one checksum. `place_columns` lays out values in memory that
+is shared with a client.
 
-Text rows are validated as UTF-8 when they arrive. Msgpack rows are not decoded here: that would take a step in Python
-per row, and readers decode them anyway.
+Text rows are validated as UTF-8 when they arrive. Msgpack rows are not validated, because that would take a step in
+Python per row, and readers decode them anyway.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ Tables = bytearray | memoryview
 _NO_TABLES: Final = bytearray()
 _CONTINUES: Final = 0x80  # the two highest bits of a byte that continues a character
 _HIGHEST_BITS: Final = 0xC0
-_SIZE_BYTES: Final = 4  # for the size of a column in a packed put
-_MARKED_SHARE: Final = 16  # for at least a sixteenth of a put's rows, marking is faster than sorting
+_SIZE_BYTES: Final = 4  # of the value size of a column in a packed put
+_MARKED_SHARE: Final = 16  # from a sixteenth of a put's rows on, marking is faster than sorting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +53,9 @@ class PutCells:
     """Cells of one put.
 
     Attributes:
-        put_id: the put.
-        field_names: the fields; empty: all.
-        rows: row indices within the put; None: all. Rows that the put does not have are ignored.
+        put_id: id of the put.
+        field_names: names of the fields; empty: all fields.
+        rows: row indices within the put; None: all rows. Indices outside the put are ignored.
     """
 
     put_id: bytes
@@ -63,7 +63,7 @@ class PutCells:
     rows: Rows | None = None
 
     def rows_of(self, row_count: int) -> Rows:
-        """Return those of the rows that exist in a put of `row_count` rows."""
+        """Return the rows that exist in a put of `row_count` rows."""
         if self.rows is None:
             return np.arange(row_count, dtype=np.int64)
         return self.rows[(self.rows >= 0) & (self.rows < row_count)]
@@ -75,12 +75,12 @@ class PutCells:
 
 
 class RowSet:
-    """The rows that columns of a put still contain; shared by columns in which the same rows were freed.
+    """The rows stored for columns of a put, shared by columns in which the same rows were freed.
 
     Attributes:
-        rows: the rows in memory in ascending order; None if they are all rows of the put.
-        stored_count: number of rows in memory.
-        live: whether each stored row is live, `(stored_count,)`; None if all are live.
+        rows: indices of the stored rows in ascending order; None: all rows of the put.
+        stored_count: number of stored rows.
+        live: whether each stored row is live, `(stored_count,)`; None: all are live.
         live_count: number of live rows.
     """
 
@@ -107,7 +107,7 @@ class RowSet:
         return RowSet(self.live_count, live if self.rows is None else self.rows[live])
 
     def positions(self, firsts: Rows, counts: Rows) -> Rows:
-        """Return the position in memory of each run of the put's rows, or -1 if a row of the run is missing."""
+        """Return the position of each run among the stored rows, or -1 if a row of the run is missing."""
         if self.rows is None:
             at, there = firsts, np.ones(len(firsts), np.bool_)
         else:
@@ -123,7 +123,7 @@ class RowSet:
         return np.where(there, at, -1).astype(np.int64, copy=False)
 
     def free(self, rows: Rows) -> Rows:
-        """Mark rows of the put as dead, ignoring missing rows; return the positions newly marked."""
+        """Mark rows of the put as dead, ignoring missing rows; return the positions of newly marked rows."""
         at = rows
         if self.rows is not None:
             at = np.minimum(np.searchsorted(self.rows, rows), self.stored_count - 1)
@@ -136,14 +136,14 @@ class RowSet:
         return at
 
     def live_positions(self) -> Rows:
-        """Return the positions of live rows, ascending."""
+        """Return the positions of live rows in ascending order."""
         if self.live is None:
             return np.arange(self.stored_count, dtype=np.int64)
         return np.flatnonzero(self.live).astype(np.int64, copy=False)
 
 
 def _ascending(positions: NDArray[np.intp], bound: int) -> NDArray[np.intp]:
-    """Return the distinct positions in ascending order; np.unique would take 0.7 s for a million of them."""
+    """Return the distinct positions in ascending order. For a million positions, np.unique would take 0.7 s."""
     if positions.size < 2 or bool((positions[1:] > positions[:-1]).all()):
         return positions
     if positions.size * _MARKED_SHARE < bound:
@@ -154,7 +154,7 @@ def _ascending(positions: NDArray[np.intp], bound: int) -> NDArray[np.intp]:
 
 
 class StoredColumn:
-    """Location of a column: `table_at` in the put's tables, and `values_at` in the put's blob."""
+    """A stored column: the table starts at `table_at` in the put's tables, the values at `values_at` in its blob."""
 
     __slots__ = ("row_set", "spec", "table_at", "value_bytes", "values_at")
 
@@ -162,7 +162,7 @@ class StoredColumn:
         self.spec = spec
         self.row_set = row_set
         self.value_bytes = value_bytes
-        self.table_at = self.values_at = 0  # set by its put
+        self.table_at = self.values_at = 0  # set by the put
 
     def table(self, tables: Tables) -> Rows:
         """Return one array with the offsets, followed by the extents row by row. Not for dense columns."""
@@ -170,7 +170,7 @@ class StoredColumn:
         return np.frombuffer(tables, np.int64, stored + 1 + stored * extent_count(self.spec), self.table_at)
 
     def offsets(self, tables: Tables) -> Rows:
-        """Return the start of each row in the values, plus the end: `(stored + 1,)`. Not for dense columns."""
+        """Return the start of each row in the values, and the end: `(stored + 1,)`. Not for dense columns."""
         return self.table(tables)[: self.row_set.stored_count + 1]
 
     def extents(self, tables: Tables) -> Rows:
@@ -179,7 +179,7 @@ class StoredColumn:
         return self.table(tables)[stored + 1 :].reshape(stored, extent_count(self.spec))
 
     def bytes_of(self, put: StoredPut, positions: Rows) -> int:
-        """Return the number of bytes that rows use, including their share of the tables."""
+        """Return the number of bytes used by rows, including their share of the tables."""
         fixed = fixed_row_bytes(self.spec)
         if fixed is not None:
             return fixed * len(positions)
@@ -188,7 +188,7 @@ class StoredColumn:
         return values + len(positions) * table_bytes(self.spec)
 
     def tables_size(self) -> int:
-        """Return the size of the column's tables in bytes."""
+        """Return the size of the column's table in bytes."""
         return 0 if fixed_row_bytes(self.spec) is not None else self.row_set.stored_count * table_bytes(self.spec) + 8
 
 
@@ -201,13 +201,13 @@ class StoredPut:
     """The cells of one put: the concatenated tables of its columns, and their concatenated values.
 
     Attributes:
-        values: the blob that contains the values, once the put is placed.
-        tables_bytes: size of the tables.
-        columns: the columns by name; None for a column that was freed. Similar puts without freed cells share them.
+        values: the blob that contains the values, set when the put is placed.
+        tables_bytes: size of the tables in bytes.
+        columns: the columns by name; None: the column was freed. Similar puts without freed cells share this dict.
         row_count: number of rows that were put.
         partition_id: the put's partition.
-        live_bytes: number of bytes of live cells, including their share of the tables.
-        for_existing_rows: whether the put was reserved as columns for existing rows, so it must not create new rows.
+        live_bytes: bytes of live cells, including their share of the tables.
+        for_existing_rows: whether capacity was reserved for columns of existing rows; such a put must not create rows.
         owner: the controller that owns the put.
     """
 
@@ -248,17 +248,17 @@ class StoredPut:
         self.owner = _one_of(owner)
 
     def charge_in(self, store: BlobStore) -> int:
-        """Return the size of the tables and values in bytes, including gaps between columns in shared memory."""
+        """Return the bytes of the tables and values, including gaps between columns in shared memory."""
         return self.tables_bytes + self._place_values(store)[1]
 
     def blob_bytes(self, store: BlobStore) -> int:
-        """Return the size of the put's blob, which in a durable store includes the tables."""
+        """Return the size of the put's blob, which includes the tables if the store is durable."""
         return self.charge_in(store) - (0 if store.is_durable else self.tables_bytes)
 
     def place(self, values: Blob, *, is_recovered: bool = False) -> None:
-        """Lay out the put in a blob of `blob_bytes` bytes; the blob's `charge` must be that of the put.
+        """Place the put in a blob of `blob_bytes` bytes whose `charge` is that of the put.
 
-        The tables must be filled next, except for a recovered put, whose blob already contains them.
+        The tables must be filled next, except those of a recovered put, whose blob already contains them.
         """
         self._own_columns()
         self.values = values
@@ -269,7 +269,7 @@ class StoredPut:
             column.values_at = self.values_at + start
 
     def share_columns(self) -> None:
-        """Share columns with similar puts; separate ones would take several times the memory of a small put's bytes."""
+        """Share columns with similar puts; separate columns would use several times the memory of a small put."""
         columns = self.left_columns()
         key = [(each.spec, each.value_bytes, each.table_at, each.values_at) for each in columns]
         self.columns = _shared_columns(self.row_count, *key)
@@ -283,11 +283,11 @@ class StoredPut:
 
     @property
     def may_be_packed(self) -> bool:
-        """Whether the put is small, is on Python's heap, and has no freed cells."""
+        """Whether the put is small, on Python's heap, and without freed cells."""
         return self._has_shared_columns and self.values.backing is None and self.values.copy is None
 
     def packed(self) -> PackedPut | None:
-        """Return the put packed into two objects, or None unless it `may_be_packed`."""
+        """Return the put packed into two objects, or None if the put cannot be packed."""
         if not self.may_be_packed:
             return None
         columns, values = self.left_columns(), self.values
@@ -304,7 +304,7 @@ class StoredPut:
             self._has_shared_columns = False
 
     def fill_tables(self, shapes: Sequence[ColumnShape]) -> None:
-        """Fill the tables of a placed put; safe in any thread.
+        """Fill the tables of a placed put. Safe in any thread.
 
         Raises:
             InvalidArgumentError: a msgpack row is empty.
@@ -318,7 +318,7 @@ class StoredPut:
                     raise _wrong_row(shape.spec.name, int(empty.argmax()), "has no bytes; expected one msgpack value")
 
     def _place_values(self, store: BlobStore) -> tuple[list[int], int]:
-        """Return the start of each column among the values, and the end of the last column."""
+        """Return the start of each column within the values, and the end of the last column."""
         sizes = [column.value_bytes for column in self.left_columns()]
         if store.is_shared:
             return place_columns(sizes)
@@ -344,20 +344,20 @@ class StoredPut:
         raise UnavailableError(f"segment {values.number} has not been read since the start; try again")
 
     def table_views(self) -> list[memoryview]:
-        """Return the tables of the remaining columns; concatenated, they are the tables of a copy."""
+        """Return the tables of the remaining columns, which a copy of the put concatenates."""
         tables = memoryview(self.tables())
         return [tables[column.table_at :][: column.tables_size()] for column in self.left_columns()]
 
     def value_spans(self) -> list[Span]:
-        """Return the span of each remaining column's values in the blob; concatenated, they are a copy's values."""
+        """Return the span of each remaining column's values in the blob, which a copy of the put concatenates."""
         return [(column.values_at, column.value_bytes) for column in self.left_columns()]
 
     def left_columns(self) -> list[StoredColumn]:
-        """Return the put's remaining columns."""
+        """Return the columns that were not freed."""
         return [column for column in self.columns.values() if column is not None]
 
     def shapes(self) -> list[ColumnShape]:
-        """Return the columns as they were put. Valid only if none of their cells were freed."""
+        """Return the columns as they were put. Valid only if no cells were freed."""
         return [
             ColumnShape(
                 spec=column.spec,
@@ -369,7 +369,7 @@ class StoredPut:
         ]
 
     def column(self, name: str, put_id: bytes) -> StoredColumn:
-        """Return a column.
+        """Return a column by name.
 
         Raises:
             FieldNotFoundError: the put never had the column.
@@ -406,7 +406,7 @@ class StoredPut:
         return any(self.columns.values())
 
     def is_whole(self) -> bool:
-        """Whether no cell was freed."""
+        """Return whether no cell was freed."""
         return all(column and column.row_set.live_count == self.row_count for column in self.columns.values())
 
     def dead_bytes(self) -> int:
@@ -416,11 +416,11 @@ class StoredPut:
         return self.values.charge - live_bytes
 
     def is_mostly_dead(self) -> bool:
-        """Whether compaction would free more than half of the put."""
+        """Return whether compaction would free more than half of the put."""
         return self.dead_bytes() * 2 > self.values.charge
 
     def snapshot(self) -> StoredPut:
-        """Return a snapshot that a thread can read while cells are freed; its bytes never change."""
+        """Return a snapshot that a thread can read while cells are freed; its state never changes."""
         twin = copy(self)
         row_sets = {id(row_set): row_set.copy() for row_set in self.row_sets()}
         twin.columns = {}
@@ -435,11 +435,11 @@ class StoredPut:
         return list({id(column.row_set): column.row_set for column in self.left_columns()}.values())
 
     def members(self, row_set: RowSet) -> dict[str, StoredColumn]:
-        """Return the columns that use a row set."""
+        """Return the columns that use a row set, by name."""
         return {name: column for name, column in self.columns.items() if column and column.row_set is row_set}
 
     def _split(self, names: set[str]) -> list[RowSet]:
-        """Return the row sets of some columns, no longer shared with other columns."""
+        """Return row sets used only by these columns; a row set shared with other columns is copied first."""
         touched = []
         for row_set in self.row_sets():
             members = self.members(row_set)
@@ -464,7 +464,7 @@ class StoredPut:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PutKind:
-    """The common properties of puts with the same columns in a partition; cached, and compared by identity."""
+    """The properties that puts with the same columns in a partition share; cached, and compared by identity."""
 
     specs: tuple[FieldSpec, ...]
     row_count: int
@@ -476,13 +476,13 @@ class PutKind:
 _kind: Final = lru_cache(maxsize=256)(PutKind)
 
 
-@dataclass(slots=True, eq=False)  # a named tuple takes 16 more bytes, a frozen dataclass is slower to create
+@dataclass(slots=True, eq=False)  # a named tuple takes 16 more bytes, and a frozen dataclass is slower to create
 class PackedPut:
-    """A small put without freed cells that takes a quarter of the memory and is unpacked for each access.
+    """A small put without freed cells, in a form that takes a quarter of the memory and is unpacked for each access.
 
     Attributes:
         kind: properties shared with other puts.
-        content: the value size of each column (int32), the tables, and the values.
+        content: the value size of each column (int32), then the tables and the values.
     """
 
     kind: PutKind
@@ -504,7 +504,7 @@ class PackedPut:
         return self.content[:start], self.content[start:]
 
     def unpacked(self, store: BlobStore) -> StoredPut:
-        """Return the original put, in the given store."""
+        """Return the put in its original form, as a put of `store`."""
         kind, (sizes, content) = self.kind, self.parts()
         columns = _packed_columns(kind, sizes, is_durable=store.is_durable)
         put = StoredPut(
@@ -537,7 +537,7 @@ def packed_put(
 
 
 def unpack_sizes(sizes: bytes) -> tuple[int, ...]:
-    """Return the value size of each column of a packed put."""
+    """Return the value size of each column of a packed put, in bytes."""
     return _sizes(len(sizes) // _SIZE_BYTES).unpack(sizes)
 
 
@@ -548,7 +548,7 @@ def _sizes(count: int) -> struct.Struct:
 
 @lru_cache(maxsize=256)
 def _packed_columns(kind: PutKind, sizes: bytes, *, is_durable: bool) -> dict[str, StoredColumn | None]:
-    """Return the columns of packed puts of this kind and size; in a durable store, values follow the tables."""
+    """Return the columns of packed puts of this kind and size. In a durable store, values follow the tables."""
     row_set, columns = RowSet(kind.row_count), list[StoredColumn]()
     for spec, value_bytes in zip(kind.specs, unpack_sizes(sizes), strict=True):
         columns.append(StoredColumn(spec, row_set, value_bytes))
@@ -561,13 +561,13 @@ def _packed_columns(kind: PutKind, sizes: bytes, *, is_durable: bool) -> dict[st
 
 @lru_cache(maxsize=64)
 def _one_of(owner: bytes) -> bytes:
-    """Return the one bytes object that all puts of an owner share."""
+    """Return the same bytes object for all puts of an owner."""
     return owner
 
 
 @lru_cache(maxsize=256)
 def _shared_columns(row_count: int, *columns: tuple[FieldSpec, int, int, int]) -> dict[str, StoredColumn | None]:
-    """Return the columns of a put, each given by its spec, value size, and table and value positions."""
+    """Return the columns of a put, each given by its spec, value size, table position and value position."""
     row_set, shared = RowSet(row_count), dict[str, StoredColumn | None]()
     for spec, value_bytes, table_at, values_at in columns:
         shared[spec.name] = column = StoredColumn(spec, row_set, value_bytes)
@@ -576,12 +576,12 @@ def _shared_columns(row_count: int, *columns: tuple[FieldSpec, int, int, int]) -
 
 
 class TextCheck:
-    """Checks that one text column is valid UTF-8, part by part in order.
+    """Checks that a text column is valid UTF-8, part by part in order.
 
     Args:
-        name: the field.
-        offsets: start of each row in the column's values, and the end of the last row: `(n + 1,)`.
-        values_at: start of these values in the put's blob.
+        name: name of the field.
+        offsets: start of each row in the column's values, and end of the last row: `(n + 1,)`.
+        values_at: start of the column's values in the put's blob.
 
     Attributes:
         next: position in the blob up to which the column has been checked.
@@ -599,7 +599,7 @@ class TextCheck:
         self.end = values_at + int(offsets[-1])
 
     def look_at(self, data: memoryview | bytes, at: int) -> None:
-        """Check the column's bytes in the part of the blob that starts at `at`.
+        """Check the column's bytes in a part of the blob that starts at `at`.
 
         Raises:
             InvalidArgumentError: a row is not UTF-8; the error names the first such row.
@@ -613,7 +613,7 @@ class TextCheck:
         rows = rows[self._offsets[first + 1 : last + 1] > rows]  # an empty row has no first byte
         inside = (np.frombuffer(part, np.uint8)[rows - start] & _HIGHEST_BITS) == _CONTINUES
         piece, piece_start = (self._rest + part, start - len(self._rest)) if self._rest else (part, start)
-        # If a row begins within a character, the first wrong row is that row, or the previous one with the lead byte.
+        # A row that begins within a character is wrong, unless the previous row, with the lead byte, is wrong already.
         wrong_at = int(rows[int(inside.argmax())]) if inside.any() else None
         looked_at = piece if wrong_at is None else piece[: wrong_at - piece_start]
         try:
@@ -630,13 +630,13 @@ class TextCheck:
         return _wrong_row(
             self._name,
             row,
-            f"is not UTF-8 from byte {at - int(self._offsets[row])} on; encode text as UTF-8, or put it with the "
+            f"has invalid UTF-8 at byte {at - int(self._offsets[row])}; encode text as UTF-8, or put it with the "
             "encoding bytes",
         )
 
 
 def _wrong_row(name: str, row: int, what: str) -> InvalidArgumentError:
-    """Return the error for an object row that does not match its encoding."""
+    """Return the error for an object row that violates its encoding."""
     return InvalidArgumentError(
         f"row {row} of field {name!r} {what}", field="columns", metadata={"row": str(row), "field_name": name}
     )
@@ -649,16 +649,16 @@ class PendingPut:
     blob by threads or other processes, followed by `end_filling`.
 
     States: waiting for capacity → open → done, or aborted from any state but done. The call that reserved the put
-    aborts it unless the put is done. A newer stream of the same put aborts the older one, whose next call raises an
+    aborts it unless the put is done. A newer stream of the same put aborts the older stream, whose next call raises an
     error.
 
     Args:
-        put_id: the put.
+        put_id: id of the put.
         on_finish: called with the put when all bytes have arrived.
-        on_abort: called once with the put as stored so far, or None if no memory was allocated yet.
+        on_abort: called once with the put as stored so far, or with None if no memory was allocated yet.
 
     Attributes:
-        put_id: as above.
+        put_id: id of the put.
         end_transfer: called on abort, to stop transfers that are still filling the blob.
     """
 
@@ -683,16 +683,16 @@ class PendingPut:
         self._is_ended = False  # done or aborted
         self._on_finish = on_finish
         self._on_abort = on_abort
-        self._stored: StoredPut | None = None  # while it is open
+        self._stored: StoredPut | None = None  # set while the put is open
         self._filled = 0
         self._text_checks: Sequence[TextCheck] = ()
         self.end_transfer: Callable[[], object] = lambda: None
 
     def begin(self, stored: StoredPut) -> None:
-        """Set the put to fill, whose tables are already written and whose values follow.
+        """Set the put to receive. The put's tables are already written; its values arrive next.
 
         Raises:
-            CallCancelledError: a retry took over while this one waited; the blob is released.
+            CallCancelledError: a retry of this put took over while this call waited; the blob is released.
         """
         if self._is_ended:
             stored.values.release()
@@ -710,7 +710,7 @@ class PendingPut:
 
         Raises:
             InvalidArgumentError: there are more bytes than declared, or a text row is not UTF-8.
-            CallCancelledError: a retry took over.
+            CallCancelledError: a retry of this put took over.
         """
         stored = self.require_open()
         blob, start, end = stored.values, self._filled, self._filled + len(data)
@@ -722,7 +722,7 @@ class PendingPut:
             )
         for check in self._text_checks:
             check.look_at(data, start)
-        blob.pin()  # keeps the memory if the put is aborted during the write
+        blob.pin()  # so its memory is kept if the put is aborted during the write
         try:
             await blob.store.write(blob, start, data)
         finally:
@@ -731,13 +731,13 @@ class PendingPut:
         self._filled = end
 
     async def map_fd(self, fd: int) -> None:
-        """Receive all bytes at once as the file descriptor of sealed memory; takes ownership of the descriptor.
+        """Receive all bytes at once as the file descriptor of sealed memory. Takes ownership of the descriptor.
 
         Raises:
             InvalidArgumentError: the descriptor is not sealed memory of the declared size, the put does not use sealed
                 memory, or a text row is not UTF-8.
-            CallCancelledError: a retry took over.
-            OSError: the system refuses to map the memory.
+            CallCancelledError: a retry of this put took over.
+            OSError: the system refused to map the memory.
         """
         values = None if self._stored is None else self._stored.values
         if not isinstance(values, MemfdBlob):
@@ -755,7 +755,7 @@ class PendingPut:
         Raises:
             InvalidArgumentError: a text row is not UTF-8.
             UnavailableError: the filled bytes cannot be read.
-            CallCancelledError: a retry took over.
+            CallCancelledError: a retry of this put took over.
         """
         stored = self.require_open()
         if self._text_checks or not stored.values.is_local:
@@ -772,7 +772,7 @@ class PendingPut:
 
         Raises:
             InvalidArgumentError: bytes are missing.
-            CallCancelledError: a retry took over.
+            CallCancelledError: a retry of this put took over.
         """
         stored = self.require_open()
         if self._filled < stored.values.size:
@@ -783,18 +783,18 @@ class PendingPut:
         return stored
 
     def finish(self) -> None:
-        """Complete the put; if it must outlive this process, call `StorageEngine.flush` first.
+        """Complete the put. If it must outlive this process, call `StorageEngine.flush` first.
 
         Raises:
             InvalidArgumentError: bytes are missing.
-            CallCancelledError: a retry took over.
+            CallCancelledError: a retry of this put took over.
         """
         stored = self.require_complete()
         self._end()
         self._on_finish(self, stored)
 
     def abort(self) -> None:
-        """Release everything unless the put is done; further calls do nothing."""
+        """Release the put's resources unless the put is done; further calls do nothing."""
         if not self._is_ended:
             stored = self._stored
             self._end()
@@ -806,7 +806,7 @@ class PendingPut:
         self._stored = None
 
     def require_open(self) -> StoredPut:
-        """Return the put being filled.
+        """Return the put that is being received.
 
         Raises:
             CallCancelledError: the put was aborted.

@@ -9,21 +9,21 @@ Lifecycle of a put in its storage service:
                  +------------------- recovered -- listed by its controller -> committed
                           not listed -> waiting
 
-A controller in another process commits a put on receiving its receipt, and confirms the put shortly afterwards. An
-overdue put may therefore be committed, so its controller is asked before the put is dropped. Once the controller has
-answered that it does not know a put, it must not commit that put. Two timestamps ensure this: a receipt contains the
-time when it was issued, and the question contains the time from which receipts are valid. If a client retries a put
-after half of its waiting time, the put starts waiting again with a new receipt. `server/puts.py` describes the
-controller's side, and why no put is lost.
+A controller in another process commits a put when it receives the put's receipt, and confirms the put shortly
+afterwards. An overdue put may therefore be committed, so the storage service asks the controller before dropping it.
+A controller that has answered that it does not know a put must not commit that put. Two timestamps ensure this:
+a receipt contains the time when it was issued, and the question contains the time from which receipts are valid. If a
+client retries a put after half of its waiting time, the put starts waiting again with a new receipt. `server/puts.py`
+describes the controller's side, and why puts are not lost.
 
 With a store that outlives the process (`PutJournal`):
 
     blob written -> (copied, flushed) -> record appended to the journal -> the put is complete
     put dropped -> the drop is appended -> once that is durable: the blob is released
 
-After a restart, the bytes of a put are verified before they are first read; a background task slowly verifies all
-puts. The record of a small put includes its bytes. The bytes of a put in shared memory are copied to a blob of the
-store before the put is complete, but are still read from the shared memory while the process runs.
+After a restart, the bytes of a put are verified before they are first read. A background task slowly verifies all puts.
+The record of a small put includes its bytes. The bytes of a put in shared memory are copied to a blob of the store
+before the put is complete, but reads use the shared memory while the process runs.
 """
 
 from __future__ import annotations
@@ -65,33 +65,33 @@ from tq_service.storage.index.put import (
 
 _log = logging.getLogger(__name__)
 _SHARDS: Final = 1024
-_KEPT_SECONDS: Final = 10.0  # after a read, which may be one of several parts that need their puts in memory at once
+_KEPT_SECONDS: Final = 10.0  # in memory after a read, which may be one of several parts that need their puts at once
 _LOOKED_AT: Final = 256
 _MOST_NAMED: Final = 5
-_MOST_LISTED: Final = 100  # the metadata of a response has capacity for about twice as many
+_MOST_LISTED: Final = 100  # the metadata of a response can contain about twice as many
 _SCRUB_BYTES_PER_SECOND: Final = 100e6
 _LEAST_PAUSE_SECONDS: Final = 0.001
 _RETRY_SECONDS: Final = 1.0
 SourceT = TypeVar("SourceT", bound=Hashable)
 AnyPut: TypeAlias = "StoredPut | RecoveredPut | PackedPut"
-_ANY_ID: Final = bytes(16)  # comes first in a record, so the first match is the id
+_ANY_ID: Final = bytes(16)  # the id comes first in a record, so its first match is the id
 _spec: Final = lru_cache(maxsize=1024)(FieldSpec)  # puts share a small number of specs
 
 
 class PutState(Enum):
-    """Whether a complete put is committed, as far as its storage service knows."""
+    """Commit state of a complete put, as known to its storage service."""
 
-    WAITING = "waiting"  # for its commit
-    RECOVERED = "recovered"  # from an earlier process, which may have known that it was committed
+    WAITING = "waiting"  # the put waits for its commit
+    RECOVERED = "recovered"  # the put is from an earlier process, which may have known that it was committed
     COMMITTED = "committed"
 
 
 class Overdue(NamedTuple):
-    """A storage service's question to a controller about overdue puts.
+    """A storage service's question to a controller: which overdue puts does it know?
 
     Attributes:
         put_ids: ids of the overdue puts.
-        valid_from: receipts issued before this time are void from now on, including those of all overdue puts.
+        valid_from: time from which receipts are valid; earlier receipts, including those of all overdue puts, are void.
     """
 
     put_ids: list[bytes]
@@ -99,12 +99,12 @@ class Overdue(NamedTuple):
 
 
 class RecoveredPut(NamedTuple):
-    """In-memory state of a put that was recovered or spilled, and has not been used since.
+    """In-memory state of a put that was recovered or spilled and has not been used since.
 
     Attributes:
         values: the put's blob.
         owner: the controller that owns the put.
-        spilled_bytes: number of bytes of the put that left memory.
+        spilled_bytes: bytes of the put that left memory.
     """
 
     values: Blob
@@ -118,9 +118,9 @@ class RecoveredPut(NamedTuple):
 
 
 class PutTable(Mapping[bytes, StoredPut]):
-    """Puts by id, and the set of puts not known to be committed.
+    """Complete puts by id, and the set of puts not known to be committed.
 
-    Recovered puts are loaded when needed, since many are never read. They do not become overdue until their controller
+    Recovered puts are loaded when needed, since many are never read. They become overdue only after their controller
     has listed its puts, because the controller may be down for a long time. Packed puts are unpacked for each access,
     but remain packed in the table. Puts are spread over many small dicts, so they can be visited in slices while others
     are added and removed.
@@ -137,13 +137,13 @@ class PutTable(Mapping[bytes, StoredPut]):
         self._backing = backing
         backing.kept_puts = self._kept
         self._shards: list[dict[bytes, AnyPut]] = [{} for _ in range(_SHARDS)]
-        self._owned: Counter[bytes] = Counter()  # puts by owner
-        self._absent_since: dict[bytes, float] = {}  # owners without a live controller
-        self._waiting: dict[bytes, float] = {}  # start of each wait, ascending; also the time in the receipts
+        self._owned: Counter[bytes] = Counter()  # number of puts by owner
+        self._absent_since: dict[bytes, float] = {}  # owners without a running controller
+        self._waiting: dict[bytes, float] = {}  # start of each wait, ascending; receipts contain the same time
         self._recovered: set[bytes] = set()
 
     def recover(self, puts: Mapping[bytes, RecoveredPut | PackedPut]) -> None:
-        """Take over puts of an earlier process."""
+        """Add the puts of an earlier process."""
         for put_id, put in puts.items():
             self._shard(put_id)[put_id] = put
             self._owned[put.owner] += 1
@@ -156,14 +156,14 @@ class PutTable(Mapping[bytes, StoredPut]):
         self.wait(put_id)
 
     def pack(self, put_id: bytes) -> None:
-        """Pack a small put, to save memory."""
+        """Replace a small put with its packed form to save memory."""
         shard = self._shard(put_id)
         put = shard[put_id]
         if isinstance(put, StoredPut) and (packed := self._backing.pack(put_id, put)) is not None:
             shard[put_id] = packed
 
     def unpack(self, put_id: bytes) -> StoredPut:
-        """Unpack a put that is about to change, and return it."""
+        """Replace a packed put that is about to change with its unpacked form, and return it."""
         shard = self._shard(put_id)
         if isinstance(packed := shard[put_id], PackedPut):
             self._backing.unpack(put_id, packed)
@@ -171,7 +171,7 @@ class PutTable(Mapping[bytes, StoredPut]):
         return put
 
     def _kept(self) -> Iterator[tuple[bytes, AnyPut]]:
-        """Return an iterator over all puts as they are stored now, for use in any thread."""
+        """Return an iterator over all puts in their current form, for use in any thread."""
         names = list(chain.from_iterable(self._shards))
         return zip(names, list(chain.from_iterable(map(dict.values, self._shards))), strict=True)
 
@@ -189,7 +189,7 @@ class PutTable(Mapping[bytes, StoredPut]):
         return self._with_blob(put)
 
     def _with_blob(self, put: AnyPut) -> StoredPut | RecoveredPut:
-        """Return a removed put in a form that has a blob to release."""
+        """Return a removed put in a form whose blob can be released."""
         if not isinstance(put, PackedPut):
             return put
         blob = Blob(self._backing.store, 0)
@@ -204,13 +204,13 @@ class PutTable(Mapping[bytes, StoredPut]):
         return len(self._waiting) + len(self._recovered)
 
     def state_of(self, put_id: bytes) -> PutState:
-        """Return the state of a put in the table."""
+        """Return the commit state of a put in the table."""
         if put_id in self._waiting:
             return PutState.WAITING
         return PutState.RECOVERED if put_id in self._recovered else PutState.COMMITTED
 
     def wait(self, put_id: bytes) -> None:
-        """Restart the wait of a put now."""
+        """Start or restart a put's wait for its confirmation."""
         self.confirm(put_id)
         self._waiting[put_id] = self.clock()
 
@@ -222,8 +222,8 @@ class PutTable(Mapping[bytes, StoredPut]):
     def receipt_time(self, put_id: bytes) -> float | None:
         """Return the timestamp for a put's receipt, or None if the put is committed.
 
-        A retried put gets the same receipt. After half of its waiting time, however, a retry restarts the wait with a
-        new receipt.
+        A retried put gets the same receipt. After half of the put's waiting time, however, a retry restarts the wait
+        with a new receipt.
         """
         if self.state_of(put_id) is PutState.COMMITTED:
             return None
@@ -239,16 +239,16 @@ class PutTable(Mapping[bytes, StoredPut]):
         return next((since for since in self._waiting.values() if since > overdue_until), now)
 
     def overdue(self, owner: bytes, most: int | None = None) -> Overdue:
-        """Return up to `most` of an owner's puts that have waited for too long, or all if `most` is None."""
+        """Return up to `most` overdue puts of an owner; if `most` is None, return all of them."""
         valid_from = self.valid_from
         overdue = takewhile(lambda put_id: self._waiting[put_id] < valid_from, self._waiting)
         own = (put_id for put_id in overdue if self.owner_of(put_id) == owner)
         return Overdue(list(islice(own, most)), valid_from)
 
     def on_answer(self, asked: Overdue, unknown: Collection[bytes]) -> list[bytes]:
-        """Return the puts to drop: those that the controller does not know. The others start waiting again.
+        """Return the puts to drop, which the controller does not know; the other puts start waiting again.
 
-        A put that has since received a new receipt is left alone, because it may be committed with that receipt.
+        A put that has received a new receipt since then is unaffected, because it may be committed with that receipt.
         """
         old = [put_id for put_id in asked.put_ids if self._waiting.get(put_id, math.inf) < asked.valid_from]
         for put_id in old:
@@ -263,9 +263,10 @@ class PutTable(Mapping[bytes, StoredPut]):
         return self._shard(put_id)[put_id].owner
 
     def absent_owners(self, controllers: Collection[bytes]) -> list[bytes]:
-        """Return the owners that have been absent from the controllers for as long as a put waits.
+        """Return the owners that have not been among the controllers for as long as a put waits.
 
-        An owner that is an earlier run of one of the controllers is returned at once, because it persisted no state.
+        An owner that is an earlier run of one of the controllers is returned immediately, because that run persisted no
+        state.
         """
         now = self.clock()
         names = {controller[:CONTROLLER_NAME_BYTES] for controller in controllers}
@@ -278,7 +279,7 @@ class PutTable(Mapping[bytes, StoredPut]):
         ]
 
     def slices(self) -> Iterator[list[bytes]]:
-        """Yield the ids of all puts in slices; puts added or removed during the iteration may be missed."""
+        """Yield the ids of all puts in slices. Puts added or removed during the iteration may be missed."""
         for shard in self._shards:
             yield list(shard)
 
@@ -306,7 +307,7 @@ class PutTable(Mapping[bytes, StoredPut]):
 
 
 class Residents:
-    """Puts of one engine that are in memory and may leave it, least recently used first.
+    """The puts of an engine that are in memory and may leave it, least recently used first.
 
     complete -> in memory -> spilled (its bytes are only in the mirror) -> fetched when it is read -> in memory
 
@@ -318,26 +319,26 @@ class Residents:
     def __init__(self, clock: Callable[[], float], *, can_spill: bool) -> None:
         self._clock = clock
         self._can_spill = can_spill
-        self._kept_until: dict[bytes, float] = {}  # in the order of their last use
+        self._kept_until: dict[bytes, float] = {}  # least recently used first
 
     def add(self, put_id: bytes) -> None:
-        """Record a new put, which may leave memory at once."""
+        """Add a put that is in memory now; it may leave memory immediately."""
         if self._can_spill:
             self._kept_until[put_id] = 0.0
 
     def use(self, put_ids: Iterable[bytes]) -> None:
-        """Record that puts are about to be read; puts that are not in memory are fetched for the read."""
+        """Keep puts that are about to be read in memory for some seconds. Puts not in memory are ignored."""
         if self._can_spill:
             for put_id in put_ids:
                 if self._kept_until.pop(put_id, None) is not None:
                     self._kept_until[put_id] = self._clock() + _KEPT_SECONDS
 
     def remove(self, put_id: bytes) -> None:
-        """Remove a put that has left memory."""
+        """Remove a put that has left memory or is gone."""
         self._kept_until.pop(put_id, None)
 
     def coldest(self) -> list[bytes]:
-        """Return some puts that may leave memory, least recently used first; call `put_off` for those that cannot."""
+        """Return some puts that may leave memory, least recently used first; call `put_off` if a put cannot leave."""
         now = self._clock()
         return [put_id for put_id, until in islice(self._kept_until.items(), _LOOKED_AT) if until <= now]
 
@@ -351,17 +352,17 @@ class Residents:
 
 @dataclass(slots=True, eq=False)
 class Reconciliation:
-    """Progress in learning which puts a controller knows. While it runs, other calls may confirm and free puts.
+    """Progress of comparing an engine's puts with a controller's list, while other calls may confirm and free puts.
 
     Attributes:
         owner: the controller that lists its puts.
-        staying: puts that were listed, or confirmed in the meantime; all other confirmed puts are dropped at the end.
-        freed: puts freed in the meantime. They may still be listed, but do not count as missing. A put stored later
-            under the same id is a different put, which the list does not cover.
-        partial: puts for which only some cells are listed.
+        staying: puts that were listed, or confirmed during the comparison; other confirmed puts are dropped at the end.
+        freed: puts freed during the comparison. They may still be listed, but do not count as missing. A put stored
+            later under the same id is a different put, which the list does not cover.
+        partial: puts with only some of their cells listed.
         put_id: the put whose cells are being listed.
         parts: cells of that put listed so far.
-        missing_put_ids: some of the listed puts that do not exist or are damaged.
+        missing_put_ids: ids of some of the listed puts that do not exist or are damaged.
         missing_count: number of listed puts that do not exist or are damaged.
         dropped_count: number of confirmed puts dropped because they were not listed.
     """
@@ -377,14 +378,14 @@ class Reconciliation:
     dropped_count: int = 0
 
     def miss(self, put_id: bytes) -> None:
-        """Count a known put that does not exist or is damaged."""
+        """Count a listed put that does not exist or is damaged."""
         self.missing_count += 1
         if len(self.missing_put_ids) < _MOST_LISTED:
             self.missing_put_ids.append(put_id)
 
 
 def cells_besides(put_id: bytes, put: StoredPut, parts: Sequence[PutCells]) -> list[PutCells]:
-    """Return the cells of a put that none of the parts includes."""
+    """Return the cells of a put that none of the parts include."""
     kept: dict[str, np.ndarray[tuple[int], np.dtype[np.bool_]]] = {
         name: np.zeros(put.row_count, np.bool_) for name, column in put.columns.items() if column is not None
     }
@@ -403,14 +404,14 @@ def cells_besides(put_id: bytes, put: StoredPut, parts: Sequence[PutCells]) -> l
     ]
 
 
-# Outliving the process
+# Puts that outlive the process
 
 
 def check_sound(put_ids: Iterable[bytes], damaged: Mapping[bytes, str], storage_id: str) -> None:
-    """Check that none of the puts is damaged.
+    """Raise DataLossError if any of the puts is damaged.
 
     Raises:
-        DataLossError: a put is damaged; the error names all damaged ones.
+        DataLossError: a put is damaged; the error names all damaged puts.
     """
     lost = [put_id for put_id in put_ids if put_id in damaged] if damaged else []
     if lost:
@@ -418,7 +419,7 @@ def check_sound(put_ids: Iterable[bytes], damaged: Mapping[bytes, str], storage_
 
 
 def lost_error(put_ids: Sequence[bytes], reason: str, storage_id: str) -> DataLossError:
-    """Return the error for reading damaged puts; `reason` is why the first of them is damaged."""
+    """Return the error for reading damaged puts; `reason` explains the damage of the first one."""
     names = ", ".join(put_id.hex() for put_id in put_ids[:_MOST_NAMED])
     more = f" and {len(put_ids) - _MOST_NAMED} more" if len(put_ids) > _MOST_NAMED else ""
     return DataLossError(
@@ -437,15 +438,15 @@ class Backing(Generic[SourceT]):
         store: store for the bytes of puts, except for puts in shared memory.
 
     Attributes:
-        store: as above.
-        damaged: puts whose bytes are lost, with the reason; puts not verified yet may be damaged as well.
+        store: store for the bytes of puts, except for puts in shared memory.
+        damaged: puts whose bytes are lost, with the reason for each. Puts not verified yet may be damaged too.
         may_fetch: returns whether memory is available for puts that no reader has requested.
-        fetch_error: why the last fetch failed.
-        on_recovered: called with puts of an earlier process, or of an engine that is gone; the engine takes them over.
-        on_fetched: called with the record and the bytes of each fetched put; retains the bytes, and returns the
-            put, or None if all its cells were freed.
-        on_looked_at: called with each recovered put once it has been verified.
-        kept_puts: returns all puts as the engine stores them.
+        fetch_error: reason why the last fetch failed.
+        on_recovered: called with puts of an earlier process, or of an engine that is gone, which the engine then adds.
+        on_fetched: called with the record and the bytes of each fetched put. It retains the bytes and returns the put,
+            or None if all cells of the put were freed.
+        on_looked_at: called with each recovered put after it has been verified.
+        kept_puts: returns all puts in the form in which the engine stores them.
         is_volatile: whether puts are lost with the process.
     """
 
@@ -460,10 +461,10 @@ class Backing(Generic[SourceT]):
         self.damaged: dict[bytes, str] = {}
         self.may_fetch: Callable[[], bool] = lambda: True
         self.fetch_error = ""
-        # Puts that must be fetched or verified before they are read, with the source of their bytes.
+        # Puts that must be fetched or verified before they can be read, with the source of their bytes.
         self._unfetched: dict[bytes, SourceT] = {}
-        self._to_scrub: Mapping[bytes, object] = self._unfetched  # puts to fetch even if they are not read
-        self._to_free: dict[bytes, None] = {}  # puts to fetch next, to free some of their cells
+        self._to_scrub: Mapping[bytes, object] = self._unfetched  # puts to fetch even if no reader requests them
+        self._to_free: dict[bytes, None] = {}  # puts to fetch first, because some of their cells must be freed
         self._has_to_free = asyncio.Event()
         self._fetching: dict[SourceT, asyncio.Task[None]] = {}
 
@@ -479,22 +480,22 @@ class Backing(Generic[SourceT]):
         """Record that a flushed put is complete."""
 
     def pack(self, put_id: bytes, put: StoredPut) -> PackedPut | None:
-        """Return the packed form of a committed put, or None if the put stays unpacked."""
+        """Return the packed form of a committed put, or None if the put must stay unpacked."""
         return put.packed()
 
     def unpack(self, put_id: bytes, packed: PackedPut) -> None:
-        """Record that a put is no longer stored packed."""
+        """Record that a put is stored unpacked from now on."""
 
     def delete(self, put_id: bytes, blob: Blob) -> None:
-        """Remove a put, and release its blob as soon as that is safe."""
+        """Remove a put, and release its blob once that is safe."""
         blob.release()
 
     def may_compact(self, put_id: bytes) -> bool:
-        """Whether a put may be moved to a smaller blob now."""
+        """Return whether a put may be moved to a smaller blob now."""
         return put_id not in self.damaged and put_id not in self._unfetched
 
     def move(self, put_id: bytes, old: Blob, moved: StoredPut) -> None:
-        """Record that a put was compacted and flushed, and release its old blob as soon as that is safe."""
+        """Record that a put was compacted and flushed, and release its old blob once that is safe."""
         old.release()
 
     def load(self, put_id: bytes, blob: Blob) -> StoredPut:
@@ -514,7 +515,7 @@ class Backing(Generic[SourceT]):
         raise TypeError(f"put {put_id.hex()} has no record")
 
     def spill(self, put_id: bytes) -> bool:
-        """Mark a put as unfetched, so only this backing has its bytes; return whether that was possible."""
+        """Mark a put as unfetched, so only this backing has its bytes; return False if that is not possible."""
         return False
 
     def partition_of(self, put_id: bytes) -> str | None:
@@ -522,13 +523,13 @@ class Backing(Generic[SourceT]):
         return None
 
     def stat(self, spilled_bytes: int = 0) -> MirrorStatus | None:
-        """Return the mirror's status, including the engine's `spilled_bytes`, or None if this is not a mirror."""
+        """Return the mirror's status, including the engine's `spilled_bytes`; None if this backing is not a mirror."""
         return None
 
     # Unfetched puts
 
     def is_unfetched(self, put_id: bytes) -> bool:
-        """Whether a put's tables are not in memory and must be loaded by `check` first."""
+        """Return whether `check` must load a put's tables into memory before they are used."""
         return put_id in self._unfetched
 
     async def check(self, put_ids: Collection[bytes]) -> None:
@@ -545,14 +546,14 @@ class Backing(Generic[SourceT]):
                 return
             was_under_way = not self._fetching.keys().isdisjoint(sources)
             await asyncio.wait([self._start_fetch(put_id, source) for source, put_id in sources.items()])
-            if not was_under_way:  # else retry: the running fetch may have missed a put that was spilled since
+            if not was_under_way:  # otherwise retry: the running fetch may have missed a put spilled since its start
                 break
         for put_id in put_ids:
             if put_id in self._unfetched:
                 raise UnavailableError(f"put {put_id.hex()} cannot be read now ({self.fetch_error}); try again")
 
     async def scrub(self) -> None:
-        """Load and verify all recovered puts at a limited rate; puts with cells to free come first, without pauses."""
+        """Load and verify all recovered puts at a limited rate. Puts with cells to free come first, without pauses."""
         while waiting := self._to_free or self._to_scrub:
             self._has_to_free.clear()
             put_id = next(iter(waiting))
@@ -570,7 +571,7 @@ class Backing(Generic[SourceT]):
         return _LEAST_PAUSE_SECONDS
 
     def fetch_to_free(self, put_id: bytes) -> None:
-        """Fetch an unfetched put next, in the background, to free some of its cells."""
+        """Fetch an unfetched put next, in the background, because some of its cells must be freed."""
         self._to_free[put_id] = None
         self._has_to_free.set()
 
@@ -582,7 +583,7 @@ class Backing(Generic[SourceT]):
         return task
 
     async def _fetch(self, put_id: bytes, source: SourceT) -> None:
-        """Fetch the puts of a source; on a temporary failure, they stay unfetched and `fetch_error` is set."""
+        """Fetch the puts of a source. On a temporary failure, they stay unfetched and `fetch_error` is set."""
 
     def _forget_unfetched(self, put_id: bytes) -> bool:
         self._to_free.pop(put_id, None)
@@ -591,16 +592,16 @@ class Backing(Generic[SourceT]):
     def mark_damaged(self, put_id: bytes, reason: str) -> None:
         """Record that a put cannot be read."""
         if put_id not in self.damaged:
-            _log.error(LogMessage("a put is damaged", put_id=put_id, reason=reason))
+            _log.error(LogMessage("found a damaged put", put_id=put_id, reason=reason))
             self.damaged[put_id] = reason
 
     def clear_damage(self, put_id: bytes) -> bool:
-        """Stop treating a put as damaged or unfetched; return whether it was damaged."""
+        """Remove a put from the damaged and unfetched puts; return whether it was damaged."""
         self._forget_unfetched(put_id)
         return self.damaged.pop(put_id, None) is not None
 
     async def close(self) -> None:
-        """Stop the background work."""
+        """Stop background work."""
 
 
 class ColumnRecord(NamedTuple):
@@ -624,11 +625,11 @@ class PutStored:
         partition_id: the put's partition.
         row_count: number of rows that were put.
         columns: the remaining columns.
-        row_sets: the sets of rows stored for the columns, ascending; None: all rows.
-        freed_names: names of the columns that were freed.
+        row_sets: the distinct sets of rows stored for columns, ascending; None: all rows.
+        freed_names: names of the freed columns.
         size_bytes: size of the tables and values.
         segment: number of the file that contains the tables and values; 0: they follow the record.
-        checksum: XXH3 of the file's contents.
+        checksum: XXH3 checksum of the file's contents.
         for_existing_rows: whether the put must not create new samples.
         owner: the controller that owns the put.
     """
@@ -658,19 +659,19 @@ _KINDS: Final[dict[str, type[PutRecord]]] = {kind.__name__: kind for kind in (Pu
 _SIZE: Final = struct.Struct("<I")
 
 EncodedPut: TypeAlias = tuple[bytes, bytes | bytearray]
-"""The bytes of a record, and for a small put the values that follow; neither ever changes."""
+"""The bytes of a record, and for a small put the values that follow them. Neither may change."""
 
 
 class PutLog(Protocol):
-    """The log to which an engine appends changes of its puts."""
+    """The log to which an engine appends changes to its puts."""
 
     @property
     def fatal(self) -> Callable[[str, BaseException], None]:
-        """Called with a reason and its cause if the log may differ from memory."""
+        """Function to call with a reason and its cause if the log may differ from memory."""
         ...
 
     def append_put(self, record: bytes, values: bytes | bytearray = b"") -> None:
-        """Append a record in memory; records become durable in order. The values must not change afterwards."""
+        """Append a record in memory. Records become durable in order. The values must not change afterwards."""
         ...
 
     def after_durable(self, callback: Callable[[], None]) -> None:
@@ -679,7 +680,7 @@ class PutLog(Protocol):
 
 
 class PutJournal(Backing[Blob]):
-    """Stores puts on disk: records in a journal, bytes in segment files. No puts are accepted before `recover`.
+    """Stores puts on disk: records in a journal, bytes in segment files. Puts are accepted only after `recover`.
 
     Confined to the engine's event loop.
 
@@ -693,7 +694,7 @@ class PutJournal(Backing[Blob]):
     def __init__(self, store: SegmentBlobs) -> None:
         super().__init__(store)
         self._store = store
-        # Only puts that the engine does not store packed: a packed put contains everything that its record does.
+        # Contains only puts that the engine stores unpacked: a packed put includes the contents of its record.
         self._records: dict[bytes, EncodedPut | PackedPut] = {}
 
     # Accepting puts
@@ -702,7 +703,7 @@ class PutJournal(Backing[Blob]):
         """Wait until a put's bytes would survive the loss of this process; see `StorageEngine.flush`."""
         stored = pending.require_complete()
         values = stored.values
-        if values.store is not self._store:  # shared memory, which no other process can find
+        if values.store is not self._store:  # shared memory, which is lost with this process
             values.pin()  # if the put is aborted during the wait, its copy is freed as well
             try:
                 values.copy = await self._store.allocate(stored.blob_bytes(self._store))
@@ -733,7 +734,7 @@ class PutJournal(Backing[Blob]):
         self._log.append_put(*encoded)
 
     def pack(self, put_id: bytes, put: StoredPut) -> PackedPut | None:
-        """Return the packed form of a committed put that was recorded packed."""
+        """Return the packed form of a committed put if its record is packed."""
         kept = self._records[put_id]
         if not isinstance(kept, PackedPut) or not put.may_be_packed:
             return None
@@ -741,23 +742,23 @@ class PutJournal(Backing[Blob]):
         return kept
 
     def unpack(self, put_id: bytes, packed: PackedPut) -> None:
-        """Retain the record of a put, which still describes all its rows."""
+        """Keep the record of a put, which still describes all its rows."""
         self._records[put_id] = packed
 
     # Dropping puts
 
     def delete(self, put_id: bytes, blob: Blob) -> None:
-        """Record that a put is gone, and release its blob once that is durable."""
+        """Append the record of a dropped put, and release its blob once the record is durable."""
         self._records.pop(put_id, None)
         (blob.copy or blob).is_damaged = self.clear_damage(put_id)
         self._log.append_put(encode_put(PutDropped(put_id=put_id)))
         self._log.after_durable(blob.release)
 
     def move(self, put_id: bytes, old: Blob, moved: StoredPut) -> None:
-        """Record a put that was compacted and flushed, and release its old blob once that is durable."""
+        """Append the record of a put that was compacted and flushed, and release its old blob once that is durable."""
         try:
             self.record(put_id, moved)
-        except Exception as error:  # the put has been moved already
+        except Exception as error:  # the put has already been moved in memory
             self._log.fatal("could not persist a put that was moved", error)
             raise
         self._log.after_durable(old.release)
@@ -774,13 +775,13 @@ class PutJournal(Backing[Blob]):
     # After a restart
 
     def recover(self, records: Iterable[bytes], log: PutLog) -> int:
-        """Find the bytes of recorded puts, and record changes to puts from now on.
+        """Find the bytes of recorded puts, and append all future changes to `log`.
 
         A put whose blob is missing is marked as damaged. The contents of the blobs are verified later.
 
         Args:
             records: all records so far, in order.
-            log: receives all future records.
+            log: the log for all future records.
 
         Returns:
             The number of recovered puts.
@@ -793,8 +794,8 @@ class PutJournal(Backing[Blob]):
                 self._records[put_id] = encoded
             else:
                 recovered[put_id] = packed
-        # Newest first: if the record that dropped a put was lost with a part of the journal, its blob may contain the
-        # bytes of a later put.
+        # Newest first: if the end of the journal was lost, with it the record of a dropped put, that put's blob may
+        # contain the bytes of a later put.
         puts = [
             (put_id, record, values)
             for put_id, (record, (_, values)) in reversed(left.items())
@@ -853,13 +854,13 @@ class PutJournal(Backing[Blob]):
 
 
 def encode_put(record: PutRecord) -> bytes:
-    """Encode a record, preceded by its size (uint32). The values of a small put must follow."""
+    """Encode a record with its size (uint32) in front. The values of a small put must follow."""
     encoded = codec.encode_named(record)
     return _SIZE.pack(len(encoded)) + encoded
 
 
 def encode_packed(put_id: bytes, put: PackedPut) -> EncodedPut:
-    """Return the record of a packed put, and the values that follow it."""
+    """Return the record of a packed put, and the values to append to it."""
     sizes, values = put.parts()
     before, after = _around_id(put.kind, sizes, len(values))
     return before + put_id + after, values
@@ -867,7 +868,7 @@ def encode_packed(put_id: bytes, put: PackedPut) -> EncodedPut:
 
 @lru_cache(maxsize=256)
 def _around_id(kind: PutKind, sizes: bytes, size_bytes: int) -> tuple[bytes, bytes]:
-    """Return the bytes before and after the put id in a record; puts of one kind and size share them."""
+    """Return the bytes before and after the put id in a record, which are the same for puts of one kind and size."""
     columns = zip(kind.specs, unpack_sizes(sizes), strict=True)
     record = PutStored(
         put_id=_ANY_ID,
@@ -884,7 +885,7 @@ def _around_id(kind: PutKind, sizes: bytes, size_bytes: int) -> tuple[bytes, byt
 
 
 def _packed(record: PutStored, values: bytes | bytearray) -> PackedPut | None:
-    """Return the packed form of a put recorded with all its rows and values, or None for others."""
+    """Return the packed form of a put that was recorded with all its rows and values, or None for other puts."""
     if record.segment or record.freed_names or any(rows is not None for rows in record.row_sets):
         return None
     return packed_put(
@@ -898,7 +899,7 @@ def _packed(record: PutStored, values: bytes | bytearray) -> PackedPut | None:
 
 
 def decode_put(data: bytes) -> tuple[PutRecord, EncodedPut]:
-    """Decode a record; return it together with its bytes and the values that follow them.
+    """Decode a record; return it with its bytes and the values that follow them.
 
     Raises:
         NewerVersionError: the record has an unknown kind or field.
@@ -909,7 +910,7 @@ def decode_put(data: bytes) -> tuple[PutRecord, EncodedPut]:
 
 
 def left_puts(records: Iterable[bytes]) -> dict[bytes, tuple[PutStored, EncodedPut]]:
-    """Return the puts that remain after applying all records, in the order of their last record."""
+    """Return the puts that remain after applying all records, ordered by their last record."""
     left: dict[bytes, tuple[PutStored, EncodedPut]] = {}
     for data in records:
         record, encoded = decode_put(data)
@@ -951,7 +952,7 @@ def _spec_of(column: ColumnRecord) -> FieldSpec:
 
 
 def put_of(record: PutStored) -> StoredPut:
-    """Return the put that a record describes, not yet placed in a blob."""
+    """Return the put that a record describes; it is not in a blob yet."""
     row_sets = [RowSet(record.row_count if rows is None else rows.size, rows) for rows in record.row_sets]
     columns: dict[str, StoredColumn | None] = dict.fromkeys(record.freed_names)
     for column in record.columns:

@@ -1,6 +1,6 @@
 """Copying cells: reads, in the requested order or as shared memory, and compaction of a put to its live cells.
 
-    runs of rows -> spans of blobs, with a header for each column -> views of local blobs, bytes that threads copy, or
+    runs of rows -> spans of blobs, with a header for each column -> views of local blobs, bytes copied by threads, or
     slices of shared memory that a client on the same host maps
 
 A read may touch thousands of puts of one row each. The work per put is therefore limited to collecting a few attributes
@@ -44,15 +44,15 @@ from tq_service.wire.slices import RowCut, cut_rows
 
 _FEW_CELLS: Final = 1 << 16
 _SMALL_BYTES: Final = 1024
-_FEW_UNITS: Final = 128  # largest slice, in units, that numpy copies unit by unit faster than Python copies it at once
+_FEW_UNITS: Final = 128  # up to this size, numpy copies many slices unit by unit faster than Python copies each
 _FEW_SLICES: Final = 16
-_BLOCK_BYTES: Final = 256 << 10  # of scattered slices; copying them takes about 2 ms
+_BLOCK_BYTES: Final = 256 << 10  # of scattered slices, which take about 2 ms to copy
 _PIECE_BYTES: Final = 1 << 20
 _READ_BYTES: Final = 8 << 10  # reading this many extra bytes costs about as much as a separate read
 _LARGEST_WINDOW_BYTES: Final = 8 << 20
-# For reads only, so a slow disk does not block other work.
+# Separate threads for reads, so a slow disk does not block other work.
 _THREADS: Final = ThreadPoolExecutor(4, thread_name_prefix="tq-read")
-# Tables of columns with up to this many rows are joined, which copies them; larger tables are used in place.
+# Tables of columns with up to this many rows are joined, which copies them. Larger tables are used in place.
 _SMALL_TABLE_ROWS: Final = 64
 # Below these sizes, sending the bytes is faster than sending and mapping a file descriptor, or than copying slices one
 # by one.
@@ -61,7 +61,7 @@ _LEAST_MEAN_SLICE_BYTES: Final = 4 << 10
 _MOST_NAMED: Final = 5
 
 Runs: TypeAlias = Rows | slice
-"""A selection of runs: their positions, or all of them."""
+"""A selection of runs: their positions, or a slice that selects all runs."""
 
 Octets: TypeAlias = NDArray[np.uint8]
 Unreadable: TypeAlias = Callable[[bytes, Blob, OSError], TqError]
@@ -93,7 +93,7 @@ async def open_reading_in_thread(
 ) -> Reading:
     """Do the same as `open_reading`, but in a thread, so other tasks get a turn.
 
-    Cells that are freed in the meantime are still read.
+    Cells that are freed during this call are still read.
     """
     loop = asyncio.get_running_loop()
     row_count, owned = await loop.run_in_executor(_THREADS, _owned, runs, len(put_ids))
@@ -104,15 +104,15 @@ async def open_reading_in_thread(
     try:
         spans = await loop.run_in_executor(_THREADS, _find_spans, runs, held, put_ids, owned, cuts)
         return Reading(held, spans, row_count, put_ids, unreadable)
-    finally:  # the tables and snapshots that a thread may still read are separate memory
+    finally:  # unpinning is safe: a thread that is still running reads only the snapshots and their tables
         for put in held.values():
             put.values.unpin()
 
 
 def is_light_read(runs: Sequence[CellRuns], slices: Sequence[RowSlice] = ()) -> bool:
-    """Whether a read has few enough cells to find them on the event loop."""
+    """Return whether a read has few enough cells to find them on the event loop."""
     if any(part.HasField("second") for part in slices):
-        return False  # each token is a separate slice
+        return False  # each token becomes a separate slice
     range_count = sum(max(len(part.starts), len(part.chunks)) for part in slices)
     row_count = sum(fields.row_count * len(fields.field_names) for fields in runs)
     return row_count * max(range_count, 1) <= _FEW_CELLS
@@ -122,7 +122,7 @@ def _cuts(slices: Sequence[RowSlice], runs: Sequence[CellRuns], row_count: int) 
     """Return the requested part of each row by field, for fields that are not read in full.
 
     Raises:
-        InvalidArgumentError: a slice is invalid, or its field is not read or has a second slice.
+        InvalidArgumentError: a slice is invalid, its field is not read, or its field has two slices.
     """
     joined = [name for fields in runs if fields.extent_counts.size for name in fields.field_names]
     cuts: dict[str, RowCut] = {}
@@ -140,7 +140,7 @@ def _cuts(slices: Sequence[RowSlice], runs: Sequence[CellRuns], row_count: int) 
 
 
 def _owned(runs: Sequence[CellRuns], put_count: int) -> tuple[int, list[tuple[list[int], Rows]]]:
-    """Return the number of requested rows, and for each group of fields the puts of its runs (see `_owners`)."""
+    """Return the number of requested rows and, for each group of fields, the puts of its runs (see `_owners`)."""
     return _check_runs(runs, put_count), [_owners(fields.put_indexes) for fields in runs]
 
 
@@ -192,8 +192,7 @@ def _count_rows(fields: CellRuns, put_count: int) -> int:
     what = f"runs of {', '.join(fields.field_names)}"
     if not len(puts) == len(firsts) == len(counts):
         raise InvalidArgumentError(
-            f"{what} have {len(puts)} puts, {len(firsts)} first rows and {len(counts)} counts; set one of each for "
-            "each run",
+            f"{what} have {len(puts)} puts, {len(firsts)} first rows and {len(counts)} counts; set one of each per run",
             field="runs",
         )
     if not len(puts):
@@ -206,7 +205,7 @@ def _count_rows(fields: CellRuns, put_count: int) -> int:
 
 
 def _count_cells(fields: CellRuns, what: str) -> int:
-    """Validate runs in which each row is one extent of a cell, and return the number of cells."""
+    """Validate runs in which each row is an extent of a cell, and return the number of cells."""
     counts, lengths = fields.extent_counts, fields.extent_lengths
     row_count = int(fields.row_counts.sum())
     if int(counts.min()) < 1 or int(counts.sum()) != row_count or len(lengths) != row_count:
@@ -219,7 +218,7 @@ def _count_cells(fields: CellRuns, what: str) -> int:
 
 
 def _owners(put_indexes: Rows) -> tuple[list[int], Rows]:
-    """Return the distinct puts of the runs, and for each run the index of its put in that list."""
+    """Return the distinct puts of the runs and, for each run, the index of its put in that list."""
     if (put_indexes == put_indexes[0]).all():
         return [int(put_indexes[0])], np.zeros(len(put_indexes), np.int64)
     used, owners = np.unique(put_indexes, return_inverse=True)
@@ -227,11 +226,11 @@ def _owners(put_indexes: Rows) -> tuple[list[int], Rows]:
 
 
 class Reading(AbstractContextManager["Reading"]):
-    """Cells being read. The bytes do not change until `close`, even if cells are freed or moved.
+    """Cells being read. Their bytes do not change until `close`, even if cells are freed or moved.
 
     Attributes:
-        row_count: number of rows.
-        headers: the columns, in the requested order.
+        row_count: number of rows to read.
+        headers: shapes of the columns, in the requested order.
     """
 
     def __init__(
@@ -253,9 +252,9 @@ class Reading(AbstractContextManager["Reading"]):
             blob.pin()
 
     async def parts(self, without: Collection[int] = ()) -> AsyncIterator[Iterable[memoryview]]:
-        """Yield the bytes of all columns except `without`, in order; a part is valid only until the next one.
+        """Yield the bytes of all columns except `without`, in order. A part is valid only until the next one.
 
-        If all blobs are in memory and the slices are few, a single part is yielded without waiting. Otherwise,
+        If all blobs are in memory and there are few slices, a single part is yielded without waiting. Otherwise,
         threads read the parts.
 
         Raises:
@@ -280,17 +279,17 @@ class Reading(AbstractContextManager["Reading"]):
             yield part
 
     def chunks(self, without: Collection[int] = ()) -> Iterator[memoryview]:
-        """Yield the bytes of all columns except `without`, valid until `close`; blocks if a blob is in a file."""
+        """Yield the bytes of all columns except `without`, valid until `close`. Blocks if a blob is in a file."""
         for index, span in enumerate(self._spans):
             if index not in without:
                 yield from self._column_chunks(span)
 
     def value_bytes(self, without: Collection[int] = ()) -> int:
-        """Return the total size of all columns except `without`, in bytes."""
+        """Return the total bytes of all columns except `without`."""
         return sum(column.value_bytes for index, column in enumerate(self.headers) if index not in without)
 
     async def gather_list(self, without: Collection[int] = ()) -> GatherList:
-        """Return the slices of all columns except `without`, for use in threads; valid until `close`."""
+        """Return the slices of all columns except `without`, for use in threads until `close`."""
         spans = [span for index, span in enumerate(self._spans) if index not in without]
         if sum(len(span.sizes) for span in spans) <= MOST_FRAME_PARTS:
             return GatherList(self._blobs, spans)
@@ -298,18 +297,18 @@ class Reading(AbstractContextManager["Reading"]):
         return await asyncio.shield(work)
 
     def note_unreadable(self, error: UnreadableError) -> TqError:
-        """Mark the put whose bytes could not be read, and return the error for the read."""
+        """Record that the bytes of a put could not be read, and return the error for the read."""
         put_id = next(self._put_ids[index] for index, blob in self._blobs.items() if blob is error.blob)
         return self._unreadable(put_id, error.blob, error.cause)
 
     def shared_part(self, *, with_regions: bool) -> tuple[list[SharedMemory], list[SharedColumn]]:
-        """Return the columns that are entirely in shared memory, in slices large enough to be worthwhile.
+        """Return the columns that are entirely in shared memory, in slices large enough to be worth mapping.
 
         Args:
-            with_regions: whether columns in regions are included; otherwise, only those in sealed memory are.
+            with_regions: whether to include columns in regions; otherwise, only columns in sealed memory are included.
 
         Returns:
-            The memory of the columns, pinned until `close`, and the positions of the columns in it.
+            The memory of the columns, pinned until `close`, and the positions of the columns in that memory.
         """
         memories: dict[SharedMemory, int] = {}  # each with its index
         columns = []
@@ -331,12 +330,12 @@ class Reading(AbstractContextManager["Reading"]):
         return list(memories), columns
 
     def close(self) -> None:
-        """Release the cells; further calls do nothing."""
+        """Unpin the blobs of the cells; further calls do nothing."""
         blobs, self._blobs, self._spans = self._blobs, {}, ()
 
         def unpin(work: asyncio.Future[Any] | None = None) -> None:
             if work is not None and not work.cancelled():
-                work.exception()  # no caller waits for it anymore
+                work.exception()  # no caller waits for the result anymore
             for blob in blobs.values():
                 blob.unpin()
 
@@ -361,13 +360,13 @@ class Reading(AbstractContextManager["Reading"]):
 
 
 class GatherList:
-    """The slices of memory or files that make up the concatenated columns; any byte range maps to some slices.
+    """The slices of memory or files that make up the concatenated columns. Any byte range maps to some slices.
 
-    Safe in any thread while the blobs are pinned.
+    May be used in any thread while the blobs are pinned.
 
     Args:
-        blobs: blobs of the slices, by put.
-        spans: the columns.
+        blobs: blobs of the slices, by put index.
+        spans: spans of the columns.
 
     Attributes:
         is_local: whether all slices are in this process's memory.
@@ -387,7 +386,7 @@ class GatherList:
             self._addresses = _integers(bases)[owners] + self._starts
 
     def _clip(self, values: Rows, start: int, end: int) -> tuple[Rows, Rows]:
-        """Return the starts (or addresses) and sizes of a range's slices; the first and last slice are clipped."""
+        """Return the starts (or addresses) and sizes of a range's slices, with the first and last slice clipped."""
         first, last = self._between(start, end)
         values, sizes = values[first:last].copy(), self._sizes[first:last].copy()
         skipped = start - (int(self._ends[first]) - int(sizes[0]))
@@ -416,7 +415,7 @@ class GatherList:
 
 
 def _next_part(chunks: Iterator[memoryview]) -> list[memoryview]:
-    """Return as many chunks as fit in a frame; empty when none are left."""
+    """Return as many chunks as fit in a frame, or an empty list after the last chunk."""
     part, size = [], 0
     for chunk in chunks:
         part.append(chunk)
@@ -427,7 +426,7 @@ def _next_part(chunks: Iterator[memoryview]) -> list[memoryview]:
 
 
 def _gathered(blobs: Mapping[int, Blob], puts: Rows, starts: Rows, sizes: Rows, unit: int) -> memoryview:
-    """Return slices gathered into one buffer: copied put by put, then reordered if necessary."""
+    """Return slices gathered into one buffer. The slices are copied put by put, then reordered if necessary."""
     together = np.empty(int(sizes.sum()), np.uint8)
     by_put = np.argsort(puts, kind="stable")
     bounds = np.flatnonzero(np.diff(puts[by_put])) + 1
@@ -445,7 +444,7 @@ def _gathered(blobs: Mapping[int, Blob], puts: Rows, starts: Rows, sizes: Rows, 
 
 
 def _join_neighbours(puts: Rows, starts: Rows, sizes: Rows) -> tuple[Rows, Rows, Rows]:
-    """Return the put, start and size of each slice to read, with adjacent runs joined."""
+    """Return the put, start and size of each slice to read, with adjacent slices joined."""
     if not sizes.all():
         full = sizes > 0
         puts, starts, sizes = puts[full], starts[full], sizes[full]
@@ -509,7 +508,7 @@ class SpanFinder:
         Raises:
             FieldNotFoundError: a put never had the field.
             PutNotFoundError: a cell was freed.
-            FieldMismatchError: the field's kind differs between puts.
+            FieldMismatchError: the field has different kinds in different puts.
             InvalidArgumentError: the field's rows cannot be sliced as requested.
         """
         columns = [put.column(name, put_id) for put, put_id in zip(self._puts, self._put_ids, strict=True)]
@@ -539,7 +538,7 @@ class SpanFinder:
         return Spans(shape, *_join_neighbours(self._runs.put_indexes, starts, sizes), _unit_of(merged))
 
     def _cut_rows(self, column: ColumnShape, starts: Rows, cut: RowCut) -> Spans:
-        """Return the requested parts of the rows of a column whose runs start at `starts`."""
+        """Return the spans of the requested parts of a column's rows, given the start of each run's values."""
         runs = self._runs
         pieces = cut_rows(column, cut, runs.extent_counts, runs.extent_lengths)
         offsets = column.row_offsets()[:-1]
@@ -549,7 +548,7 @@ class SpanFinder:
         return Spans(pieces.column, *found, pieces.unit)
 
     def _find_rows(self, name: str, row_sets: list[RowSet]) -> Rows:
-        """Return the position of each run among the stored rows; fields with the same row sets share the search."""
+        """Return the position of each run among the stored rows. Fields with the same row sets share the search."""
         for known, found in self._positions:
             if known == row_sets:
                 return found
@@ -605,11 +604,11 @@ class SpanFinder:
         return begins, sizes, joined[expand_runs(extents_at, counts * width)].reshape(-1, width)
 
     def _of_runs(self, values: list[int]) -> Rows | int:
-        """Return the value of each run's put, as a single number if all runs are in one put."""
+        """Return the value of each run's put; a single number if all runs are in one put."""
         return values[0] if len(values) == 1 else _integers(values)[self._owners]
 
     def _runs_of(self, numbers: Sequence[int]) -> Rows:
-        """Return the positions of the runs of some puts."""
+        """Return the positions of the runs that belong to the puts with these numbers."""
         order, bounds = self._by_put
         parts = [order[bounds[number] : bounds[number + 1]] for number in numbers]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -623,7 +622,7 @@ class SpanFinder:
 
 
 def _alike(columns: Sequence[StoredColumn]) -> list[list[int]]:
-    """Group put numbers: puts whose columns have the same spec and no large table share a group."""
+    """Return groups of put numbers; columns in a group have the same spec, and a large table has its own group."""
     groups: dict[tuple[int, int], list[int]] = {}
     for number, column in enumerate(columns):
         is_large = column.row_set.stored_count > _SMALL_TABLE_ROWS and fixed_row_bytes(column.spec) is None
@@ -635,7 +634,7 @@ def _integers(values: list[int]) -> Rows:
     return np.array(values, np.int64)
 
 
-# Copying slices of blobs: done in threads for files, and for many or scattered slices
+# Copying slices of blobs, which is done in threads for files and for many or scattered slices
 
 
 class UnreadableError(Exception):
@@ -654,7 +653,7 @@ def _unit_of(spec: FieldSpec) -> int:
 
 
 def _are_scattered(sizes: Rows, unit: int) -> bool:
-    """Whether slices are many and small, so gathering them costs less than creating a view of each."""
+    """Return whether slices are many and small, so gathering them costs less than creating a view of each."""
     mean_most = min(_SMALL_BYTES, _FEW_UNITS * unit)
     return len(sizes) >= _FEW_SLICES and int(sizes.sum()) < mean_most * len(sizes)
 
@@ -664,12 +663,12 @@ def _blocks(puts: Rows, starts: Rows, sizes: Rows, unit: int) -> Iterator[tuple[
 
     Args:
         puts: the put of each slice.
-        starts: its start in the put's blob.
-        sizes: its size in bytes.
-        unit: see `gather`.
+        starts: start of each slice in its put's blob.
+        sizes: size of each slice in bytes.
+        unit: bytes that divide each size, see `gather`.
 
     Yields:
-        The same three arrays for each block.
+        The puts, starts and sizes of the slices in each block.
     """
     most_bytes = max((_BLOCK_BYTES if _are_scattered(sizes, unit) else _PIECE_BYTES) // unit, 1) * unit
     counts = -(-sizes // most_bytes)
@@ -686,12 +685,12 @@ def _blocks(puts: Rows, starts: Rows, sizes: Rows, unit: int) -> Iterator[tuple[
 
 
 def gather(blob: Blob, starts: Rows, sizes: Rows, target: Octets, unit: int = 1) -> None:
-    """Copy slices of a blob into `target`, one after another; safe in any thread while the blob is pinned.
+    """Copy slices of a blob into `target`, one after another. Safe in any thread while the blob is pinned.
 
     Args:
-        blob: the blob.
+        blob: the blob to read.
         starts: start of each slice; the distances between starts are multiples of `unit`.
-        sizes: sizes of the slices in bytes, multiples of `unit`.
+        sizes: size of each slice in bytes, a multiple of `unit`.
         target: memory with the total size of the slices.
         unit: number of bytes that divides the size of each slice.
 
@@ -712,7 +711,7 @@ def gather(blob: Blob, starts: Rows, sizes: Rows, target: Octets, unit: int = 1)
         ends = np.cumsum(sizes)
         targets = (target.data[end - size : end] for end, size in zip(ends.tolist(), sizes.tolist(), strict=True))
         blob.read_slices(zip(starts.tolist(), targets, strict=True))
-    except TqError:  # may be an OSError, too
+    except TqError:  # a TqError may be an OSError too
         raise
     except OSError as error:
         raise UnreadableError(blob, error) from error
@@ -724,7 +723,7 @@ def _gather_from(source: Octets, starts: Rows, sizes: Rows, target: Octets, unit
         base = int(starts[0]) % unit
         table = source[base : base + (source.size - base) // unit * unit].reshape(-1, unit)
         rows = expand_runs((starts - base) // unit, sizes // unit)
-        # mode "raise" would create another copy
+        # mode "raise" would create another copy of the rows
         np.take(table, rows, axis=0, out=target.reshape(-1, unit), mode="clip")
         return
     at = 0
@@ -740,11 +739,11 @@ class Move:
     """A put being compacted: threads copy its live cells to a smaller put.
 
     Args:
-        put_id: the put.
-        put: current state of the put; its blob must stay pinned until the end of the move.
+        put_id: id of the put.
+        put: current state of the put, whose blob must stay pinned until the end of the move.
 
     Attributes:
-        put_id: as above.
+        put_id: id of the put.
         freed: cells of the put that were freed during the move.
         is_given_up: whether the copy is cancelled, because the put is gone or the engine is closed.
     """
@@ -757,7 +756,7 @@ class Move:
         self.is_given_up = False
 
     def plan(self) -> StoredPut:
-        """Find the live cells, and return a put of only these cells, not yet placed in a blob."""
+        """Find the live cells, and return a put that contains only these cells and is not yet placed in a blob."""
         put = self._put
         columns: dict[str, StoredColumn | None] = dict.fromkeys(put.columns)
         for row_set in put.row_sets():
@@ -773,7 +772,7 @@ class Move:
         )
 
     def copy(self, smaller: StoredPut) -> None:
-        """Copy tables and values until the copy is cancelled.
+        """Copy tables and values, unless the move is given up.
 
         Args:
             smaller: the put returned by `plan`, now placed in a blob.

@@ -23,7 +23,7 @@ from tq_service.storage.mirror.layout import (
 
 _MOST_GENERATIONS: Final = 256
 _SECONDS_BACK: Final = 6 * 3600
-_SECONDS_AHEAD: Final = 600  # largest difference between the clocks of two nodes
+_SECONDS_AHEAD: Final = 600  # maximum difference between the clocks of two nodes
 _NAMES_A_CALL: Final = 512
 _CALLS_AT_A_TIME: Final = 8
 _TRIES: Final = 5
@@ -31,10 +31,10 @@ T = TypeVar("T")
 
 
 class Left(NamedTuple):
-    """Objects left by a storage service.
+    """The objects left by a storage service.
 
     Attributes:
-        next_generation: generation of the storage service that takes it over.
+        next_generation: generation of the storage service that takes over the objects.
         objects: the objects that exist, oldest first.
     """
 
@@ -52,14 +52,14 @@ async def find_left(
     """Find the objects left by a storage service instance and by its earlier successors.
 
     Args:
-        objects: the object store.
+        objects: the object store to search.
         names: names of the instance's objects.
-        copies: number of copies that each object should have; objects with fewer are mirrored again.
-        clock: returns seconds since the epoch, as on storage services.
+        copies: number of copies that each object should have; objects with fewer copies are mirrored again.
+        clock: returns seconds since the epoch, as the clocks of storage services do.
 
     Raises:
         NotFoundError: the instance left nothing, or its last list is older than 6 hours.
-        UnavailableError: the object store did not answer.
+        UnavailableError: the object store did not respond.
         DataLossError: a list is damaged.
     """
     search = _Search(objects, names)
@@ -68,7 +68,7 @@ async def find_left(
     found: dict[tuple[int, int], PutObject] = {}
     has_list = False
     # Search all generations: an earlier generation's writer may have continued after a later one began. For each
-    # object, the latest list wins. Puts dropped in the meantime are dropped again once the controller is asked.
+    # object, the latest list wins. Puts dropped since that list are dropped again once the controller is asked.
     for generation in range(newest + 1):
         some = await search.of_generation(generation, int(clock()))
         has_list |= some is not None
@@ -93,18 +93,18 @@ class _Search:
         self._listed: set[str] | None = None
 
     async def copies(self, names: Sequence[str], *, counted: bool = False) -> list[int]:
-        """Return the number of copies of each object, 0 if missing; `counted` queries the store, not the list."""
+        """Return the number of copies of each object, 0 if missing. `counted` asks the store, not the listed names."""
         if counted or not self._objects.abilities.lists_names:
             starts = range(0, len(names), _NAMES_A_CALL)
             calls = [self._objects.copies(names[start : start + _NAMES_A_CALL]) for start in starts]
             return [count for counts in await _at_a_time(calls) for count in counts]
         if self._listed is None:
             self._listed = {name async for name in self._objects.list_names(self._names.prefix)}
-        await asyncio.sleep(0)  # let other tasks run: the caller checks many names
+        await asyncio.sleep(0)  # let other tasks run, since the caller checks many names
         return [int(name in self._listed) * (self._objects.abilities.fixed_copies or 1) for name in names]
 
     async def of_generation(self, generation: int, now: int) -> list[PutObject] | None:
-        """Return the objects found through a generation's last list, or None if it wrote neither list nor objects."""
+        """Return the objects of a generation, found through its last list; None if the generation has no list."""
         for _ in range(_TRIES):
             second = await self._last_list(generation, now)
             if second is None:
@@ -126,7 +126,7 @@ class _Search:
         )
 
     async def _last_list(self, generation: int, now: int) -> int | None:
-        """Return the second at which a generation's last list was written, or None if no list exists."""
+        """Return the second in which a generation's last list was written, or None if no list exists."""
         searched = range(now + _SECONDS_AHEAD, now - _SECONDS_BACK, -1)
         for at in range(0, len(searched), _NAMES_A_CALL):
             seconds = searched[at : at + _NAMES_A_CALL]
@@ -149,7 +149,7 @@ class _Search:
         return data
 
     async def _describe(self, stored: PutObject) -> PutObject | None:
-        """Read the records of an object; return None if the object does not exist."""
+        """Add an object's records to `stored`, and return it; return None if the object does not exist."""
         name, heads = self._names.pieces(stored)[0], unpack_heads(b"")
         try:
             while isinstance(heads, int):

@@ -2,20 +2,20 @@
 
     tq/<storage_id>/<boot>/g0-17/0              puts, written by the storage service itself
     tq/<storage_id>/<boot>/list0-1790000000/0   list of the objects that existed at that second
-    tq/<storage_id>/<boot>/successor/1               marks that a successor has taken the puts over
+    tq/<storage_id>/<boot>/successor/1          marks that a successor has taken over the puts
     tq/<storage_id>/<boot>/g1-3/0               puts that this successor has mirrored again
 
-A name consists of the service, its instance id (`boot_id` in messages, as hex digits), the object, and the number of
-the chunk. Numbers and seconds are never reused, so a name never refers to an object left by a killed writer.
+A name consists of the storage service, its instance id (`boot_id` in messages, as hex digits), the object, and the
+number of the chunk. Numbers and seconds are never reused, so a name never refers to an object left by a killed writer.
 
-An object contains complete puts of one owner and partition: the number of puts, the sizes of each, their records, and
-their tables and values. An object that is too large for the object store is split into chunks. The first chunk is
-written last: if it exists, all chunks do.
+An object contains complete puts of one owner and partition: the number of puts, the sizes of each put, their records,
+and their tables and values. An object that is too large for the object store is split into chunks. The first chunk is
+written last, so if it exists, all chunks do.
 
 Objects are found through lists, because few object stores can find names by prefix without scanning all names. Objects
-are numbered; a list contains the existing objects, and the number of the next one. At most `WINDOW` objects are written
-between two lists. A list, plus a check of that many names, therefore covers everything that was ever acknowledged.
-Lists are named after the second in which they were written; the search runs backwards from now. Every takeover begins a
+are numbered. A list contains the existing objects and the number of the next object. At most `WINDOW` objects are
+written between two lists. So a list, plus a check of that many names, covers all objects ever acknowledged. Lists are
+named after the second in which they were written, and a search runs backwards from now. Every takeover begins a
 generation, which has separate lists. The next successor searches all generations, since the writer of an earlier
 generation may have continued.
 """
@@ -35,7 +35,7 @@ from tq_service.errors import DataLossError, InvalidArgumentError
 from tq_service.objects.base import LARGEST_OBJECT_BYTES, Buffer
 
 WINDOW: Final = 8192
-"""Maximum number of objects written after a list."""
+"""Maximum number of objects written between two lists."""
 
 HEAD_BYTES: Final = 64 << 10
 """Number of leading bytes of an object that nearly always include all its records."""
@@ -51,15 +51,15 @@ class PutObject:
     """An object with puts of one owner and partition.
 
     Attributes:
-        generation: generation of the storage service that wrote the object; see the module docstring.
+        generation: number of takeovers before the object was written; see the module docstring.
         number: number of the object within the generation.
-        owner: controller that owns the puts.
+        owner: the controller that owns the puts.
         partition_id: partition of the puts.
         put_ids: ids of the puts that have not been dropped.
         piece_count: number of chunks.
         is_written: whether the object exists.
         is_short: whether the object has fewer copies than requested.
-        is_to_renew: whether the puts should be written to other objects once they are in memory.
+        is_to_renew: whether the puts should be mirrored again, in other objects, once they are in memory.
     """
 
     generation: int
@@ -78,7 +78,7 @@ class Names:
     """The names of all objects of one storage service instance.
 
     Raises:
-        InvalidArgumentError: the name of the storage service has characters not allowed in object names.
+        InvalidArgumentError: the storage service's name contains characters not allowed in object names.
     """
 
     storage_id: str
@@ -94,7 +94,7 @@ class Names:
 
     @property
     def prefix(self) -> str:
-        """Common prefix of all the names."""
+        """Common prefix of all names of the instance."""
         return f"tq/{self.storage_id}/{self.boot_id.hex()}/"
 
     def pieces(self, stored: PutObject) -> list[str]:
@@ -107,7 +107,7 @@ class Names:
         return [self._name(f"g{generation}-{number}", 0) for number in numbers]
 
     def list_of(self, generation: int, second: int, piece: int = 0) -> str:
-        """Return the name under which one chunk of a list is stored."""
+        """Return the name of one chunk of a list."""
         return self._name(f"list{generation}-{second}", piece)
 
     def successor(self, generation: int) -> str:
@@ -189,12 +189,12 @@ def pack_list(next_number: int, objects: Iterable[PutObject]) -> bytes:
 
 
 def list_bytes(head: Buffer) -> int:
-    """Return the size of a list that begins with these bytes."""
+    """Return the size of a list that begins with `head`, in bytes."""
     return int(_SIZES.unpack_from(head)[1]) + _SIZES.size
 
 
 def unpack_list(data: Buffer) -> tuple[int, list[PutObject]]:
-    """Decode a list; return the arguments with which `pack_list` was called.
+    """Decode a list; return the next number and the objects.
 
     Raises:
         DataLossError: the bytes are not a list.

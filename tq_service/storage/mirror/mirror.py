@@ -1,14 +1,14 @@
 """Copies of a storage service's puts in an object store on other nodes. The originals are in the service's memory.
 
-    bytes written -> mirrored with the copies required -> the put is complete
-    put dropped -> its memory is freed at once, its object is removed soon
+    bytes written -> mirrored with the required number of copies -> the put is complete
+    put dropped -> its memory is freed immediately, its object is removed soon
 
-Freeing rows and compaction change memory only: an object is removed with the last of its puts. A storage service that
-was wrongly declared dead therefore destroys nothing that its successor has taken over.
+Freeing rows and compaction only change memory; an object is removed with the last of its puts. So a storage service
+that was wrongly declared dead cannot destroy data that its successor has taken over.
 
 Puts that were taken over are unfetched: only their id, owner and partition are known. They are fetched on first read,
-or eventually in the background. Spilled puts, which have left memory, are fetched when they are read, or when some of
-their cells are to be freed.
+or later in the background. Spilled puts, which have left memory, are fetched when they are read, or when some of their
+cells must be freed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tq_service.storage.mirror.writer import ObjectWriter
 
 _log = logging.getLogger(__name__)
 SMALL_PUT_BYTES: Final = 256 << 10
-"""Puts smaller than this are gathered into one object."""
+"""Size below which puts are gathered into one object."""
 
 _GATHER_SECONDS: Final = 0.002
 _MOST_GATHERED: Final = 64
@@ -39,7 +39,7 @@ _FIRST_PAUSE_SECONDS: Final = 0.05
 _LAST_PAUSE_SECONDS: Final = 1.0
 _NOTHING: Final[Sequence[Buffer]] = ()
 _Kind: TypeAlias = tuple[bytes, str]
-"""Owner and partition; puts for which both are equal may share an object."""
+"""Owner and partition of puts. Puts of the same kind may share an object."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,15 +47,15 @@ class _Copy:
     """Mirror state of one put: pending, then stored in an object.
 
     Attributes:
-        put_id: the put.
-        stored: the object that contains the put, once written.
+        put_id: id of the put.
+        stored: the object that contains the put; None until it is written.
         record: the put's record, which is written with the bytes.
         parts: the put's bytes, until they are written.
         blob: the blob of these bytes, pinned until they are written.
-        size: number of bytes.
+        size: size of the put's bytes.
         is_needed: whether the put still exists.
         batch: the batch that writes the put, until it is written.
-        replaces: an older copy of the put, dropped once this one is written.
+        replaces: an older copy of the put, dropped once this copy is written.
     """
 
     put_id: bytes
@@ -76,9 +76,9 @@ class _Batch:
     Attributes:
         kind: owner and partition of the puts.
         written: future that is done once the puts are written.
-        copies: one copy per put.
-        made_count: number of copies made by the last attempt, if fewer than required.
-        task: task that writes the puts, once started.
+        copies: mirror states of the puts.
+        made_count: number of copies that the last attempt made, if fewer than required.
+        task: task that writes the puts; None until started.
     """
 
     kind: _Kind
@@ -92,7 +92,7 @@ class Mirror(Backing[PutObject]):
     """Mirrors the puts of an engine in an object store. Confined to the engine's event loop.
 
     Args:
-        writer: writes objects.
+        writer: writes the objects.
         required: number of copies that a put needs to be complete; 0: a put is complete first and mirrored afterwards.
         url: URL of the object store, for display.
         clock: time source for deadlines.
@@ -114,17 +114,17 @@ class Mirror(Backing[PutObject]):
         self._url = url
         self._clock = clock
         self._copies: dict[bytes, _Copy] = {}
-        self._flushed: dict[bytes, _Copy] = {}  # until the put is finished, in the same step
+        self._flushed: dict[bytes, _Copy] = {}  # puts that are flushed but not finished
         self._gathered: dict[_Kind, _Batch] = {}
         self._small_count = 0  # batches of small puts being written
         self._tasks: set[asyncio.Task[None]] = set()
-        # Puts taken over are fetched even if they are not read, as long as memory is available.
+        # Puts taken over are fetched even without a reader, while memory is available.
         self._to_scrub: dict[bytes, None] = {}
         self._unmirrored_bytes = self._short_put_count = 0
         self._is_closed = False
 
     def stat(self, spilled_bytes: int = 0) -> MirrorStatus:
-        """Return the mirror's status, including the bytes of puts that its engine has spilled."""
+        """Return the mirror's status, including the bytes of puts that the engine has spilled."""
         return MirrorStatus(
             url=self._url,
             is_reachable=self._writer.is_reachable,
@@ -135,7 +135,7 @@ class Mirror(Backing[PutObject]):
         )
 
     def on_unreachable(self, error: UnavailableError) -> None:
-        """Record that the object store cannot be reached, so `stat` shows it before anything is written."""
+        """Record that the object store cannot be reached, so `stat` shows this before anything is written."""
         self._writer.on_error(error)
 
     async def run(self) -> None:
@@ -148,7 +148,7 @@ class Mirror(Backing[PutObject]):
                 await self.scrub()
 
     async def flush_all(self, seconds: float) -> int:
-        """Wait up to `seconds` until all puts have their copies; return the number of bytes not mirrored by then."""
+        """Wait up to `seconds` until all puts have their copies; return the number of bytes not yet mirrored."""
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
         for batch in list(self._gathered.values()):
@@ -158,7 +158,7 @@ class Mirror(Backing[PutObject]):
         return self._unmirrored_bytes
 
     async def close(self) -> None:
-        """Stop writing; objects remain for the storage service that takes over the puts."""
+        """Stop writing. Objects are kept for the storage service that takes over the puts."""
         self._is_closed = True
         tasks = [*self._tasks, *self._fetching.values()]
         for task in tasks:
@@ -168,10 +168,10 @@ class Mirror(Backing[PutObject]):
     # Accepting puts
 
     async def flush(self, pending: PendingPut, deadline: float | None) -> None:
-        """Wait until a put has the required copies; if none are required, only start creating copies.
+        """Wait until a put has the required copies. If none are required, only start making copies.
 
         Raises:
-            QuotaExceededError: the put does not have the required copies by the deadline.
+            QuotaExceededError: the put lacked required copies at the deadline.
         """
         copy = self._begin(pending.put_id, pending.require_complete())
         try:
@@ -216,7 +216,7 @@ class Mirror(Backing[PutObject]):
         batch = self._gathered.get(kind) if is_small else None
         if batch is None:
             batch = _Batch(kind, loop.create_future())
-            if is_small:  # at once if no small puts are being written, else soon
+            if is_small:  # sent immediately if no small puts are being written, otherwise soon
                 self._gathered[kind] = batch
                 loop.call_later(_GATHER_SECONDS if self._small_count else 0.0, self._send, batch)
         copy.batch = batch
@@ -228,7 +228,7 @@ class Mirror(Backing[PutObject]):
         return copy
 
     def _send(self, batch: _Batch) -> None:
-        """Start writing a batch of small puts, unless it was started already."""
+        """Start writing a batch of small puts if it has not been started."""
         if self._gathered.get(batch.kind) is batch and not self._is_closed:
             del self._gathered[batch.kind]
             self._small_count += 1
@@ -245,7 +245,7 @@ class Mirror(Backing[PutObject]):
         return task
 
     async def _write(self, batch: _Batch) -> None:
-        """Write a batch as one object, retrying until the object has its copies or none of the puts is needed."""
+        """Write a batch as one object. Retry until the object has its copies or its puts are no longer needed."""
         pause = _FIRST_PAUSE_SECONDS
         while needed := [copy for copy in batch.copies if copy.is_needed]:
             parts = pack_puts([(copy.record, copy.parts) for copy in needed])
@@ -278,7 +278,7 @@ class Mirror(Backing[PutObject]):
                 copy.replaces = None
 
     def _abandon(self, copy: _Copy) -> None:
-        """Record that a copy is no longer needed; if it is in a batch, it is removed once the batch is written."""
+        """Record that a copy is no longer needed. A copy in a batch is removed after the batch is written."""
         if not copy.is_needed:
             return
         copy.is_needed = False
@@ -303,20 +303,20 @@ class Mirror(Backing[PutObject]):
         self._copies[put_id] = self._flushed.pop(put_id)
 
     def pack(self, put_id: bytes, put: StoredPut) -> PackedPut | None:
-        """Return None: puts stay unpacked, since they are mirrored from their blobs, spilled and fetched."""
+        """Return None: puts stay unpacked, because they are mirrored from their blobs, spilled and fetched."""
         return None
 
     # Dropping puts
 
     def delete(self, put_id: bytes, blob: Blob) -> None:
-        """Free the memory of a put at once, and schedule the removal of its object."""
+        """Free the memory of a put immediately, and schedule the removal of its object."""
         self.clear_damage(put_id)
         copy = self._copies.pop(put_id, None)
         if copy is not None:
             self._abandon(copy)
         blob.release()
 
-    # Puts that are not in memory
+    # Puts outside memory
 
     def spill(self, put_id: bytes) -> bool:
         """Mark a put as unfetched, so only the mirror has its bytes; return False if its copies are incomplete."""
@@ -329,7 +329,7 @@ class Mirror(Backing[PutObject]):
         return True
 
     def fetch_to_free(self, put_id: bytes) -> None:
-        """Fetch a spilled put in the background; puts that were taken over are fetched anyway, as memory allows."""
+        """Fetch a spilled put in the background. Puts that were taken over are fetched anyway, as memory allows."""
         if put_id not in self._to_scrub:
             super().fetch_to_free(put_id)
 
@@ -340,7 +340,7 @@ class Mirror(Backing[PutObject]):
     def take_over(self, objects: Iterable[PutObject]) -> int:
         """Take over the puts of an engine that is gone; return the number of puts.
 
-        If several objects contain a put, the last object counts. The bytes are fetched on first read, or by `scrub`.
+        If several objects contain a put, the last object is used. The bytes are fetched on first read, or by `scrub`.
         """
         puts: dict[bytes, RecoveredPut] = {}
         for stored in objects:
@@ -362,7 +362,7 @@ class Mirror(Backing[PutObject]):
         return None if stored is None else stored.partition_id
 
     async def _fetch(self, put_id: bytes, source: PutObject) -> None:
-        """Fetch the unfetched puts of an object, or mark them as damaged if the object's bytes are lost."""
+        """Fetch the unfetched puts of an object. If its bytes are lost, mark the puts as damaged."""
         try:
             data = await self._read(source)
             heads = unpack_heads(data)

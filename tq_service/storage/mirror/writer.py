@@ -1,4 +1,4 @@
-"""Writes objects under unique names, maintains the list of them, and removes those that no put needs."""
+"""Writes objects under unique names, maintains lists of the objects, and removes objects that no put needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tq_service.storage.mirror.layout import WINDOW, Names, PutObject, cut, pack
 _log = logging.getLogger(__name__)
 _LIST_SECONDS: Final = 5.0
 _LIST_BYTES_PER_SECOND: Final = 4e6  # limit on the bytes written for lists
-_IDLE_LIST_SECONDS: Final = 1800.0  # well below the hours over which lists are searched
+_IDLE_LIST_SECONDS: Final = 1800.0  # well below the hours for which lists are searched
 _RETRY_SECONDS: Final = 1.0
 _TOKEN_BYTES: Final = 16
 
@@ -30,7 +30,7 @@ class ObjectWriter:
     opened (by `run`) -> a first list is written -> objects and more lists are written -> closed
 
     Args:
-        objects: the object store, shared with others.
+        objects: the object store, which others may use too.
         names: names of this instance's objects.
         copies: number of copies that each object should have on other nodes.
         required: number of copies that each object must have, at least 1.
@@ -38,9 +38,9 @@ class ObjectWriter:
         may_remove: returns whether objects may be removed now; False if another storage service may have taken over.
 
     Attributes:
-        live: objects that exist or are being written.
+        live: objects that exist or are being written, by generation and number.
         is_reachable: whether the last write to the object store succeeded; None before the first write.
-        error: why the last write failed; empty if it succeeded.
+        error: reason why the last write failed; empty if it succeeded.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class ObjectWriter:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._remover.run())
             while True:
-                # Clear the event before the check: waiting for a set event does not yield, so puts that wait for a
-                # number would never run.
+                # Clear the event before the check. A wait for a set event would return without yielding, and puts that
+                # wait for a number would never run.
                 self._list_due.clear()
                 if not self._is_list_due() or await self._write_list():
                     with suppress(TimeoutError):
@@ -87,10 +87,10 @@ class ObjectWriter:
                     await asyncio.sleep(_RETRY_SECONDS)
 
     async def begin_generation(self) -> None:
-        """Mark that this writer has taken over the puts, under an unused generation.
+        """Record in the object store that this writer has taken over the puts, under an unused generation.
 
         Raises:
-            UnavailableError, QuotaExceededError: the mark cannot be written.
+            UnavailableError, QuotaExceededError: the record cannot be written.
         """
         while True:
             name, token = self.names.successor(self.generation), os.urandom(_TOKEN_BYTES)
@@ -110,13 +110,13 @@ class ObjectWriter:
         """Write an object.
 
         Args:
-            owner: controller that owns the puts.
+            owner: the controller that owns the puts.
             partition_id: partition of the puts.
-            put_ids: the puts.
-            parts: the bytes, which must not change during the call.
+            put_ids: ids of the puts.
+            parts: bytes of the object, which must not change during the call.
 
         Returns:
-            The object, or None if too few copies were made and the object was discarded; and the number of copies made.
+            The object and its number of copies. The object is None if it was discarded because it has too few copies.
         """
         pieces = cut(parts)
         stored = PutObject(self.generation, await self._take_number(), owner, partition_id, set(put_ids), len(pieces))
@@ -133,9 +133,9 @@ class ObjectWriter:
         return stored, made
 
     async def _put_all(self, names: Sequence[str], pieces: Sequence[Sequence[Buffer]]) -> int:
-        """Store chunks, the last one first; return the minimum number of copies over all chunks.
+        """Store chunks, the last chunk first; return the minimum number of copies over all chunks.
 
-        A result below the required number means that the remaining chunks were not stored; 0 means that the object
+        A result below the required number means that the remaining chunks were not stored. 0 means that the object
         store failed.
         """
         made = self.copies
@@ -154,7 +154,7 @@ class ObjectWriter:
         return made
 
     async def _take_number(self) -> int:
-        """Return an unused object number, once a list covers it."""
+        """Return an unused object number once a list covers it."""
         while self._listed_number is None or self._next_number >= self._listed_number + WINDOW:
             self._may_number.clear()
             self._list_due.set()
@@ -171,9 +171,9 @@ class ObjectWriter:
         self._remover.remove(self.names.pieces(stored))
 
     def on_error(self, error: TqError) -> None:
-        """Record that the object store refused a write, or cannot be reached."""
+        """Record that the object store refused a write or cannot be reached."""
         if self.is_reachable is not False:
-            _log.warning(LogMessage("the mirror does not accept objects; puts wait", error=error.message))
+            _log.warning(LogMessage("the mirror stopped accepting objects; puts wait", error=error.message))
         self.is_reachable, self.error = False, error.message
 
     # Lists
