@@ -321,10 +321,10 @@ async def test_a_deadlock_is_called_one():
     where = (Condition(column="version", operator=">=", values=(1,)),)
     trainer = asyncio.create_task(catalog.claim("train", b"", asks(batch_size=4, where=where), 30))
     await turns()
-    assert "and 1 samples are excluded by its where (version); clear these" in await refusal()
+    assert "and 1 samples are excluded by the conditions in where (version); clear these" in await refusal()
     trainer.cancel()
     await asyncio.wait([trainer])
-    assert "for task 't' 1 samples are excluded by its where (version); clear these" in await refusal()
+    assert "for task 't' 1 samples are excluded by the conditions in where (version); clear these" in await refusal()
 
 
 async def test_keys_that_become_known_meanwhile_need_no_capacity():
