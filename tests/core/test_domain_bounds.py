@@ -312,7 +312,7 @@ async def test_a_deadlock_is_called_one():
     assert "deadlock" not in await refusal()
     trainer = asyncio.create_task(catalog.claim("train", b"", asks(batch_size=4), 30))
     await turns()
-    assert "deadlock unless samples that fit are still put, since task 't' itself waits" in await refusal()
+    assert "deadlock unless samples that fit are still put: task 't' itself waits" in await refusal()
     held = insert(catalog, 1, meta=[{"version": 0}], state="held")
     assert "deadlock" not in await refusal()  # it may become live
     clear(catalog, np.array(held))

@@ -999,7 +999,7 @@ class Search:
         raise MissingLengthError(
             f"{self._why_no_lengths(source)}; expected the lengths of samples {named}"
             f"{' and others' if lacking.size > _MOST_NAMED else ''}, which sampler {self._request.sampler.name!r} "
-            f"needs. Set length_field to a field of tensors, or put the number of tokens into the "
+            f"needs. Name a field of tensors with length_field, or put the number of tokens into the "
             f"custom_meta column {source.column!r}; a claim with length_key {source.column!r} waits for this column.",
             field="sampler_config",
             metadata={"partition_id": self._partition.partition_id, "column": source.column},
