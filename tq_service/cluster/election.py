@@ -37,8 +37,8 @@ def controller_id_of(etcd: Etcd, keys: ClusterKeys, proposed: bytes) -> bytes:
     Args:
         etcd: the connection to etcd.
         keys: the cluster's keys.
-        proposed: the id in this controller's data directory. It becomes the shared id if etcd has none, either because
-            this controller is the first one or because etcd has lost all data.
+        proposed: the id in this controller's data directory. It becomes the shared id if etcd does not
+            store one yet: this controller is the first one, or etcd has lost all data.
 
     Raises:
         JournalUnreachableError: etcd does not respond.
@@ -66,7 +66,7 @@ class Leader:
     """The leader of a cluster.
 
     Attributes:
-        address: address at which clients reach the controller.
+        address: the controller's address for clients.
         member_id: id of the controller.
         epoch: number that is higher than the epochs of all earlier leaders.
     """
@@ -86,7 +86,7 @@ class Lease:
 
     Attributes:
         id: id of the lease.
-        epoch: epoch in which this controller leads, compared by each write to the log; 0 if it has not led yet.
+        epoch: epoch of this controller as the leader, compared by each write to the log; 0 if it has not led yet.
         is_over: whether the lease has expired or was closed.
         held_until: monotonic time until which the lease cannot expire; extended by each response from etcd.
 
@@ -138,7 +138,7 @@ class Lease:
             pause = interval
 
     def close(self) -> None:
-        """Revoke the lease and delete its keys, so that another controller can lead before the lease would expire."""
+        """Revoke the lease and delete its keys, which lets another controller lead before the lease would expire."""
         self._closed.set()
         self.held_until, self.is_over = 0.0, True
         if threading.current_thread() is not self._thread:
@@ -154,7 +154,7 @@ class Election:
         etcd: the connection to etcd.
         keys: the cluster's keys.
         member_id: id of this controller.
-        address: address at which clients reach this controller.
+        address: this controller's address for clients.
     """
 
     def __init__(self, etcd: Etcd, keys: ClusterKeys, member_id: str, address: str) -> None:
@@ -165,7 +165,7 @@ class Election:
         self._closed = threading.Event()
 
     def leader(self, seconds: float = 10.0) -> Leader | None:
-        """Return the current leader, or None if there is none. Blocks.
+        """Return the current leader, or None. Blocks.
 
         Raises:
             JournalUnreachableError: etcd does not respond.

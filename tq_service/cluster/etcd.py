@@ -3,8 +3,8 @@
 Each call is sent to one member of etcd. If that member does not respond, the next call is sent to the next member.
 
     /tq/<cluster>/0/about            the controller id shared by the cluster, written once
-    /tq/<cluster>/0/leader           the current leader, as JSON, under its lease; its epoch is the revision in which
-                                     the key was created
+    /tq/<cluster>/0/leader           the current leader, as JSON, under its lease; its epoch is the revision that
+                                     created the key
     /tq/<cluster>/0/last             the end of the log, see `Position`
     /tq/<cluster>/0/log/<first>/<n>  chunk <n> of the batch of records that starts with record <first>
     /tq/<cluster>/0/members/<id>     a controller, under its lease: its address and the last record that it applied

@@ -85,7 +85,7 @@ class Batch:
 
         Raises:
             NewerVersionError: the chunks have a different format.
-            JournalDamagedError: the batch differs from the one that was written.
+            JournalDamagedError: the batch differs from the written batch.
         """
         header, body = _header_of(first, pieces[0]), b"".join(pieces)[_HEADER.size :]
         if header.first != first or len(body) != header.body_bytes:
@@ -106,7 +106,7 @@ class Batch:
         return self.before.number + 1
 
     def pieces(self) -> list[bytes]:
-        """Return the chunks of the batch, each of which is the value of one key."""
+        """Return the chunks of the batch; each chunk is the value of one key."""
         count = max(1, -(-(len(self.body) + _HEADER.size) // PIECE_BYTES))
         number, epoch, _ = self.after
         header = _Header(
@@ -157,7 +157,7 @@ class EtcdBackend:
         etcd: the connection to etcd, which the caller closes.
         keys: the cluster's keys.
         member_id: id of this controller.
-        directory: directory in which this controller saves the last position that it has seen.
+        directory: directory for the file with the last position that this controller has seen.
         accept_loss: whether `read` continues without records that etcd has lost instead of raising an error.
 
     Attributes:
@@ -210,7 +210,7 @@ class EtcdBackend:
 
         Raises:
             PreconditionError: the record was truncated.
-            JournalDamagedError: a batch is missing or differs from the one that was written.
+            JournalDamagedError: a batch is missing or differs from the written batch.
         """
         number = max(number, 1)
         if number > end.number:
@@ -289,7 +289,7 @@ class EtcdBackend:
         self._end = end
 
     def has_lost(self, number: int, end: Position | None = None) -> bool:
-        """Whether etcd lacks records, so that the log must continue from this controller's snapshot. Blocks.
+        """Whether etcd lacks records, and the log must therefore continue from this controller's snapshot. Blocks.
 
         Args:
             number: number of this controller's newest snapshot.
@@ -359,7 +359,7 @@ class EtcdBackend:
                 await asyncio.sleep(_LOOK_SECONDS)
 
     def _next_batches(self, number: int) -> tuple[Position, list[Batch]]:
-        """Return the end of the log and the next batches, limited so that they do not block the event loop for long."""
+        """Return the end of the log and the next batches, few enough to block the event loop only briefly."""
         end = self.end()
         return end, list(islice(self.batches(number, end), _BATCHES_A_READ))
 

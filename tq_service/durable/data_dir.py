@@ -54,7 +54,7 @@ def new_identity() -> Identity:
 
 
 def write_identity(path: Path, identity: Identity) -> None:
-    """Write an identity atomically and durably, so that it survives a power failure.
+    """Write an identity atomically and durably: it survives a power failure.
 
     Raises:
         OSError: the file could not be written.
@@ -187,7 +187,7 @@ class DataDir:
             raise _unusable(path, error) from error
 
     def join(self, controller_id: bytes, cluster: str) -> None:
-        """Assign the directory to a controller of a cluster, in which all controllers share one id.
+        """Assign the directory to a controller of a cluster. All controllers of a cluster share one id.
 
         Raises:
             DataDirError: the directory contains the state of a controller outside the cluster, or is not writable.

@@ -53,7 +53,7 @@ _PUT_BYTES_A_RECORD: Final = 1 << 18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSnapshot:
-    """The complete state of a service, from which a start continues.
+    """The complete state of a service, which a start restores.
 
     Attributes:
         partitions: partitions of the controller.
@@ -111,7 +111,7 @@ class CheckpointFacts:
     """The description of a checkpoint, at the start of the file so that lists can read it alone.
 
     Attributes:
-        written_at: time at which the checkpoint was started, in seconds since 1970.
+        written_at: start time of the checkpoint, in seconds since 1970.
         metadata: JSON object supplied by the caller, as text.
     """
 
@@ -128,7 +128,7 @@ class StoredBlock:
     Attributes:
         partition_id: partition of the cells.
         row_count: number of rows in every column.
-        columns: the columns, in the order in which their bytes are stored.
+        columns: the columns, in the storage order of their bytes.
         begins_at: file position and number of the first record with bytes of the block.
     """
 

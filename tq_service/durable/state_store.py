@@ -8,7 +8,7 @@ The store appends changes to the log. When the log is long, it takes a snapshot,
 An answer is sent only after the state it reports is durable: the servicers await `wait_durable`.
 
 Both streams of the log share one order. A put becomes durable no later than the change that refers to it, because the
-engine appends the put's record before the put can be committed. A put is removed no earlier than the change that frees
+engine appends its record before the put can be committed. A put is removed no earlier than the change that frees
 it, because the engine is notified of freed cells after that change was appended. If controller and storage service have
 separate logs, the order follows from their answers. A put is acknowledged only when it is durable, and cells are freed
 remotely only when the change that frees them is durable.
@@ -150,8 +150,8 @@ class StateStore:
         data_dir: the open data directory; it is closed with the store.
         is_failing: whether the last attempt to write failed.
         is_shared: whether other controllers follow the log.
-        fatal: called with a reason and its cause if memory may differ from the log, so that the service must stop. The
-            callback calls `abandon` before it returns.
+        fatal: called with a reason and its cause if memory may differ from the log and the service must therefore stop.
+            The callback calls `abandon` before it returns.
     """
 
     def __init__(self, data_dir: DataDir, log: Log) -> None:
@@ -525,7 +525,7 @@ class StateStore:
     async def _write_snapshot(self, contents: Callable[[], ServiceSnapshot], appear: Callable[[], None]) -> None:
         try:
             number = self._log.rotate() if self._next is None else self._next
-            snapshot = contents()  # in the same step, so that all later changes follow the snapshot's number in the log
+            snapshot = contents()  # in the same step: all later changes follow the snapshot's number in the log
             restore_seconds, log_seconds, self._cost.log_seconds = self._restore_seconds(), self._cost.log_seconds, 0.0
             try:
                 if self._next is None:  # a standby applies only changes that are already durable

@@ -6,7 +6,7 @@ default can be added while older data remains readable. If the data contains an 
 newer version wrote the data.
 
 Arrays are encoded as bytes. A range that counts up by 1 is encoded as two numbers, regardless of its length. `compact`
-finds smaller encodings, but takes longer. An object in an array is None, a string or a tuple.
+finds smaller encodings, but takes longer. Objects in arrays are strings, tuples or None.
 """
 
 from __future__ import annotations

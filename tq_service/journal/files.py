@@ -99,7 +99,7 @@ def beside(path: Path, suffix: str) -> Path:
 
 
 def quarantine(path: Path, suffix: str) -> None:
-    """Rename a file to an unused name with a suffix, so that it is not read again."""
+    """Rename a file to an unused name with a suffix, to exclude the file from later reads."""
     target = beside(path, suffix)
     for count in range(2, 1000):
         if not target.exists():
@@ -149,7 +149,7 @@ class FileWriter:
 
 
 def make_directory(path: Path, mode: int = 0o777) -> None:
-    """Create a directory and its missing parents so that all of them survive a loss of power.
+    """Create a directory and its missing parents durably: all of them survive a loss of power.
 
     Args:
         path: path of the directory.
@@ -165,7 +165,7 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Sync a file, or the entries of a directory, so that they survive a loss of power."""
+    """Sync a file or the entries of a directory, which then survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -183,7 +183,7 @@ class Break(Exception):  # noqa: N818  (caught by the reader, which raises an er
     """The expected frame is missing or damaged.
 
     Attributes:
-        is_torn: whether the file ends as it does if the process was killed during a write.
+        is_torn: whether the file ends like after a kill during a write.
     """
 
     def __init__(self, problem: str, *, is_torn: bool = False) -> None:
@@ -217,7 +217,7 @@ def read_frame(file: BinaryIO, number: int) -> bytes:
 
 
 class Pace:
-    """Makes a thread that runs Python code sleep briefly every half millisecond, so that the event loop can run.
+    """Makes a thread that runs Python code sleep briefly every half millisecond to let the event loop run.
 
     Without these pauses, the interpreter switches threads only every 5 ms, which would delay each step of the loop.
     """
@@ -448,7 +448,7 @@ class FoundSegment:
         """Whether the flaw cannot be explained by a killed process or a loss of power."""
         if self.flaw is None or self.flaw.is_torn or self.may_lose_tail:
             return False
-        # A loss of power may destroy any part of the unsynced bytes, all of which belong to the last commit.
+        # A loss of power may destroy any part of the unsynced bytes. All of them belong to the last commit.
         return self.machine_boot_id == machine_boot_id() or self.has_frame_after_flaw()
 
     def records(self) -> Iterator[Record]:
@@ -582,7 +582,7 @@ class FileBackend:
         if segment.flaw is not None:
             if not continues and segment.is_damaged:
                 self._report(segment.path, segment.end, f"{segment.flaw}")
-                try:  # keep a copy of the bytes to be truncated, so that an operator can inspect them
+                try:  # copy the bytes before their truncation, to let an operator inspect them
                     shutil.copyfile(segment.path, beside(segment.path, _LOST_SUFFIX))
                 except OSError as error:
                     name = segment.path.name
@@ -640,10 +640,10 @@ class FileBackend:
     # Writing
 
     def write(self, number: int, records: Sequence[NewRecord]) -> None:
-        """Write a frame with records or, if there are no records, begin a segment.
+        """Write a frame with records; without records, begin a segment.
 
         Raises:
-            DiskFullError: the disk has no free space; a retry may succeed.
+            DiskFullError: the disk is full; a retry may succeed.
             UnavailableError: a sync failed, so any unsynced record may be lost.
         """
         if self._failure is not None:
@@ -727,12 +727,12 @@ class FileBackend:
         return True
 
     def sync_rotated(self, number: int) -> None:
-        """Sync a new segment and its directory, so that the segment survives a loss of power."""
+        """Sync a new segment and its directory; the segment then survives a loss of power."""
         sync_path(segment_path(self._directory, number))
         sync_path(self._directory)
 
     def truncate_before(self, number: int) -> None:
-        """Remove all segments in which each record has a number below the given one."""
+        """Remove all segments that contain only records with lower numbers than the given one."""
         for each, following in pairwise(segment_numbers(self._directory)):
             if following <= number:
                 segment_path(self._directory, each).unlink()

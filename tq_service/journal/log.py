@@ -65,8 +65,8 @@ class LogBackend(Protocol):
     Attributes:
         is_blocking: whether `write` waits for a disk or a network and must therefore be called in a thread.
         group_bytes: maximum size of queued groups that are joined into one write.
-        segment_bytes: size at which the log rotates automatically.
-        patience_seconds: time for which writes to an unreachable backend are retried before callers get an error.
+        segment_bytes: segment size that triggers an automatic rotation.
+        patience_seconds: how long writes to an unreachable backend are retried before callers get an error.
     """
 
     is_blocking: bool
@@ -93,7 +93,7 @@ class LogBackend(Protocol):
         ...
 
     def write(self, number: int, records: Sequence[NewRecord]) -> None:
-        """Make a group durable or, if there are no records, begin a segment; a retry passes equal arguments.
+        """Make a group durable or, without records, begin a segment; a retry passes equal arguments.
 
         Raises:
             DiskFullError, JournalUnreachableError: the write failed, but a retry may succeed.

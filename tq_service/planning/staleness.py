@@ -1,4 +1,4 @@
-"""Bounded staleness: the rule by which a plan selects units so that none is trained after its deadline.
+"""Bounded staleness: the rule for selecting the units of a plan, which ensures that all are trained in time.
 
 The task's admission defines a unit: a sample, a rollout or a group. The deadline of a unit is its `start_version` plus
 `max_staleness`. A plan is trained at version `V` or earlier, where `V` is the published version plus the number of
@@ -33,8 +33,8 @@ class DueUnits:
     checkpoint older than the published version. A plan then includes as many of the earliest-due units as possible.
 
     Args:
-        deadlines: version by which each unit must be trained `(n,)`.
-        version: latest version at which the next plan will be trained.
+        deadlines: latest permitted training version of each unit `(n,)`.
+        version: latest possible training version of the next plan.
         max_staleness: maximum staleness; see `Admission`.
         batch_size: number of units per plan.
 
@@ -162,7 +162,7 @@ class StalenessBound:
 
     @property
     def _version(self) -> int | None:
-        """Latest version at which the next plan will be trained; None if no version is published."""
+        """Latest possible training version of the next plan; None if no version is published."""
         policy = self._partition.policies.get(self._admission.policy)
         return None if policy is None else policy.version + len(self._task.delivered_units)
 

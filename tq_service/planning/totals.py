@@ -61,7 +61,7 @@ def _steps(plan: RecordedPlan) -> Sequence[tuple[Sequence[Pack], slice | Indexes
 
 
 def _numbers(partition: Partition, name: str, positions: Indexes) -> np.ndarray[tuple[int], np.dtype[np.generic]]:
-    """Return the values of a custom_meta column, all of which must be numbers."""
+    """Return the values of a custom_meta column; each value must be a number."""
     values, present = partition.meta.typed(name, positions)
     is_number = present & (values.dtype.kind != "O")
     if not is_number.all():

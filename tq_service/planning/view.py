@@ -58,7 +58,7 @@ _MOST_SCAN_START_BYTES = 2**20
 _VALUE_BYTES = 64  # overhead per value in addition to its text
 _LEFT: ScanKey = ((), (), None, False)  # unconsumed rows, ready or not; claims for live rows always have fields
 
-# A global index at which a scan starts, and the few lower indexes whose rows may be ready, in ascending order.
+# The global index where a scan starts, and the few lower indexes whose rows may be ready, in ascending order.
 Start: TypeAlias = tuple[int, Indexes]
 _NONE: Final = np.zeros(0, np.int64)
 _NO_START: Final = (0, _NONE)
@@ -158,8 +158,8 @@ class Readiness:
     def has_length(self, rows: Rows) -> NDArray[np.bool_]:
         """Return a mask of the rows with a length for the sampler; an invalid length counts.
 
-        An invalid token count fails only the claims that would deliver its row; see `lengths`. A row may have no length
-        because it lacks a requested field. The missing length is then not counted as a second reason.
+        An invalid token count fails only the claims that would deliver its row; see `lengths`. If a row lacks
+        a requested field and therefore its length, the missing length is not counted as a second reason.
         """
         source = self._length
         if source.is_longest_sequence and not self.lacks_sequences:
@@ -258,7 +258,7 @@ class ScanWatch:
 
 
 class ScanStarts:
-    """The positions at which scans for a task's ready rows start, per kind of claim; derived from the rows alone.
+    """The start positions of scans for a task's ready rows, per kind of claim; derived from the rows alone.
 
     With these positions, the cost of a claim depends on its batch and not on the partition size. At most a few ready
     rows precede a start, with many unready rows in between. Examples are members of a group that never completes, or
@@ -301,7 +301,7 @@ class ScanStarts:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[ScanWatch]:
-        """Save the starts found by scans in the `with` block, moved back to the first row that changed meanwhile."""
+        """Save the starts found by scans in the `with` block, moved back to the first row that changed since."""
         watch = ScanWatch()
         self._watches.append(watch)
         try:
@@ -497,7 +497,7 @@ class PartitionView:
 
     Attributes:
         scan: the scan that finds ready rows.
-        no_more: whether no new rows will be inserted, so that groups without a declared size are complete.
+        no_more: whether no new rows will be inserted, which completes groups without a declared size.
         plan_count: see `View`.
         grouping: the groups that the sampler requested last, or None.
     """
@@ -959,7 +959,7 @@ class Search:
         """Return a miss that specifies how many rows must be written before another search can succeed."""
         self._check_length_source()
         missing, is_closed = 1, self._partition.sealed or self._spec.finite  # a first sample may soon close it
-        # Read from the class, so that no code of the sampler runs.
+        # Read from the class, to run no code of the sampler.
         needs_min_size = type(self._request.sampler).plans_below_min_size is not True
         if self._spec.evicts or self._rows.bound is not None:  # one row may be evicted or awaited
             needs_min_size = False

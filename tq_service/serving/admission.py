@@ -37,7 +37,7 @@ from tq_service.wait_clock import Waiting
 
 _MOST_LOOKED_AT: Final = 256  # maximum number of waiting writes examined after a change
 _UNITS: Final[tuple[BatchUnit, ...]] = get_args(BatchUnit)
-_MOST_EXPLAINED: Final = 1 << 16  # maximum number of rows searched for the reason why a write has no capacity
+_MOST_EXPLAINED: Final = 1 << 16  # maximum number of rows searched to explain why a write waits
 
 RETRY_AFTER_SECONDS = 1.0
 
@@ -90,7 +90,7 @@ class Bound(Protocol):
 
     Attributes:
         limit: the upper bound.
-        task_name: name of the task that must consume samples before a waiting write fits; empty if there is none.
+        task_name: name of the task that must consume samples before a waiting write fits; otherwise empty.
     """
 
     limit: int
@@ -105,7 +105,7 @@ class Bound(Protocol):
         ...
 
     def waits_for(self, got: int) -> str:
-        """Return the reason for which a write waits if it would raise the total to `got`."""
+        """Explain why a write that would raise the total to `got` waits."""
         ...
 
     def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
@@ -131,7 +131,7 @@ class ByteBound:
         return self._partition.cells.used_bytes
 
     def waits_for(self, got: int) -> str:
-        """Return the reason for which a write waits for bytes."""
+        """Explain why a write waits for bytes."""
         text = f"partition {self._partition.partition_id!r} would have {got} bytes, but its max_bytes is {self.limit}"
         release = self._partition.settings.release
         return text if release is None else f"{text}, and samples are released once {shown(release)}"
@@ -168,7 +168,7 @@ class AdmissionBound:
         return min(outstanding, self._partition.in_use_count(task, self._admission.unit))
 
     def waits_for(self, got: int) -> str:
-        """Return the reason for which a write waits for the task."""
+        """Explain why a write waits for the task."""
         admission, task = self._admission, self._partition.tasks[self.task_name]
         delivered = sum(task.delivered_units) + task.done_units
         parts = f", {delivered} of them delivered and not {admission.given_back} yet" if delivered else ""
@@ -205,7 +205,7 @@ class RatioBound:
         return self.limit - self._ratio.inserts_left()
 
     def waits_for(self, got: int) -> str:
-        """Return the reason for which a write waits for deliveries."""
+        """Explain why a write waits for deliveries."""
         return self._ratio.waits_for
 
     def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
@@ -235,7 +235,7 @@ class RunningBound:
         return self._partition.held_count(self._unit)
 
     def waits_for(self, got: int) -> str:
-        """Return the reason for which a write waits for running rollouts."""
+        """Explain why a write waits for rollouts in progress."""
         return (
             f"partition {self._partition.partition_id!r} would have {got} {self._unit}s held, which are still being "
             f"generated; its admission sets most_running to {self.limit}"
@@ -397,12 +397,12 @@ class AdmissionQueue:
         return len(self._waiting)
 
     def first_waits_for(self, asking: ClaimRequest | None = None) -> str:
-        """Return why the first waiting write has no capacity, given a waiting claim; "" if no write waits."""
+        """Explain why the first waiting write still waits, given a waiting claim; "" if no write waits."""
         first = next(iter(self._waiting.values()), None)
         return "" if first is None or first.demand is None else self.waits_for(first.demand, asking)
 
     def waits_for(self, demand: Demand, asking: ClaimRequest | None = None) -> str:
-        """Return why there is no capacity for a demand, given a waiting claim; "" if the capacity is available."""
+        """Explain why a demand exceeds the free capacity, given a waiting claim; "" if the capacity is available."""
         refusing = self._refusing(demand)
         return "" if refusing is None else refusing[0].waits_for(refusing[1]) + self._note(refusing[0], asking)
 
@@ -453,7 +453,7 @@ class AdmissionQueue:
             del entering  # otherwise, an exception's traceback would keep this frame and the partition alive
 
     def enter_now(self, request_id: bytes, look: Callable[[], Demand | None]) -> WaitingWrite:
-        """Reserve capacity behind all waiting writes, or raise the timeout error of `enter` if there is none now."""
+        """Reserve capacity behind all waiting writes, or raise the timeout error of `enter` if it is lacking now."""
         entering = self._join(request_id, look, names_keys=False)
         if not entering.admitted.done():
             error = self._too_late(entering)
@@ -633,7 +633,7 @@ def starvation(partition: Partition, planner: Planner, asking: ClaimRequest | No
     ruled_out, names = int(np.count_nonzero(excluded)), {each.column for each in request.batch_spec.where}
     cause = (
         f"{ruled_out} samples are excluded by the conditions in where ({', '.join(sorted(names))}); clear "
-        f"these samples, or set unmatched so that claims evict them"
+        f"these samples, or let claims evict them by setting unmatched"
     )
     if not waiting:
         return f"for task {task.name!r} {cause}" if ruled_out else ""

@@ -170,7 +170,7 @@ def _versions(partition: Partition) -> tuple[NDArray[Any], NDArray[np.bool_]] | 
 
 def _version_range(versions: NDArray[Any]) -> tuple[float, float]:
     """Return the lowest and the highest version, ignoring NaN."""
-    versions = versions[~np.isnan(versions)]  # NaN means that a row has no version
+    versions = versions[~np.isnan(versions)]  # NaN marks rows without a version
     return (versions.min().item(), versions.max().item()) if versions.size else _NO_VERSIONS
 
 

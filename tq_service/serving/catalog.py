@@ -258,7 +258,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """The answer to a claim, and the later answers of its range. `partition` is None if it does not exist yet."""
+    """The answer to a claim, and the later answers of its range. `partition` is None if it is missing."""
 
     partition: Partition | None
     answer: Answer
@@ -337,7 +337,7 @@ class Catalog:
         self.capacity_waits: dict[bytes, tuple[str, ClaimRequest]] = {}
         self._under_way: set[asyncio.Task[None]] = set()
         self._retracted: list[tuple[Partition, str, bytes]] = []  # claims to retract when changes are accepted again
-        self._serving_since = math.inf  # infinite during recovery, so that no sample expires
+        self._serving_since = math.inf  # infinite during recovery, when samples must not expire
         self._is_draining = False
         self._closed_prefix: str | None = None
 
@@ -591,7 +591,7 @@ class Catalog:
     # Policies
 
     def policy(self, name: str) -> Policy:
-        """Return a policy with a published version; raise an error if there is none."""
+        """Return the policy with this name; raise an error unless a version of the policy is published."""
         return self._state.policy(name)
 
     def publish(self, published: VersionPublished, trained: Sequence[tuple[str, str, int]]) -> None:
@@ -797,7 +797,7 @@ class Catalog:
         return [*waiting, *((requests[0], len(requests)) for requests in alike.values())]
 
     def awaited_names(self) -> KeysView[str]:
-        """Return the names of missing partitions for which calls wait."""
+        """Return the names of missing partitions that calls wait for."""
         return self._arrivals.keys()
 
     def awaiting(self, partition_id: str) -> list[ClaimRequest | None]:
@@ -919,7 +919,7 @@ class Catalog:
         return self._serving_of(partition).enders
 
     def drain(self) -> None:
-        """End all waiting and future calls with an error, so that clients retry on the next server."""
+        """End all waiting and future calls with an error, which makes clients retry on the next server."""
         self._is_draining = True
         for serving in self._serving.values():
             serving.end(_draining_error)

@@ -49,7 +49,7 @@ class _Past:
     """The revisions of a partition and its parts.
 
     Attributes:
-        made_at: revision in which the partition was created; earlier watchers have not seen it.
+        made_at: revision that created the partition; earlier watchers have not seen it.
         rows_at: revision of the last change of any row or of the summary.
         block_at: revision of the last write to each block of rows, by block number (index >> 13).
         tasks_at: revision of the last change of any task.
@@ -147,7 +147,7 @@ class ChangeHistory:
     Attributes:
         instance_id: 16 random bytes that identify this history.
         number: revision of the last change.
-        given_out: last issued revision; 0 if none was issued, so that no changes need to be recorded.
+        given_out: last issued revision; 0 if none was issued, in which case no changes are recorded.
         forgotten_at: revision of the latest removed partition dropped from the log.
         on_change: called after each recorded group of changes.
     """
@@ -257,7 +257,7 @@ class ChangeHistory:
             return [_changes_of(each, past, 0, selection) for (_, each), past in zip(there, pasts, strict=True)]
         if self.forgotten_at > since:
             raise CompactedError(
-                f"revision {since} is too old, because changes up to {self.forgotten_at} have been forgotten; list "
+                f"revision {since} is too old, because changes up to {self.forgotten_at} were dropped; list "
                 f"again, or watch without a revision to start with the full state",
                 metadata={"got": str(since), "oldest": str(self.forgotten_at)},
             )

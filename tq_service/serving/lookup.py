@@ -1,6 +1,6 @@
 """Selections of samples that are listed in pages, awaited, or cleared in parts; and pages of names.
 
-The number of samples and the metadata size of a page are limited, so that a page is produced quickly. The token of a
+Pages are limited in sample count and metadata size, so producing a page is quick. The token of a
 page encodes its start and the partition's incarnation. The token is not a secret, since its holder could request any
 page anyway.
 
@@ -61,7 +61,7 @@ class Part:
     Attributes:
         positions: table positions of the samples `(n,)`.
         places: place of each sample in the selection `(n,)`; a part can start at any of these places.
-        next_place: place at which the next part starts; None for the last part.
+        next_place: place where the next part starts; None for the last part.
     """
 
     positions: Indexes
@@ -202,7 +202,7 @@ class Selection:
         return mask
 
     def missing(self, partition: Partition, start: int, stop: int | None) -> tuple[list[str], Indexes]:
-        """Return the selected keys and indexes in a range of places for which no sample exists."""
+        """Return the selected keys and indexes without a sample, in a range of places."""
         count, indexes = self.indexes.size, self.indexes[start:stop]
         keys = self.keys[max(0, start - count) : None if stop is None else max(0, stop - count)]
         unknown = np.flatnonzero(partition.key_index.positions_of(keys) < 0).tolist()
@@ -220,7 +220,7 @@ class Page:
         missing_indexes: indexes in the page's range without a sample.
         missing_groups: selected groups without members in the partition; only on the first page.
         missing_rollouts: selected rollouts without samples; only on the first page.
-        next_place: place at which the next page starts in the selection; None for the last page.
+        next_place: place in the selection where the next page starts; None for the last page.
     """
 
     partition: Partition
@@ -311,7 +311,7 @@ def find_names(names: Iterable[str], *, of: str, size: int, token: str) -> tuple
 
     Args:
         names: all names, in any order.
-        of: what the list contains. Tokens of a different list are rejected.
+        of: kind of the listed names. Tokens of a different list are rejected.
         size: maximum number of names on the page; 0 for the largest permitted page.
         token: token of the page, or "" for the first page. It consists of a checksum and the first name of the page,
             which may have been removed since.
@@ -564,7 +564,7 @@ class LookupWait:
 
     @property
     def _is_in_vain(self) -> bool:
-        """Whether the partition has too few samples and is sealed, so that waiting is useless."""
+        """Whether the partition has too few samples and is sealed, which makes the wait useless."""
         count = self._partition.table.present_count
         if self._selection.is_named:
             count = min(count, self._selection.named_count)
@@ -702,7 +702,7 @@ class Clearing:
         if not self._part.size and self._place is not None:
             part = self.selection.part(partition, self._place, _CLEARED_AT_ONCE).first(_CLEARED_AT_ONCE)
             self._place = part.next_place
-            self._part = np.sort(table.index[part.positions])  # so that the samples of a put are adjacent
+            self._part = np.sort(table.index[part.positions])  # makes the samples of a put adjacent
         positions = table.find(self._part)
         count = partition.cells.count_of_runs(positions, _PUTS_CLEARED_AT_ONCE)
         taken, positions, self._part = self._part[:count], positions[:count], self._part[count:]

@@ -4,9 +4,9 @@
           -> joins the line of claims with the same spec -> its turn -> planned on the event loop: answered, or a miss
                                                                      -> planned off the loop, one at a time
 
-Lines take turns in order of arrival, regardless of what they claim. A line that cannot be served is skipped and gets
+Lines take turns in order of arrival, regardless of their claims. A line that cannot be served is skipped and gets
 another turn after a change. If a sampler cannot plan immediately on the event loop, its plan is made off the loop, for
-one line at a time. An off-loop plan that takes too long yields, so that the next plan can start. Commits, status
+one line at a time. An off-loop plan that takes too long yields to the next plan. Commits, status
 requests, replays and claims that can be planned immediately never wait for an off-loop plan.
 
 The loop checks in one step that all rows of a plan are still ready, and records the plan. If a plan has lost rows, its
@@ -83,8 +83,8 @@ _CLOSED_AT_ONCE = 1 << 12  # maximum number of changed rows per step when gaps a
 _MOST_BATCHES_AHEAD = 256  # loaders claim prefetch_factor * num_workers ahead; all earlier batches are planned too
 _RANGE_SECONDS: Final = 0.004  # CPU time per step for planning further batches of a range
 _RATE_SECONDS: Final = 10.0
-_PINNED_SECONDS: Final = 0.01  # interval at which the planner checks whether the table is still pinned
-_FEW_ROWS = 1 << 13  # maximum number of rows for which the end is detected on the event loop
+_PINNED_SECONDS: Final = 0.01  # interval between checks whether the table is still pinned
+_FEW_ROWS = 1 << 13  # maximum number of rows searched for the end on the event loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class Waiter:
 
 
 class LineState(Enum):
-    """The event for which a line is waiting.
+    """The event that a line waits for.
 
     PARKED --something has changed--> QUEUED --its turn--> PARKED, or served and QUEUED again
                                                 |must be awaited
@@ -180,8 +180,8 @@ class LineState(Enum):
 class Line:
     """The waiting calls with one claim spec, in order of arrival. A plan made for one of them can serve any of them.
 
-    A line exists while a call waits in it or a plan is made for it. The number of lines needs no limit of its own,
-    because each line has waiting calls, and these are limited.
+    A line exists while a call waits in it or a plan is made for it. The number of lines is
+    bounded, because each line has waiting calls, and these are limited.
 
     Attributes:
         last_miss: the reason why the last search found no plan.
@@ -212,13 +212,13 @@ class Line:
 
     @property
     def order(self) -> float:
-        """Arrival number of the line's first call, by which lines are ordered; infinity for an empty line."""
+        """Arrival number of the line's first call, which determines the line's turn; infinity for an empty line."""
         first = self.first()
         return math.inf if first is None else first.arrival
 
     @property
     def batch_index(self) -> int:
-        """Lowest batch index for which a rank in this line waits; -1 for an empty line or queue workers."""
+        """Lowest batch index that a rank in this line waits for; -1 for an empty line or queue workers."""
         return min((waiter.batch_index for waiter in self._waiters), default=-1)
 
     def first(self) -> Waiter | None:
@@ -279,7 +279,7 @@ class WaitQueue:
 
     @property
     def ranked_lines(self) -> list[Line]:
-        """The lines in which ranks wait."""
+        """The lines of ranks, as opposed to queue workers."""
         return [line for line in self.by_spec.values() if line.is_ranked]
 
     def join(self, waiter: Waiter, miss: Miss) -> Line:
@@ -344,7 +344,7 @@ class WaitQueue:
         return None
 
     def next_heavy(self) -> Line | None:
-        """Return the next line that needs an off-loop plan; None if there is none or such a plan is in progress."""
+        """Return the next line that needs an off-loop plan; None if no line needs one or such a plan is in progress."""
         if self.planning is not None or not self._heavy:
             return None
         line = min(self._heavy, key=lambda each: each.order)
@@ -598,7 +598,7 @@ class Planner:
     def _has_turns(self, spec: ClaimSpec) -> bool:
         """Whether a call must join a line, because lines are being served or claims with the same spec are waiting.
 
-        Otherwise, all waiting claims wait for a change, so serving this call immediately takes no turn from them.
+        Otherwise, all waiting claims wait for a change, so serving this call immediately does not delay them.
         """
         is_serving = self._dispatching is not None or self._queue.holder is not None
         return is_serving or spec in self._queue.by_spec
@@ -724,7 +724,7 @@ class Planner:
             self._dispatching = None
 
     def _may_be_served(self, line: Line) -> bool:
-        """Whether the state has changed since the line's last search, so that a new search could find a plan."""
+        """Whether the state has changed since the line's last search, which makes a new search worthwhile."""
         return not line.last_miss.is_current(self._partition, self.task)
 
     def _enqueue_answers(self, waiters: Iterable[Waiter], error: TqError | None = None) -> None:
@@ -824,7 +824,7 @@ class Planner:
     # Recording
 
     def _record(self, request: ClaimRequest, found: Planned | EndFound) -> Answer:
-        """Record the result of a search and its evictions; return the answer to the claim for which it ran.
+        """Record the result of a search and its evictions; return the answer to the claim that it ran for.
 
         This method runs within a group. A batch or an end applies to all ranks. Waiting claims of the batch are
         therefore answered, and claims with a different `dp_size` are rejected.
@@ -898,7 +898,7 @@ class Planner:
         return claim
 
     def _evict(self, request: ClaimRequest, evicted: Evicted | None) -> bool:
-        """Fail or clear the samples that a claim evicts; return False if there are none or no partition."""
+        """Fail or clear the samples that a claim evicts; return False if nothing was evicted."""
         if evicted is None:
             return False
         spec, bounded = request.batch_spec, self._partition.settings.bounded_admission
@@ -938,7 +938,7 @@ class Planner:
     async def _find_off_loop(self, request: ClaimRequest, look_past: int) -> Found:
         """Search off the loop for a plan or the end, with the table pinned.
 
-        After the plan's rows are checked there is no `await` before the return, so the caller can record the plan.
+        No `await` follows the check of the plan's rows, so the caller can record the plan.
         """
         sampler = request.sampler
         new_search = partial(Search, self._partition, self.task, self._starts, request, self.length(request))
