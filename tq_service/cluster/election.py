@@ -37,8 +37,8 @@ def controller_id_of(etcd: Etcd, keys: ClusterKeys, proposed: bytes) -> bytes:
     Args:
         etcd: the connection to etcd.
         keys: the cluster's keys.
-        proposed: the id in this controller's data directory. It becomes the shared id if etcd does not
-            store one yet: this controller is the first one, or etcd has lost all data.
+        proposed: the id in this controller's data directory. The proposed id becomes the shared id if etcd stores none,
+            because this controller is the first one or etcd has lost all data.
 
     Raises:
         JournalUnreachableError: etcd does not respond.

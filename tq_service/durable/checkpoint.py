@@ -89,13 +89,13 @@ _BLOCK: Final = Put("", b"", b"")
 def checkpoint_path(checkpoint_dir: Path | None, name: str) -> Path:
     """Return the path of a checkpoint file, given the directory of all checkpoints and the name chosen by the caller.
 
-    The operator controls the directory and the symlinks on the path to it. Below the directory, no symlink may lead out
-    of it. A process with write access to the directory could still replace part of the path after this check, but
-    callers cannot.
+    The operator controls the directory and the symlinks on the path to it. No symlink below the directory may lead out
+    of the directory. A process with write access to the directory could still replace part of the path after this
+    check, but callers cannot.
 
     Raises:
         PreconditionError: the service has no checkpoint directory.
-        InvalidArgumentError: the name is invalid, or a symlink below the directory leads out of it.
+        InvalidArgumentError: the name is invalid, or a symlink below the directory leads out of the directory.
     """
     checkpoint_dir = _directory(checkpoint_dir)
     if not _is_name(name):

@@ -231,7 +231,7 @@ class DataDir:
         return self.identity.storage_id
 
     def remove_unneeded(self, backend: LogBackend, number: int) -> None:
-        """Remove all files that no start needs, given a snapshot of everything before `number`. This call blocks.
+        """Remove all files that no start needs, given a snapshot of everything before `number`. Blocks.
 
         The previous snapshot and the log since then are kept, in case the new snapshot turns out to be damaged.
         """

@@ -7,8 +7,8 @@ blocks:
     state: [PartitionHeader, ColumnPart ..., [TaskFacts, (Batches | TaskRecords) ...] ...] ..., ServiceRecords ...
 
 Columns are identified by name. A column missing from the file is filled with its fill value (see `Partition.restore`).
-An unknown column, kind or field means that a newer version wrote the file. This raises a separate error and is never
-treated as damage, since an older snapshot would lack all later changes.
+An unknown column, kind or field means that a newer version wrote the file. The reader then raises a separate error
+instead of treating the file as damaged, since an older snapshot would lack all later changes.
 """
 
 from __future__ import annotations

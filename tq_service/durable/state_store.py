@@ -60,7 +60,7 @@ class Stream(enum.IntEnum):
     """The source of a record in the log. Its number is stored in the file.
 
     Both streams share one order. A put is therefore recorded before the change that refers to it. The end of a put is
-    recorded after the change that frees it. One sync makes both durable.
+    recorded after the change that frees it. One sync makes both records durable.
     """
 
     CHANGES = 1
@@ -94,9 +94,9 @@ class Recovered:
 class StartCost:
     """Estimates the duration of a start, and decides when a new snapshot should shorten it.
 
-    A start restores the last snapshot and replays the log after it. A snapshot is due before this would exceed the time
-    allowed for a start. It is not due until replaying the log takes as much CPU time as writing a snapshot, which grows
-    with the state.
+    A start restores the last snapshot and replays the log after it. A new snapshot is due before a start would take
+    longer than allowed. However, a snapshot is not due until replaying the log takes as much CPU time as writing a
+    snapshot, which grows with the state.
 
     Attributes:
         log_seconds: time to replay the current log.
@@ -363,7 +363,7 @@ class StateStore:
         self._append(Stream.PUTS, record, values)
 
     def after_durable(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when all records appended so far are durable: immediately, or later in order."""
+        """Call `callback` when all records appended so far are durable: immediately, or later, in call order."""
         self._log.after_durable(callback)
 
     def _append(self, stream: Stream, *parts: bytes | bytearray) -> None:

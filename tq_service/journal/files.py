@@ -8,8 +8,8 @@ Segments of the log, snapshots and checkpoints all consist of frames.
 
 A reader knows the number of the next frame, so it detects a missing, repeated or misplaced frame.
 
-A record file gets its final name only after it is complete and synced. It contains "tqrecs02", then one frame per
-record, numbered from 0, and a frame with an empty body.
+A record file gets its final name only after it is complete and synced. A record file contains "tqrecs02", then one
+frame per record, numbered from 0, and a frame with an empty body.
 
 The log is a chain of segments. Each frame of a segment contains the records of one group.
 
@@ -448,7 +448,7 @@ class FoundSegment:
         """Whether the flaw cannot be explained by a killed process or a loss of power."""
         if self.flaw is None or self.flaw.is_torn or self.may_lose_tail:
             return False
-        # A loss of power may destroy any part of the unsynced bytes. All of them belong to the last commit.
+        # A loss of power may destroy any part of the unsynced bytes. These bytes belong to the last commit.
         return self.machine_boot_id == machine_boot_id() or self.has_frame_after_flaw()
 
     def records(self) -> Iterator[Record]:
@@ -616,7 +616,7 @@ class FileBackend:
         return False
 
     def _lose(self, segments: Sequence[FoundSegment]) -> None:
-        for segment in reversed(segments):  # if the process is killed in between, the gap stays at the same position
+        for segment in reversed(segments):  # in reverse, so that a kill in between leaves the gap at the same position
             if segment.was_being_made:
                 _log.warning(LogMessage("removed a segment without records", file=segment.path.name))
                 segment.path.unlink()
@@ -708,7 +708,7 @@ class FileBackend:
         return segment
 
     def _with_reserve(self, write: Callable[[], T]) -> T:
-        """Call `write`; if it fails, release the reserved space and call it once more."""
+        """Call `write`; if the call fails, release the reserved space and call `write` once more."""
         try:
             return write()
         except OSError:
@@ -746,7 +746,7 @@ class FileBackend:
 
 
 class EmergencyDiskReserve:
-    """A file that reserves disk space. It is removed when the disk is full, so that clears can still be recorded.
+    """A file that reserves disk space. The file is removed when the disk is full, so that clears can still be recorded.
 
     Safe to use from several threads.
 

@@ -1,9 +1,8 @@
 """Selection of units to evict: samples that a claim's `where` excludes, and groups with too few members left.
 
 If the task keeps groups together, entire groups are evicted. If the task accepts incomplete groups, excluded members
-are evicted individually. The group is evicted when no members, or fewer than `least_members`, are left. Work on a
-group continues while more members may be put, or a member is held, leased, or delivered to the task. Such a group is
-not evicted.
+are evicted individually. The group is evicted when no members, or fewer than `least_members`, are left. A group is not
+evicted while more members may be put, or while a member is held, leased, or delivered to the task.
 
 `small_groups` finds candidates and may take a long time. `units` makes the decision in the step that evicts the
 candidates. `lowest_units` finds the units that new samples replace (`Admission.overflow`).

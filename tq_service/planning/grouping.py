@@ -51,8 +51,8 @@ def groups_in_runs(indexes: Indexes, size: int) -> Indexes:
 class Grouping:
     """The groups of a partition, as requested by one sampler.
 
-    If a group or rollout was ever named, the groups are the named ones, and each unnamed row is its own group.
-    Otherwise, the groups are blocks of `block_size` consecutive indexes, or single rows without a block size.
+    If a group or rollout was ever named, the groups are the named ones, and each unnamed row is its own group. If
+    nothing was named, the groups are blocks of `block_size` consecutive indexes, or single rows without a block size.
 
     With the unit "rollout", the groups are the rollouts and the rows that have none, never blocks.
 

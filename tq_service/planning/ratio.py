@@ -1,8 +1,8 @@
 """The ratio of samples delivered to a task to samples inserted, bounded in both directions.
 
 The ratio counts samples inserted into a partition after the first `min_size_to_sample`. The target is
-`samples_per_insert` deliveries per insert. The task may be up to `error_buffer` deliveries ahead or behind. This
-implements Reverb's `SampleToInsertRatio` (https://github.com/google-deepmind/reverb) for batches.
+`samples_per_insert` deliveries per insert. The task may be up to `error_buffer` deliveries ahead or behind. The bound
+corresponds to Reverb's `SampleToInsertRatio` (https://github.com/google-deepmind/reverb) for batches.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Bounded staleness: the rule for selecting the units of a plan, which ensures that all are trained in time.
 
 The task's admission defines a unit: a sample, a rollout or a group. The deadline of a unit is its `start_version` plus
-`max_staleness`. A plan is trained at version `V` or earlier, where `V` is the published version plus the number of
-planned batches that no publication has reported as trained. Each plan contains `B` units. For every `j`, at most
-`j * B` of the outstanding units not in the plan may be due by `V + j`. Ready units and units still being generated both
-count. docs/asynchronous_rl.md, section "The bound", proves that this rule bounds staleness.
+`max_staleness`. A plan is trained at version `V` or earlier. `V` is the published version plus the number of planned
+batches that no publication has reported as trained. Each plan contains `B` units. For every `j`, at most `j * B` of the
+outstanding units not in the plan may be due by `V + j`. Ready units and units still being generated both count.
+docs/asynchronous_rl.md, section "The bound", proves that this rule bounds staleness.
 
 The rule limits the number of units due after `V`, after `V + 1`, and so on, in a plan. The permitted plans are
-therefore the independent sets of a laminar matroid, and a greedy choice in any order finds a largest one (Schrijver,
+therefore the independent sets of a laminar matroid. A greedy choice in any order finds a largest set (Schrijver,
 "Combinatorial Optimization", 2003, section 40.1).
 """
 
@@ -29,8 +29,8 @@ from tq_service.state.plan import ClaimRequest, Indexes
 class DueUnits:
     """The units of a task that are not planned yet, with their deadlines.
 
-    More units may be due than plans can include before the deadlines, for example after a trainer restarts from a
-    checkpoint older than the published version. A plan then includes as many of the earliest-due units as possible.
+    After a trainer restarts from an old checkpoint, more units may be due than plans can include in time. A plan then
+    includes as many of the earliest-due units as possible.
 
     Args:
         deadlines: latest permitted training version of each unit `(n,)`.
@@ -225,7 +225,7 @@ class StalenessBound:
             is_last: whether the plan may contain fewer units than a full batch.
 
         Raises:
-            SamplerError: the plan does not contain each unit of exactly one batch once.
+            SamplerError: the plan reuses samples, or does not contain the units of exactly one batch.
         """
         unit, expected, count = self._admission.unit, self._admission.global_batch, np.unique(self._ids(taken)).size
         if plan.is_reusing or (count != expected and not (is_last and count < expected)):

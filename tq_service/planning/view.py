@@ -363,8 +363,8 @@ class Scan:
             orders: columns that order the ready rows, most significant first.
             watch: tracks rows that change during the scan; None if the scan runs in one step of the event loop.
             look_past: number of ready rows to skip at the beginning, which are left to other claims.
-            of: rows to find: "ready"; "left", which are all unconsumed rows of the task, ready or not; or "evictable",
-                which are the rows that a claim may evict because `where` excludes them.
+            of: rows to find: "ready"; "left": all unconsumed rows of the task, ready or not; or "evictable": rows that
+                a claim may evict because `where` excludes them.
         """
         self._key: ScanKey = rows.key
         self._mask: Callable[[Rows], NDArray[np.bool_]] = rows.ready
@@ -431,7 +431,7 @@ class Scan:
             size *= 2
 
     def _first_in_order(self, least: int | None) -> Iterator[tuple[Indexes, bool]]:
-        """Find all ready rows, and yield growing numbers of them in order."""
+        """Find all ready rows, and yield growing arrays of the first rows in order."""
         if self.is_on_loop and self.count - self._first_candidates()[1] > _MOST_ORDERED_ON_LOOP:
             raise MustBeAwaited
         ((ready, _),) = self._first(None)
@@ -648,8 +648,8 @@ class Miss:
     Attributes:
         state_version: state version of the partition when the search started.
         row_version: row version that the partition must reach before a search can succeed.
-        consumed: numbers of rows consumed and leased by the task when the search started; None if a change of these
-            numbers can neither cause nor undo the end.
+        consumed: numbers of rows consumed and leased by the task when the search started; None if these numbers do not
+            affect the end.
         leased: number of rows leased by all tasks when the search started; None if no leased row may be evicted after
             its lease.
     """

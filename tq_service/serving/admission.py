@@ -50,8 +50,8 @@ class Demand:
         counts: number of new units, by unit; see `CheckedGroups.count_units`.
         value_bytes: bytes of the new samples' cells.
         held_counts: number of new held units, by unit.
-        groups: names of the groups that the write starts; samples of existing groups need no capacity.
-        rollouts: names of the rollouts that the write starts; samples of existing rollouts need no capacity.
+        groups: names of new groups; samples of existing groups need no capacity.
+        rollouts: names of new rollouts; samples of existing rollouts need no capacity.
     """
 
     counts: Counter[BatchUnit] = field(default_factory=Counter)
@@ -109,7 +109,7 @@ class Bound(Protocol):
         ...
 
     def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
-        """Return the error for a write that would raise the total to `got`; if it `may_fit_later`, after a wait."""
+        """Return the error for a write that would raise the total to `got`, after a wait if it `may_fit_later`."""
         ...
 
 
@@ -325,7 +325,7 @@ def demand_of_slots(partition: Partition, prompt_count: int, slot_count: int) ->
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class WaitingWrite(contextlib.AbstractContextManager["WaitingWrite"]):
-    """A write that waits for capacity. Once admitted, it reserves its capacity until its `with` block ends.
+    """A write that waits for capacity. Once admitted, the write reserves its capacity until its `with` block ends.
 
     Attributes:
         look: returns the current demand of the write, or None; raises an error if the partition would reject the write.
@@ -357,9 +357,9 @@ class WaitingWrite(contextlib.AbstractContextManager["WaitingWrite"]):
 class AdmissionQueue:
     """Admits writes of new samples to one partition in order of arrival, within the partition's bounds.
 
-    A write that fits overtakes writes that do not fit. It may even free capacity for them, for example by completing
-    the batch that a trainer waits for. `AdmissionTurn` prevents large puts from being delayed forever. New members of
-    existing groups need no capacity, since their groups were admitted already.
+    A write that fits overtakes writes that do not fit. The fitting write may even free capacity for the others, for
+    example by completing the batch that a trainer waits for. `AdmissionTurn` prevents large puts from being delayed
+    forever. New members of existing groups need no capacity, since their groups were admitted already.
 
     Only the first waiting writes are examined, and only after a change. A retry replaces the original call, in the
     queue or after its admission. The queue is confined to the partition's event loop.
@@ -453,7 +453,7 @@ class AdmissionQueue:
             del entering  # otherwise, an exception's traceback would keep this frame and the partition alive
 
     def enter_now(self, request_id: bytes, look: Callable[[], Demand | None]) -> WaitingWrite:
-        """Reserve capacity behind all waiting writes, or raise the timeout error of `enter` if it is lacking now."""
+        """Reserve capacity behind all waiting writes, or raise the timeout error of `enter` if none is left."""
         entering = self._join(request_id, look, names_keys=False)
         if not entering.admitted.done():
             error = self._too_late(entering)

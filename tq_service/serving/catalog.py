@@ -190,7 +190,7 @@ class LeaseTimer:
     """Expires the leases of one partition at their deadlines, on the running event loop.
 
     Deadlines belong to this service instance and are not persisted. A recovered or restored lease therefore starts
-    again with its full duration. If a lease ends early or is extended, its old entry remains in the heap. Such entries
+    again with its full duration. If a lease ends early or is extended, its old entry remains in the heap. Old entries
     are dropped when they are due, or all at once when they outnumber the leases.
     """
 
@@ -258,7 +258,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """The answer to a claim, and the later answers of its range. `partition` is None if it is missing."""
+    """The answer to a claim, and the later answers of its range. `partition` is None for a missing partition."""
 
     partition: Partition | None
     answer: Answer
@@ -308,8 +308,8 @@ class Catalog:
         on_freed: called with cells that no longer belong to any sample, after the change that freed them was appended
             to the log.
         on_batch: called with the sampler name and the statistics of each batch recorded for ranks.
-        on_planned: called with the partition, the task name and the claim of each planned batch. The call is part of
-            the event-loop step that recorded the plan, so its rows are unchanged.
+        on_planned: called with the partition, the task name and the claim of each planned batch. The listener is called
+            in the event-loop step that records the plan, while the plan's rows are unchanged.
         on_partition: called with a partition and "created", "restored" or "removed".
     """
 
@@ -439,7 +439,7 @@ class Catalog:
         return self._state.partition(partition_id, incarnation)
 
     def find(self, partition_id: str, incarnation: bytes = b"", *, missing_ok: bool) -> Partition | None:
-        """Return a partition like `get`, or with `missing_ok` None if it does not exist in this incarnation."""
+        """Return a partition like `get`; with `missing_ok`, return None if this incarnation does not exist."""
         partition = self._partitions.get(partition_id)
         if missing_ok and (partition is None or (incarnation and incarnation != partition.incarnation)):
             check_name("partition_id", partition_id)
@@ -476,7 +476,7 @@ class Catalog:
     async def capacity_for(
         self, partition_id: str, incarnation: bytes, write: SampleWrite
     ) -> AsyncIterator[CheckedWrite | None]:
-        """Reserve capacity for the new rows of a write in short steps; make the write inside the `with` block.
+        """Reserve capacity for the new rows of a write in short steps. The caller makes the write in the `with` block.
 
         The write is checked first, so a rejected write uses no memory. The context yields the checked write, to be
         passed to `write`, and returns unused capacity when it ends.
@@ -557,8 +557,8 @@ class Catalog:
     def _check_samples(self, new_count: int) -> None:
         """Reject new samples if the total would exceed `max_samples`.
 
-        Counting the samples of thousands of partitions is slow. They are therefore recounted only if the samples added
-        since the last count could exceed the limit.
+        Counting the samples of thousands of partitions is slow. Samples are therefore recounted only if the samples
+        added since the last count could exceed the limit.
         """
         if new_count and self._most_samples + new_count > self.limits.max_samples:
             self._most_samples = self.sample_count()
@@ -659,9 +659,9 @@ class Catalog:
     def prepare_replacement(self, restored: Sequence[Partition]) -> None:
         """Reject changes until `end_replacement`, because restored partitions are about to replace existing ones.
 
-        A restored partition receives a new incarnation if its incarnation already exists. Old metadata could otherwise
-        refer to the wrong samples: global indexes assigned since the checkpoint are reused. Also, an existing partition
-        with a different name may be from the same checkpoint.
+        A restored partition receives a new incarnation if its incarnation already exists. Metadata from before the
+        restore could otherwise refer to the wrong samples, because global indexes assigned since the checkpoint are
+        reused. An existing partition with a different name may also be from the same checkpoint.
         """
         self.machine.refusal = _replacement_error
         known = {partition.incarnation for partition in self._partitions.values()}
@@ -670,7 +670,7 @@ class Catalog:
                 partition.incarnation = os.urandom(16)
 
     def end_replacement(self) -> None:
-        """Accept changes again, and make the postponed ones. Without a replacement, do nothing."""
+        """Accept changes again, and make the postponed changes. If no replacement is in progress, do nothing."""
         self.machine.refusal = None
         retracted, self._retracted = self._retracted, []
         for each in retracted:
@@ -830,8 +830,8 @@ class Catalog:
             incarnation: incarnation of the partition; empty: any.
             request: the claim to serve.
             max_wait_seconds: time after which the call returns `NotYet`.
-            while_waiting: context entered while the call waits. If it cannot be entered, the call fails and changes
-                nothing.
+            while_waiting: context entered while the call waits. If the context cannot be entered, the call fails and
+                changes nothing.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + max_wait_seconds

@@ -173,7 +173,7 @@ class Explanation:
         self._unit: BatchUnit = request.batch_spec.batch_unit
         self._left_count = 0
         self._lacking: Counter[tuple[Lack, str]] = Counter()  # counts by kind and name, as in `NotReady`
-        self._ungrouped: Counter[str] = Counter()  # by group-scoped field: samples without a group, which cannot get it
+        self._ungrouped: Counter[str] = Counter()  # by group-scoped field: samples that lack it and have no group
         self._state = HELD if request.batch_spec.held else LIVE
         self._ready: list[Indexes] = []  # global indexes, because positions may change between slices
 
@@ -215,7 +215,7 @@ class Explanation:
         ready_count, split = await self._groups()
         if split is not None:
             lacks.append(split)
-        # A rank can be served only after all batches before its own, so these count too.
+        # A rank is served only after all earlier batches, so the samples for these batches are needed too.
         batches = 1 if request.rank is None else max(1, request.rank.batch_index - task.next_batch_index + 1)
         needed_count = batches * request.plan_request.min_size
         if (awaited := self._awaited()) is not None:
@@ -342,7 +342,7 @@ class Explanation:
             return ready.size, None
         positions = self._partition.table.find(ready)
         ready, positions = ready[positions >= 0], positions[positions >= 0]
-        # In a thread, because all ready samples are sorted here; the thread does not access the partition.
+        # Sort all ready samples in a thread, which does not access the partition.
         ids, first, counts = await asyncio.to_thread(
             np.unique, grouping.ids(positions), return_index=True, return_counts=True
         )

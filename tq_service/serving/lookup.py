@@ -60,7 +60,7 @@ class Part:
 
     Attributes:
         positions: table positions of the samples `(n,)`.
-        places: place of each sample in the selection `(n,)`; a part can start at any of these places.
+        places: place of each sample in the selection `(n,)`; a later part can start at any of these places.
         next_place: place where the next part starts; None for the last part.
     """
 
@@ -79,9 +79,10 @@ class Part:
 class Selection:
     """The samples selected by a request.
 
-    Samples given by index or key are ordered as in `indexes`, then as in `keys`. Otherwise, the selection contains the
-    members of `groups` and `rollouts`, or all samples, in order of insertion. A selection may contain millions of
-    samples, so it is read in parts. A place is an offset in the given indexes and keys, or a global index.
+    Samples given by index or key are ordered as in `indexes`, then as in `keys`. Without indexes and keys, the
+    selection contains the members of `groups` and `rollouts`, or all samples, in order of insertion. A selection may
+    contain millions of samples, so it is read in parts. A place is an offset in the given indexes and keys, or a global
+    index.
 
     Attributes:
         indexes: global indexes `(n,)`.
@@ -295,7 +296,7 @@ def _unknown(names: Sequence[str], slots: Indexes) -> list[str]:
 def first_known(
     catalog: Catalog, partition_id: str, incarnation: bytes, rows: Indexes
 ) -> tuple[Partition, Indexes] | None:
-    """Return the partition of the given samples, and as many of these samples from the start as fit on a page.
+    """Return the partition of the given samples, and the leading samples that fit on one page.
 
     Return None if the partition or one of the leading samples no longer exists.
     """
@@ -313,8 +314,8 @@ def find_names(names: Iterable[str], *, of: str, size: int, token: str) -> tuple
         names: all names, in any order.
         of: kind of the listed names. Tokens of a different list are rejected.
         size: maximum number of names on the page; 0 for the largest permitted page.
-        token: token of the page, or "" for the first page. It consists of a checksum and the first name of the page,
-            which may have been removed since.
+        token: token of the page, or "" for the first page. A token consists of a checksum and the first name of the
+            page, which may have been removed since.
 
     Raises:
         InvalidArgumentError: the size or the token is invalid.
@@ -639,8 +640,8 @@ class Clearing:
         partition_id: name of the partition.
         incarnation: incarnation of the partition; empty for the incarnation that exists when the first part is cleared.
         selection: the samples to clear.
-        claim: the leased claim that the samples must belong to. This is checked for all samples at the start, and for
-            each part when the part is cleared. None: no claim is checked.
+        claim: the leased claim that the samples must belong to. Membership is checked for all samples at the start, and
+            for each part when the part is cleared. None: no claim is checked.
         missing_ok: whether to succeed without clearing anything if the partition does not exist or was cleared.
     """
 

@@ -84,12 +84,12 @@ _MOST_BATCHES_AHEAD = 256  # loaders claim prefetch_factor * num_workers ahead; 
 _RANGE_SECONDS: Final = 0.004  # CPU time per step for planning further batches of a range
 _RATE_SECONDS: Final = 10.0
 _PINNED_SECONDS: Final = 0.01  # interval between checks whether the table is still pinned
-_FEW_ROWS = 1 << 13  # maximum number of rows searched for the end on the event loop
+_FEW_ROWS = 1 << 13  # maximum number of rows searched on the event loop for the end of a task
 
 
 @dataclass(frozen=True, slots=True)
 class NotYet:
-    """The answer to a claim if nothing could be delivered during its wait. It is never recorded."""
+    """The answer to a claim if nothing could be delivered during its wait. This answer is never recorded."""
 
 
 Answer = RankPlan | Claim | EndCounts | NotYet
@@ -400,7 +400,7 @@ class DeliveryRate:
         self._count = self._at_seconds = 0.0
 
     def add(self, count: int, at_seconds: float) -> None:
-        """Add samples delivered at a time."""
+        """Add `count` samples that were delivered at `at_seconds`."""
         self._count = self._left(at_seconds) + count
         self._at_seconds = at_seconds
 
@@ -465,8 +465,8 @@ class Planner:
             partition: partition of the task.
             task: ledger of the task.
             runner: runs samplers.
-            commit: applies a change to the partition. Its second argument is the result of the change's `prepare`, or
-                None. Calls after the partition was cleared have no effect.
+            commit: applies a change to the partition. The second argument is the result of the change's `prepare`, or
+                None. Changes to a cleared partition are ignored.
             group: returns a context manager that combines the changes of its block into one group; see
                 `StateMachine.group`.
             on_batch: called with the sampler name and the statistics of each batch recorded for ranks.
@@ -598,7 +598,8 @@ class Planner:
     def _has_turns(self, spec: ClaimSpec) -> bool:
         """Whether a call must join a line, because lines are being served or claims with the same spec are waiting.
 
-        Otherwise, all waiting claims wait for a change, so serving this call immediately does not delay them.
+        If neither is the case, all waiting claims wait for a change, so serving this call immediately does not delay
+        them.
         """
         is_serving = self._dispatching is not None or self._queue.holder is not None
         return is_serving or spec in self._queue.by_spec
@@ -826,7 +827,7 @@ class Planner:
     def _record(self, request: ClaimRequest, found: Planned | EndFound) -> Answer:
         """Record the result of a search and its evictions; return the answer to the claim that it ran for.
 
-        This method runs within a group. A batch or an end applies to all ranks. Waiting claims of the batch are
+        This method runs within a group. A recorded batch or end applies to all ranks. Waiting claims of the batch are
         therefore answered, and claims with a different `dp_size` are rejected.
         """
         self._queue.is_stale = True  # other lines may have reached the end too
@@ -842,7 +843,7 @@ class Planner:
             batch = SamplesClaimed(**self._names, batch_spec=spec.batch_spec, plan=found.plan)
             self._commit(batch, (self._partition, task, found.positions))
             answer = found.plan.part(request.rank.dp_rank)
-            if task.next_batch_index != batch_index:  # false if the partition was cleared
+            if task.next_batch_index != batch_index:  # false if the commit found the partition cleared
                 self.deliveries.add(found.plan.rows.size, time.monotonic())
                 described = describe_batch(batch_index, found.plan, found.lengths)
                 if found.readiness.bound is not None:
@@ -931,7 +932,7 @@ class Planner:
             except MustBeAwaited:
                 return None
             found = self._keep_groups(search, search.conclude(plan))
-            # The evictions may have made a plan possible or reached the end, so search again.
+            # Search again, because evictions may make a plan possible or lead to the end of the task.
             if isinstance(found, Planned) or not self._evict(request, search.evicted):
                 return found
 
@@ -966,8 +967,8 @@ class Planner:
         """Record a change in how the task keeps groups complete, and return `found`."""
         task, kept = self.task, search.kept_groups
         is_of_use = isinstance(found, Planned | EndFound)
-        # A miss does not change a recorded setting; otherwise, two waiting claims with different settings would wake
-        # each other forever.
+        # A miss must not change the recorded kind of groups; otherwise, two waiting claims with different kinds would
+        # wake each other forever.
         if (is_of_use or (task.kept_groups is None and found != NOT_LOOKED)) and kept != task.kept_groups:
             self._commit(GroupsKept(**self._names, kept_groups=kept), (self._partition, task, True))
         return found
@@ -985,8 +986,7 @@ class Planner:
                 started_at, consumed_count = loop.time(), task.consumed_count
                 if (first := line.first()) is not None and not self._answer(first):
                     found = await self._find_off_loop(first.request, line.look_past)
-                # Twice the number of rows claimed by other lines, so that the next plan succeeds even if it takes
-                # longer.
+                # Twice the number of rows claimed by other lines, because the next plan may take longer.
                 line.look_past = 2 * max(0, task.consumed_count - consumed_count)
                 line.is_waited_for = loop.time() - started_at < _MOST_PLAN_SECONDS
             finally:
@@ -1017,7 +1017,8 @@ class Planner:
     async def _close_gaps(self) -> None:
         """Close the gaps of a table with many gaps, in short steps; wait while running plans pin the table.
 
-        Without this wait, plans that always overlap would let the table grow without bound. Plans have a time limit.
+        Without this wait, plans that always overlap would let the table grow without bound. The wait ends because plans
+        have a time limit.
         """
         table = self._partition.table
         while table.has_many_gaps:

@@ -1,7 +1,7 @@
 """Slots: samples leased to rollout workers before generation, created alone or together with claimed prompts.
 
-Slots of prompts are created in the step that claims the prompts. A waiting call reserves neither prompts nor slots. It
-first waits for prompts and then, if their slots do not fit, in the admission queue of the slots'
+Slots of prompts are created in the step that claims the prompts. A waiting call reserves neither prompts nor slots. The
+call first waits for prompts. If their slots do not fit, the call then waits in the admission queue of the slots'
 partition. When the call has capacity, it searches for prompts again. If other calls have claimed the prompts, it
 releases the capacity.
 """
