@@ -131,7 +131,7 @@ class Grouping:
         return found[found >= 0]
 
     def is_group(self, ids: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the ids that are ids of groups, as opposed to rows without a group."""
+        """Return a mask of the ids that identify groups, as opposed to rows without a group."""
         if self._groups.in_use:
             return ids >= 0
         return np.full(ids.size, self.block_size is not None)

@@ -38,7 +38,7 @@ class Backlog:
     """The backlog of a task as of the last scan.
 
     Attributes:
-        ready_count: number of samples that claims like the last one could receive; None if this process saw no claim.
+        ready_count: number of samples that a claim equal to the last one could receive; None if there was no claim.
         oldest_version: lowest version among the samples left for the task; None if no such sample has a version.
         newest_version: highest version among all stored samples; None if no sample has a version.
     """
@@ -49,7 +49,7 @@ class Backlog:
 
     @property
     def staleness_versions(self) -> float | None:
-        """Newest version minus the oldest version left for the task; None if no sample left for it has a version."""
+        """Staleness of the oldest sample left for the task, in versions; None if no sample left has a version."""
         if self.oldest_version is None:
             return None
         return 0.0 if self.newest_version is None else max(0.0, self.newest_version - self.oldest_version)
@@ -191,7 +191,7 @@ class _Look:
             try:
                 ready = self._readiness.ready(rows)
                 self._ready_count += int(np.count_nonzero(ready & ~self._task.skipped.data[rows]))
-            except TqError:  # for example, a condition does not fit its column; claims with it raise this error
+            except TqError:  # for example, a condition does not fit its column; such claims raise this error
                 self._readiness = None
         if (versions := _versions(self._partition)) is None:
             return

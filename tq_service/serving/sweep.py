@@ -48,7 +48,7 @@ class Question(Protocol):
 
 
 async def sweep(table: RowTable, questions: Sequence[Question], slices: Slices) -> float:
-    """Ask questions about all rows of a table; return the seconds of event-loop time used."""
+    """Ask questions about all rows of a table; return the event-loop time used, in seconds."""
     used_seconds = 0.0
     size = max(_LEAST_ROWS, _SLICE_ROWS // max(1, sum(question.cost for question in questions)))
     for rows in table.slices(size) if questions else ():

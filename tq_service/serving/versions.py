@@ -87,7 +87,7 @@ class VersionWaits:
             deadline: end of the wait, in the event loop's time.
             while_waiting: context entered while the call waits.
             claim: partition and request of the waiting claim; None if the call is not a claim.
-            enders: set that contains the function that ends the wait with an error, for as long as the call waits.
+            enders: set that contains the function that ends the wait with an error, while the call waits.
 
         Raises:
             TqError: the wait was ended with this error.
