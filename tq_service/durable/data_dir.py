@@ -54,7 +54,7 @@ def new_identity() -> Identity:
 
 
 def write_identity(path: Path, identity: Identity) -> None:
-    """Write an identity atomically and durably: it survives a power failure.
+    """Write an identity atomically; the identity then survives a power failure.
 
     Raises:
         OSError: the file could not be written.

@@ -123,7 +123,7 @@ class CheckpointFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBlock:
-    """Cells in a checkpoint that become one put when restored; the records after this one contain their bytes.
+    """Cells in a checkpoint that become one put when restored; the records that follow contain their bytes.
 
     Attributes:
         partition_id: partition of the cells.

@@ -57,7 +57,7 @@ _LAST_RETRY_SECONDS: Final = 600.0
 
 
 class Stream(enum.IntEnum):
-    """The source of a record in the log. Its number is stored in the file.
+    """The source of a record in the log. The number of the stream is stored in the file.
 
     Both streams share one order. A put is therefore recorded before the change that refers to it. The end of a put is
     recorded after the change that frees it. One sync makes both records durable.
@@ -525,7 +525,7 @@ class StateStore:
     async def _write_snapshot(self, contents: Callable[[], ServiceSnapshot], appear: Callable[[], None]) -> None:
         try:
             number = self._log.rotate() if self._next is None else self._next
-            snapshot = contents()  # in the same step: all later changes follow the snapshot's number in the log
+            snapshot = contents()  # in the same step as `rotate`, so all later changes follow this number in the log
             restore_seconds, log_seconds, self._cost.log_seconds = self._restore_seconds(), self._cost.log_seconds, 0.0
             try:
                 if self._next is None:  # a standby applies only changes that are already durable
