@@ -247,7 +247,7 @@ async def test_etcd_that_was_restored_from_an_older_state_is_refused_unless_the_
         await append(other, *(b"other %d" % number for number in range(9)))
     with (
         members([etcd.address], tmp_path, "a") as (refused,),
-        pytest.raises(JournalDamagedError, match="other records than this controller has seen"),
+        pytest.raises(JournalDamagedError, match="differ from those that this controller has seen"),
     ):
         refused.open(snapshot)
     accepting = Member([etcd.address], tmp_path / "a", "a", accept_loss=True)

@@ -312,7 +312,7 @@ async def test_a_deadlock_is_called_one():
     assert "deadlock" not in await refusal()
     trainer = asyncio.create_task(catalog.claim("train", b"", asks(batch_size=4), 30))
     await turns()
-    assert "deadlock unless samples that fit are still put, since task 't' itself waits" in await refusal()
+    assert "deadlock unless samples that fit are still put: task 't' itself waits" in await refusal()
     held = insert(catalog, 1, meta=[{"version": 0}], state="held")
     assert "deadlock" not in await refusal()  # it may become live
     clear(catalog, np.array(held))
@@ -321,10 +321,10 @@ async def test_a_deadlock_is_called_one():
     where = (Condition(column="version", operator=">=", values=(1,)),)
     trainer = asyncio.create_task(catalog.claim("train", b"", asks(batch_size=4, where=where), 30))
     await turns()
-    assert "and 1 samples are excluded by its where (version); clear these" in await refusal()
+    assert "and 1 samples are excluded by the conditions in where (version); clear these" in await refusal()
     trainer.cancel()
     await asyncio.wait([trainer])
-    assert "for task 't' 1 samples are excluded by its where (version); clear these" in await refusal()
+    assert "for task 't' 1 samples are excluded by the conditions in where (version); clear these" in await refusal()
 
 
 async def test_keys_that_become_known_meanwhile_need_no_capacity():

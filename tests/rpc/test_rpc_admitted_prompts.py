@@ -263,7 +263,7 @@ def test_a_retry_gets_the_same(server: LiveServer, client: AnyClient) -> None:
     ("arguments", "error", "message"),
     [
         ({"admit": tq.Admit("elsewhere")}, tq.errors.PartitionNotFoundError, "elsewhere"),
-        ({"admit": tq.Admit("prompts")}, tq.errors.InvalidArgumentError, "expected a different one"),
+        ({"admit": tq.Admit("prompts")}, tq.errors.InvalidArgumentError, "expected a different partition"),
         ({"admit": tq.Admit("train", 2, policy="other")}, tq.errors.InvalidArgumentError, "expected 'default'"),
         ({"admit": "train"}, tq.errors.InvalidArgumentError, r"expected Admit\("),
         ({"lease": None}, tq.errors.InvalidArgumentError, "lease is 'unset' with admit"),

@@ -279,7 +279,7 @@ WRONG_PUTS = [
     invalid("metadata nested too deeply", lambda c, m: c.set_custom_meta(m, [{"tag": nested(33)}] * 4), "custom_meta",
             "more than 32 lists and objects", "as an object field"),
     invalid("metadata too large", put({"score": torch.zeros(1, 3)}, custom_meta=[{"tag": ["x" * 20_000]}]),
-            "custom_meta", "20004 bytes", "at most 16384", "as an object field"),
+            "custom_meta", "20004 bytes", "at most 16384", "into an object field"),
     invalid("ack of no claim", lambda c, m: c.put(m, {"score": torch.ones(4, 3)}, ack=True), "metadata",
             "not from one leased claim", "get_meta(lease=...)"),
     invalid("ack without metadata", put({"score": torch.ones(1, 3)}, ack=True), "metadata",
@@ -517,7 +517,7 @@ def test_calls_that_wait_end_when_their_partition_is_cleared(client: AnyClient, 
             assert wire_code(error) == CODE.FAILED_PRECONDITION
             assert reason_of(rpc_error_of(error)) == "PARTITION_CLEARED"
             assert "'train'" in str(error)
-            assert "repeat the call" in str(error)
+            assert "Repeat the call" in str(error)
 
 
 def test_a_put_larger_than_the_quota_is_refused_at_once(start_server: StartServer, client_kind: ClientKind) -> None:

@@ -169,7 +169,7 @@ def test_the_reason_of_a_wait_and_the_status_count_what_was_evicted(client: AnyC
     client.put(small.select_samples([0, 1]), state="failed")
     got = client.get_meta(**GROUPS, where=FRESH, unmatched="clear", least_members=3, explain=True)
     assert got.reason.endswith(
-        "; 2 samples or groups were evicted: 1 that their where excludes, 1 with too few members left"
+        "; 2 samples or groups were evicted: 1 excluded by where, 1 with too few members left"
     )
     task = client.status().partitions[0].tasks[0]
     assert (task.unmatched_count, task.too_small_count) == (1, 1)

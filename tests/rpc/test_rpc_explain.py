@@ -295,7 +295,7 @@ def test_a_put_that_waits_for_what_where_rules_out_says_so(client: AnyClient) ->
         while not ((reasons := client.explain("p")) and reasons[0].waiting_put_count):
             time.sleep(0.01)
         assert "this is a deadlock unless samples that fit are still put" in reasons[0].put_waits_for
-        assert "4 samples are excluded by its where (version); clear these" in reasons[0].put_waits_for
+        assert "4 samples are excluded by the conditions in where (version); clear these" in reasons[0].put_waits_for
         assert client.clear_samples("p", where=[("version", "<", 1)]) == 4
         put.result()
         assert waiting.result().status == "batch"

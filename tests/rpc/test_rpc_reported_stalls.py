@@ -40,7 +40,7 @@ def test_explanations_name_groups_that_never_will_be_ready(client: AnyClient) ->
     fail_first(client, put(client, "p", "a"))
     waiting = claim(client, "p", explain=True, **GROUPS)
     assert waiting.status == "not_yet"
-    assert "nothing is left" in waiting.reason
+    assert "no samples remain" in waiting.reason
     assert "3 are lost, since their groups lost a member" in waiting.reason
     put(client, "p", "b")  # they take no places
     assert claim(client, "p", **GROUPS).size == 4

@@ -1,8 +1,8 @@
-"""Membership and leader election for a cluster of controllers, and the id that its controllers share.
+"""Membership and leader election in a cluster of controllers, and the id that its controllers share.
 
-The leader is the controller that wrote the leader key, under a lease that it keeps alive. The lease only decides which
-controller tries to write. The log decides which controller may write, by comparing epochs. Reads from the leader's
-memory rely on its monotonic clock: it answers them only while its lease cannot have expired.
+The leader is the controller that wrote the leader key under a lease that it keeps alive. The lease decides only which
+controller tries to write. The log decides which controller may write, by comparing epochs. The leader answers reads
+from memory only while its lease cannot have expired, according to its monotonic clock.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from tq_service.log_message import LogMessage
 from tq_service.results import ControllerStatus
 
 _log = logging.getLogger(__name__)
-_ALIVE_TIMES: Final = 4  # keep-alives per lease time
-_MARGIN_SHARE: Final = 0.1  # share of the lease time that allows for clocks running at different speeds
+_ALIVE_TIMES: Final = 4  # keep-alive requests per lease duration
+_MARGIN_SHARE: Final = 0.1  # share of the lease duration reserved for clocks that run at different speeds
 _LOOK_SECONDS: Final = 0.1
-_RETRY_SECONDS: Final = 0.1  # wait before trying another member, since etcd may be electing its own leader
+_RETRY_SECONDS: Final = 0.1  # pause before the next member is tried, because etcd may be electing its own leader
 _FORMAT_VERSION: Final = 1
 
 
 def controller_id_of(etcd: Etcd, keys: ClusterKeys, proposed: bytes) -> bytes:
-    """Return the id that all controllers of a cluster share as the owner of its puts. Blocks.
+    """Return the id shared by all controllers of a cluster, which identifies the owner of its puts. Blocks.
 
     Args:
         etcd: the connection to etcd.
-        keys: the keys of the cluster.
-        proposed: the id in this controller's data directory. It becomes the shared id if etcd has none, because this is
-            the first controller or etcd has lost all its data.
+        keys: the cluster's keys.
+        proposed: the id in this controller's data directory. The proposed id becomes the shared id if etcd stores none,
+            because this controller is the first one or etcd has lost all data.
 
     Raises:
         JournalUnreachableError: etcd does not respond.
-        NewerVersionError: a newer version of the service created the cluster.
+        NewerVersionError: the cluster was created by a newer version of the service.
     """
     about = {"format_version": _FORMAT_VERSION, "controller_id": proposed.hex(), "shards": 1}
     request = pb.EtcdTxnRequest(
@@ -56,19 +56,19 @@ def controller_id_of(etcd: Etcd, keys: ClusterKeys, proposed: bytes) -> bytes:
     if about["format_version"] != _FORMAT_VERSION or about["shards"] != 1:
         raise NewerVersionError(
             f"cluster {keys.cluster!r} has format {about['format_version']} and {about['shards']} shards; this version "
-            f"supports format {_FORMAT_VERSION} and one shard. Install a newer version"
+            f"supports format {_FORMAT_VERSION} and one shard. Install a newer version."
         )
     return bytes.fromhex(str(about["controller_id"]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leader:
-    """The controller that leads a cluster.
+    """The leader of a cluster.
 
     Attributes:
         address: the controller's address for clients.
         member_id: id of the controller.
-        epoch: number that is higher than the epoch of any earlier leader.
+        epoch: number that is higher than the epochs of all earlier leaders.
     """
 
     address: str
@@ -81,14 +81,14 @@ class Lease:
 
     Args:
         etcd: the connection to etcd.
-        seconds: time after which the lease expires without a keep-alive.
-        on_lost: called once, in the thread, if the lease expires before `close`.
+        seconds: time without a keep-alive after which the lease expires.
+        on_lost: called once, in the keep-alive thread, if the lease expires before `close`.
 
     Attributes:
         id: id of the lease.
-        epoch: the epoch in which this controller leads, compared by each write to the log; 0 if it has not led.
+        epoch: epoch of this controller as the leader, compared by each write to the log; 0 if it has not led yet.
         is_over: whether the lease has expired or was closed.
-        held_until: time on the monotonic clock until which the lease cannot expire; each response from etcd extends it.
+        held_until: monotonic time until which the lease cannot expire; extended by each response from etcd.
 
     Raises:
         JournalUnreachableError: etcd does not respond.
@@ -102,7 +102,7 @@ class Lease:
         self.id: int = answer.id
         self.epoch = 0
         self.is_over = False
-        # etcd may grant more time than requested; rely only on the shorter of both.
+        # etcd may grant a longer lease than requested; rely only on the shorter duration.
         self._seconds = min(float(answer.ttl), max(1.0, seconds))
         self.held_until = asked_at + self._seconds * (1 - _MARGIN_SHARE)
         self._closed = threading.Event()
@@ -111,7 +111,7 @@ class Lease:
 
     @property
     def is_held(self) -> bool:
-        """Whether the lease cannot have expired yet, by the host's clock, which also runs while a process is paused."""
+        """Whether the lease cannot have expired yet, by a clock that keeps running while the process is paused."""
         return time.monotonic() < self.held_until
 
     def _keep_alive(self) -> None:
@@ -123,7 +123,7 @@ class Lease:
                 answer: pb.EtcdLeaseKeepAliveResponse = self._etcd.once(request, timeout=interval)
             except JournalUnreachableError as error:
                 if not self._closed.is_set():
-                    _log.debug(LogMessage("the lease was not kept alive", error=error))
+                    _log.debug(LogMessage("could not keep the lease alive; retrying", error=error))
                 continue
             except InvalidArgumentError as error:
                 _log.error(LogMessage("could not keep the lease alive", error=error))
@@ -138,7 +138,7 @@ class Lease:
             pause = interval
 
     def close(self) -> None:
-        """Revoke the lease and its keys, so that another controller can lead before the lease would have expired."""
+        """Revoke the lease and delete its keys, which lets another controller lead before the lease would expire."""
         self._closed.set()
         self.held_until, self.is_over = 0.0, True
         if threading.current_thread() is not self._thread:
@@ -148,13 +148,13 @@ class Lease:
 
 
 class Election:
-    """The leader election of a cluster, as seen by one of its controllers. Thread-safe.
+    """The leader election of a cluster, from the perspective of one controller. Thread-safe.
 
     Args:
         etcd: the connection to etcd.
-        keys: the keys of the cluster.
+        keys: the cluster's keys.
         member_id: id of this controller.
-        address: address of this controller for clients.
+        address: this controller's address for clients.
     """
 
     def __init__(self, etcd: Etcd, keys: ClusterKeys, member_id: str, address: str) -> None:
@@ -165,7 +165,7 @@ class Election:
         self._closed = threading.Event()
 
     def leader(self, seconds: float = 10.0) -> Leader | None:
-        """Return the controller that leads, or None if there is no leader. Blocks.
+        """Return the current leader, or None. Blocks.
 
         Raises:
             JournalUnreachableError: etcd does not respond.
@@ -177,8 +177,8 @@ class Election:
         """Wait until this controller leads, and return its lease with the epoch set. Blocks.
 
         Args:
-            lease: the lease of this controller.
-            on_leader: called repeatedly during the wait with the controller that leads.
+            lease: lease of this controller.
+            on_leader: called repeatedly during the wait with the current leader.
 
         Raises:
             SupersededError: `close` was called, or the lease has expired.
@@ -186,11 +186,11 @@ class Election:
         write = put(self._keys.leader, json.dumps(self._value).encode(), lease.id)
         request = pb.EtcdTxnRequest(compare=[is_created_at(self._keys.leader, 0)], success=[write])
         while not self._closed.is_set() and not lease.is_over:
-            # etcd also rejects a key whose lease has just expired.
+            # etcd also rejects writes of a key whose lease has just expired.
             with contextlib.suppress(JournalUnreachableError, InvalidArgumentError):
                 leader = self.leader(0.0)
                 if leader is None:
-                    self._etcd.once(request)  # the next read shows which controller won
+                    self._etcd.once(request)  # the next read shows which controller has won
                     continue
                 if leader.member_id == self._value["member_id"]:
                     lease.epoch = leader.epoch
@@ -200,11 +200,11 @@ class Election:
         raise SupersededError("this controller left the election, or its lease expired")
 
     def close(self) -> None:
-        """Leave the election."""
+        """Leave the election, which ends `campaign`."""
         self._closed.set()
 
     def publish(self, applied_number: int, lease_id: int) -> None:
-        """Publish this controller and the number of its last applied record until a lease expires. Blocks.
+        """Publish this controller's address and last applied record until the given lease expires. Blocks.
 
         Raises:
             JournalUnreachableError: etcd does not respond.
@@ -215,7 +215,7 @@ class Election:
         self._etcd.ask(pb.EtcdTxnRequest(success=[write]), seconds=0.0)
 
     def published(self, end_number: int) -> list[ControllerStatus]:
-        """Return the other live controllers as standbys, with their lag behind record `end_number`. Blocks.
+        """Return the other live controllers as standbys, each with its lag behind record `end_number`. Blocks.
 
         Raises:
             JournalUnreachableError: etcd does not respond.

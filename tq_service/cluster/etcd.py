@@ -1,16 +1,16 @@
 """Calls to etcd, and the keys under which etcd stores the state of a cluster of controllers.
 
-Each call is sent to one member of etcd. If that member does not respond, the next call is sent to the next one.
+Each call is sent to one member of etcd. If that member does not respond, the next call is sent to the next member.
 
     /tq/<cluster>/0/about            the controller id shared by the cluster, written once
-    /tq/<cluster>/0/leader           the controller that leads, as JSON, under its lease; its epoch is the revision in
-                                     which the key was created
+    /tq/<cluster>/0/leader           the current leader, as JSON, under its lease; its epoch is the revision that
+                                     created the key
     /tq/<cluster>/0/last             the end of the log, see `Position`
     /tq/<cluster>/0/log/<first>/<n>  chunk <n> of the batch of records that starts with record <first>
     /tq/<cluster>/0/members/<id>     a controller, under its lease: its address and the last record that it applied
     /tq/<cluster>/0/snapshots/<id>   the first record that a controller needs, kept even while the controller is down
 
-The 0 is the number of the shard; there is only one shard.
+The 0 is the shard number; there is only one shard.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _POSITION_MAGIC: Final = b"tqp1"
 
 
 class Position(NamedTuple):
-    """The end of the log or of a prefix of the log.
+    """A position in the log: the end of the log or of one of its prefixes.
 
     Attributes:
         number: number of the last record before the position, or 0.
-        epoch: epoch of the leader that wrote that record.
-        chain: checksum of all records up to the position, which differs between different logs.
+        epoch: epoch of the leader that wrote this record.
+        chain: checksum of all records up to the position; it differs between different logs.
     """
 
     number: int
@@ -47,12 +47,12 @@ class Position(NamedTuple):
     chain: int
 
     def encode(self) -> bytes:
-        """Return the encoded position."""
+        """Return the bytes that represent the position."""
         return _POSITION.pack(_POSITION_MAGIC, *self)
 
     @classmethod
     def decode(cls, data: bytes) -> Position:
-        """Return the position that `encode` encoded.
+        """Return the position represented by the bytes.
 
         Raises:
             NewerVersionError: the bytes have a different format.
@@ -85,25 +85,25 @@ class ClusterKeys:
         self.snapshots = self.prefix + b"snapshots/"
 
     def batch(self, first: int, piece: int = 0) -> bytes:
-        """Return the key of one chunk of the batch whose first record is `first`."""
+        """Return the key of a chunk of the batch whose first record is `first`."""
         return self.log + b"%016x/%04x" % (first, piece)
 
     def batches_from(self, first: int) -> bytes:
-        """Return the lower bound of the keys of all batches that start at or after a record."""
+        """Return the lower bound of the keys of all batches that start at or after the record `first`."""
         return self.log + b"%016x" % first
 
     def first_of(self, key: bytes) -> int:
-        """Return the number of a batch's first record, given the key of one of the batch's chunks."""
+        """Return the number of a batch's first record, given the key of any of its chunks."""
         return int(key[len(self.log) :].partition(b"/")[0], 16)
 
 
 _log = logging.getLogger(__name__)
 TRY_SECONDS: Final = 1.0
-"""Time within which a member must respond before the next one is tried."""
+"""Time within which a member must respond before the next member is tried."""
 _PAUSE_SECONDS: Final = 0.05
 _OPTIONS: Final = (*CONNECTION_OPTIONS, ("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
-# Codes after which a retry may succeed, at another member or because a response was lost. A member without a leader
-# returns UNAVAILABLE. A full database returns RESOURCE_EXHAUSTED, which an operator can fix.
+# Status codes after which a retry may succeed, at another member or because a response was lost. A member without a
+# leader returns UNAVAILABLE. A full database returns RESOURCE_EXHAUSTED, which an operator can resolve.
 _TRIED_AGAIN: Final = {
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -112,14 +112,14 @@ _TRIED_AGAIN: Final = {
     grpc.StatusCode.UNKNOWN,
     grpc.StatusCode.INTERNAL,
 }
-# Parts of etcd's error messages after which a new token may be accepted; the status codes differ between versions.
+# Parts of error messages after which etcd may accept a new token; the status codes differ between versions of etcd.
 _OF_TOKENS: Final = ("auth token", "revision of auth store", "revision in header")
 _METHODS: Final[dict[type[Any], tuple[str, type[Any]]]] = {
     pb.EtcdRangeRequest: ("KV/Range", pb.EtcdRangeResponse),
     pb.EtcdTxnRequest: ("KV/Txn", pb.EtcdTxnResponse),
     pb.EtcdCompactionRequest: ("KV/Compact", pb.EtcdCompactionResponse),
     pb.EtcdLeaseGrantRequest: ("Lease/LeaseGrant", pb.EtcdLeaseGrantResponse),
-    # A stream in etcd, which answers each request and ends when the caller ends it.
+    # In etcd, this is a stream that answers each request and ends when the caller ends it.
     pb.EtcdLeaseKeepAliveRequest: ("Lease/LeaseKeepAlive", pb.EtcdLeaseKeepAliveResponse),
     pb.EtcdLeaseRevokeRequest: ("Lease/LeaseRevoke", pb.EtcdLeaseRevokeResponse),
     pb.EtcdAuthenticateRequest: ("Auth/Authenticate", pb.EtcdAuthenticateResponse),
@@ -131,13 +131,13 @@ class Etcd:
     """A connection to the members of an etcd cluster. Thread-safe.
 
     Args:
-        members: the members' addresses, each "host:port".
+        members: addresses of the members, each "host:port".
         tls: TLS settings; None for plaintext.
-        user: name of an etcd user; None for no authentication.
-        password_file: file that contains the password, reread for each token.
+        user: name of an etcd user; None to connect without authentication.
+        password_file: path of a file with the password, reread for each token.
 
     Raises:
-        InvalidArgumentError: a named file cannot be read.
+        InvalidArgumentError: a file in the settings cannot be read.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Etcd:
         return self.members[self._at % len(self.members)]
 
     def _next_member(self, failed: str) -> None:
-        """Switch to the next member, unless another thread already has; reopen channels if certificates changed."""
+        """Switch to the next member unless another thread already has; reopen channels if certificates have changed."""
         with self._lock:
             if self._member() == failed:
                 self._at += 1
@@ -183,7 +183,7 @@ class Etcd:
                 self._channels.clear()
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
-        """Return the metadata that authenticates the user, requesting a token first if necessary."""
+        """Return the call metadata that authenticates the user; request a token first if necessary."""
         if self._user is None:
             return ()
         if self._token is None:
@@ -209,44 +209,44 @@ class Etcd:
         return method(request, timeout=timeout, metadata=metadata)
 
     def once(self, request: Any, timeout: float = TRY_SECONDS) -> Any:
-        """Call one member and return its response.
+        """Send a request to the current member and return its response.
 
         Raises:
-            JournalUnreachableError: the member did not respond, so whether the call took effect is unknown; the next
+            JournalUnreachableError: the member did not respond, so the call may or may not have taken effect. The next
                 call is sent to the next member.
-            InvalidArgumentError: etcd rejects the call permanently.
+            InvalidArgumentError: etcd rejected the call permanently.
         """
         if self._closed.is_set():
             raise JournalUnreachableError("the connection to etcd is closed")
         address, had_token = self._member(), self._token is not None
         try:
             return self._ask(address, request, timeout, self._metadata())
-        except ValueError as error:  # another thread closed the channel
+        except ValueError as error:  # another thread has closed the channel
             raise JournalUnreachableError(f"the connection to etcd at {address} is closed ({error})") from None
         except grpc.RpcError as error:
             code, details = error.code(), error.details() or ""
         if had_token and (code is grpc.StatusCode.UNAUTHENTICATED or any(each in details for each in _OF_TOKENS)):
-            self._token = None  # it has expired, etcd has restarted, or users or their permissions have changed
+            self._token = None  # the token has expired, etcd has restarted, or users or permissions have changed
             return self.once(request, timeout)
         if code in _TRIED_AGAIN:
             self._next_member(address)
             raise JournalUnreachableError(
                 f"etcd at {address} does not answer ({code.name}: {details}); no acknowledged data is "
-                "lost, and the service resumes once a majority of etcd's members responds",
+                "lost, and the service resumes when a majority of etcd's members responds",
                 metadata={"address": address},
             )
         raise InvalidArgumentError(
-            f"etcd at {address} rejected a request of the journal ({code.name}: {details}); check etcd_user and "
-            "its permissions, the certificates, and etcd's --max-request-bytes",
+            f"etcd at {address} rejected a request of the journal ({code.name}: {details}). Check etcd_user and "
+            "its permissions, the certificates, and etcd's --max-request-bytes.",
             field="journal",
         )
 
     def ask(self, request: Any, seconds: float = 10.0, timeout: float = TRY_SECONDS) -> Any:
-        """Call etcd and return its response, retrying for up to `seconds`; only for idempotent calls.
+        """Send an idempotent request to etcd and return the response, retrying for up to `seconds`.
 
         Raises:
-            JournalUnreachableError: no member responded within that time.
-            InvalidArgumentError: etcd rejects the call permanently.
+            JournalUnreachableError: no member responded within this time.
+            InvalidArgumentError: etcd rejected the call permanently.
         """
         end = time.monotonic() + seconds
         while True:
@@ -258,17 +258,17 @@ class Etcd:
             time.sleep(_PAUSE_SECONDS)
 
     def get(self, key: bytes, seconds: float = 10.0) -> pb.EtcdKeyValue | None:
-        """Return a key and its value, or None if the key does not exist."""
+        """Return the entry of a key, or None if the key does not exist."""
         answer: pb.EtcdRangeResponse = self.ask(pb.EtcdRangeRequest(key=key), seconds)
         return answer.kvs[0] if answer.kvs else None
 
     def get_all(self, prefix: bytes, seconds: float = 10.0) -> list[pb.EtcdKeyValue]:
-        """Return all keys with a prefix and their values; meant for a small number of keys."""
+        """Return the entries of all keys with a prefix; meant for a small number of keys."""
         answer: pb.EtcdRangeResponse = self.ask(pb.EtcdRangeRequest(key=prefix, range_end=after(prefix)), seconds)
         return list(answer.kvs)
 
     def close(self) -> None:
-        """End all calls and close the connections."""
+        """End all calls and close all connections."""
         self._closed.set()
         with self._lock:
             for channel in (*self._channels.values(), *self._old):
@@ -276,25 +276,25 @@ class Etcd:
 
 
 def after(prefix: bytes) -> bytes:
-    """Return the upper bound of all keys with a prefix."""
+    """Return the exclusive upper bound of all keys with a prefix."""
     return prefix[:-1] + bytes([prefix[-1] + 1])
 
 
 def is_value(key: bytes, value: bytes) -> pb.EtcdCompare:
-    """Return the condition that a key has a value."""
+    """Return the condition that a key has the given value."""
     return pb.EtcdCompare(result=0, target=3, key=key, value=value)
 
 
 def is_created_at(key: bytes, revision: int) -> pb.EtcdCompare:
-    """Return the condition that a key was created in a revision, or does not exist if `revision` is 0."""
+    """Return the condition that a key was created in the given revision, or does not exist if `revision` is 0."""
     return pb.EtcdCompare(result=0, target=1, key=key, create_revision=revision)
 
 
 def put(key: bytes, value: bytes, lease_id: int = 0) -> pb.EtcdRequestOp:
-    """Return the operation that writes a key."""
+    """Return the operation that writes a key, optionally under a lease."""
     return pb.EtcdRequestOp(request_put=pb.EtcdPutRequest(key=key, value=value, lease=lease_id))
 
 
 def delete(first: bytes, end: bytes = b"") -> pb.EtcdRequestOp:
-    """Return the operation that deletes a key or a range of keys."""
+    """Return the operation that deletes a key, or a range of keys if `end` is given."""
     return pb.EtcdRequestOp(request_delete_range=pb.EtcdDeleteRangeRequest(key=first, range_end=end))

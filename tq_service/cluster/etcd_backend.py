@@ -1,13 +1,14 @@
 """The log of a cluster of controllers, stored in etcd. The log survives the loss of any host, and has a single writer.
 
-A write is one transaction, which compares the leader key and the end of the log. A superseded controller that still
-believes it leads therefore cannot write: the lease selects the controller that tries, and the log decides whether it
-may. If a write receives no response, reading the end of the log shows whether it took effect.
+A write is one transaction that compares the leader key and the end of the log. A superseded controller that still
+considers itself the leader therefore cannot write. The lease decides which controller tries to write, and the log
+decides whether it may. If the response to a write is lost, reading the end of the log shows whether the write took
+effect.
 
-The groups of the log are stored as batches, one per transaction. A batch is one value, or several chunks if its size
-exceeds etcd's limit for a value. The first chunk is written last, together with the new end of the log. Keys after the
-end are therefore left over from a failed attempt, and are ignored. Each batch contains the checksum of all its
-predecessors: two logs that differ at some record also differ at every later one.
+Groups of the log are stored as batches, one per transaction. A batch is one value, or several chunks if it exceeds
+etcd's size limit for a value. The first chunk is written last, together with the new end of the log. Keys after the end
+are therefore left over from a failed attempt, and are ignored. Each batch contains a checksum of all earlier batches.
+Two logs that differ at some record therefore also differ at every later record.
 """
 
 from __future__ import annotations
@@ -61,12 +62,12 @@ class _Header(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Consecutive records. An empty batch, which marks the start of a leader or a log rotation, uses up one number.
+    """Consecutive records. An empty batch marks the start of a leader or a rotation, and takes up one record number.
 
     Attributes:
-        before: the end of the log before the batch.
-        after: the end of the log after the batch.
-        body: the packed records.
+        before: end of the log before the batch.
+        after: end of the log after the batch.
+        body: records of the batch, packed.
     """
 
     before: Position
@@ -75,21 +76,21 @@ class Batch:
 
     @classmethod
     def of(cls, before: Position, epoch: int, records: Sequence[NewRecord]) -> Batch:
-        """Return the batch of records that follows the position `before`."""
+        """Return a batch with the given records, which starts at the position `before`."""
         return cls._made(before, epoch, max(1, len(records)), b"".join(packed(records)))
 
     @classmethod
     def decoded(cls, first: int, pieces: Sequence[bytes]) -> Batch:
-        """Return the batch that consists of these chunks.
+        """Return the batch that was stored as these chunks.
 
         Raises:
             NewerVersionError: the chunks have a different format.
-            JournalDamagedError: the batch differs from the one that was written.
+            JournalDamagedError: the batch differs from the written batch.
         """
         header, body = _header_of(first, pieces[0]), b"".join(pieces)[_HEADER.size :]
         if header.first != first or len(body) != header.body_bytes:
             raise _damaged(first, "does not match the written batch (its position or size differs)")
-        # Only the chain covers the epoch of the previous writer.
+        # The epoch of the previous writer is not stored in the batch; only the chain checksum covers it.
         return cls._made(Position(first - 1, 0, header.chain_before), header.epoch, header.record_count, body)
 
     @classmethod
@@ -101,11 +102,11 @@ class Batch:
 
     @property
     def first(self) -> int:
-        """The number of the batch's first record."""
+        """Number of the first record in the batch."""
         return self.before.number + 1
 
     def pieces(self) -> list[bytes]:
-        """Return the chunks of the batch, which are the values of its keys."""
+        """Return the chunks of the batch; each chunk is the value of one key."""
         count = max(1, -(-(len(self.body) + _HEADER.size) // PIECE_BYTES))
         number, epoch, _ = self.after
         header = _Header(
@@ -115,7 +116,7 @@ class Batch:
         return [value[start : start + PIECE_BYTES] for start in range(0, len(value), PIECE_BYTES)]
 
     def records(self) -> Iterator[Record]:
-        """Yield the records of the batch."""
+        """Yield all records in the batch."""
         return unpacked(self.body, self.first)
 
 
@@ -130,14 +131,14 @@ def _header_of(first: int, value: bytes) -> _Header:
 
 def _truncated(number: int) -> PreconditionError:
     return PreconditionError(
-        f"record {number} of the journal was truncated, since a snapshot contains it; start from that snapshot"
+        f"record {number} of the journal was truncated, because a snapshot contains it; start from that snapshot"
     )
 
 
 def _damaged(first: int, problem: str) -> JournalDamagedError:
     return JournalDamagedError(
-        f"the journal in etcd is damaged: the batch of record {first} {problem}; restore a checkpoint into another "
-        "cluster, or restore etcd",
+        f"the journal in etcd is damaged: the batch of record {first} {problem}. Restore a checkpoint into another "
+        "cluster, or restore etcd.",
         metadata={"after_record": str(first - 1)},
     )
 
@@ -150,24 +151,24 @@ _POSITION_FILE: Final = "etcd-position"
 
 
 class EtcdBackend:
-    """A `LogBackend` in etcd. A standby follows the log; a leader writes to it after reading it to the end.
+    """A `LogBackend` in etcd. A standby follows the log. A leader reads the log to its end and then writes to it.
 
     Args:
-        etcd: the connection to etcd, closed by its owner.
-        keys: the keys of the cluster.
+        etcd: the connection to etcd, which the caller closes.
+        keys: the cluster's keys.
         member_id: id of this controller.
-        directory: directory in which this controller saves the last position that it has seen.
-        accept_loss: whether `read` continues without the records that etcd has lost instead of raising an error.
+        directory: directory for the file with the last position that this controller has seen.
+        accept_loss: whether `read` continues without records that etcd has lost instead of raising an error.
 
     Attributes:
-        leadership: the lease under which this controller leads; None for a standby.
+        leadership: lease under which this controller leads; None on a standby.
     """
 
     is_blocking = True
     group_bytes = 512 << 10
     segment_bytes = math.inf
     patience_seconds = 10.0
-    is_disk_low = False  # etcd reports only a full disk
+    is_disk_low = False  # etcd does not report a disk that is almost full, only a full one
 
     def __init__(
         self, etcd: Etcd, keys: ClusterKeys, *, member_id: str, directory: Path, accept_loss: bool = False
@@ -178,22 +179,22 @@ class EtcdBackend:
         self._position_path = directory / _POSITION_FILE
         self._accept_loss = accept_loss
         self.leadership: Lease | None = None
-        self._seen = BEGINNING  # the end of the log as a standby knows it
-        self._end = BEGINNING  # the end of the log as the leader knows it, and
-        self._end_value = b""  # the value of its key in etcd, for comparison
+        self._seen = BEGINNING  # last known end of the log on a standby
+        self._end = BEGINNING  # last known end of the log on the leader
+        self._end_value = b""  # the encoded `_end` in etcd, compared by each write
         self._attempt: Batch | None = None  # a batch that may or may not have been written
-        self._followed_from = 0  # first record that a standby needs; a snapshot contains the earlier ones
+        self._followed_from = 0  # first record that a standby needs; its snapshot contains all earlier records
         self._is_loss_accepted = False
 
     # Reading, from any thread
 
     def end(self) -> Position:
-        """Return the end of the log."""
+        """Read the end of the log from etcd."""
         found = self._etcd.get(self._keys.last)
         return BEGINNING if found is None else Position.decode(found.value)
 
     def first_key(self, number: int) -> int:
-        """Return the first record of the batch that contains record `number`, or 0 if no batch begins early enough."""
+        """Return the first record of the batch that contains record `number`; 0 if no batch starts early enough."""
         request = pb.EtcdRangeRequest(
             key=self._keys.log,
             range_end=self._keys.batches_from(number + 1),
@@ -205,11 +206,11 @@ class EtcdBackend:
         return self._keys.first_of(answer.kvs[0].key) if answer.kvs else 0
 
     def batches(self, number: int, end: Position) -> Iterator[Batch]:
-        """Yield the batches from the one that contains record `number` up to the position `end`.
+        """Yield the batches from the one with record `number` to the position `end`.
 
         Raises:
             PreconditionError: the record was truncated.
-            JournalDamagedError: a batch is missing or differs from the one that was written.
+            JournalDamagedError: a batch is missing or differs from the written batch.
         """
         number = max(number, 1)
         if number > end.number:
@@ -229,7 +230,7 @@ class EtcdBackend:
             raise _truncated(number) if self.first_key(number) == 0 else _damaged(missing, "is missing")
 
     def _stored(self, first: int, end: Position) -> Iterator[Batch]:
-        """Yield the stored batches, skipping chunks left over from failed attempts."""
+        """Yield the stored batches from `first` to `end`, skipping chunks left over from failed attempts."""
         key, limit = self._keys.batch(first), _FEWEST_KEYS
         pieces: list[bytes] = []
         while first <= end.number:
@@ -252,22 +253,22 @@ class EtcdBackend:
 
     @property
     def last_number(self) -> int | None:
-        """Number of the last record in the log, valid once `read` is exhausted; None for a standby."""
+        """Number of the last record in the log, valid after `read` is exhausted; None on a standby."""
         return None if self.leadership is None else self._end.number
 
     @property
     def seen_number(self) -> int:
-        """Number of the last durable record, or of the last record that a standby has read."""
+        """Number of the last durable record on the leader, or of the last record read on a standby."""
         return self._end.number or max(self._seen.number, self._followed_from - 1)
 
     def read(self, number: int) -> Iterator[Record]:
-        """Yield the records written since a rotation, or all records if `number` is 0.
+        """Yield the records from the rotation with this number on, or all records if `number` is 0.
 
         Raises:
-            PreconditionError: some of the records were truncated; start from a snapshot.
-            JournalDamagedError: etcd lacks records that this controller has seen, for example because etcd was
-                restored from a backup.
-            SupersededError: another controller leads.
+            PreconditionError: some of these records were truncated; start from a snapshot.
+            JournalDamagedError: etcd lacks records that this controller has seen, for example because etcd was restored
+                from a backup.
+            SupersededError: another controller has become the leader.
             JournalUnreachableError: etcd does not respond.
         """
         end = self.end()
@@ -288,11 +289,11 @@ class EtcdBackend:
         self._end = end
 
     def has_lost(self, number: int, end: Position | None = None) -> bool:
-        """Whether etcd lacks records and the log must continue from this controller's snapshot. Blocks.
+        """Whether etcd lacks records, and the log must therefore continue from this controller's snapshot. Blocks.
 
         Args:
-            number: number of the snapshot.
-            end: the end of the log, or None to read it from etcd.
+            number: number of this controller's newest snapshot.
+            end: end of the log; None to read it from etcd.
 
         Raises:
             JournalDamagedError: records are missing, and `accept_loss` is false.
@@ -302,23 +303,23 @@ class EtcdBackend:
         with contextlib.suppress(FileNotFoundError):
             seen = Position.decode(self._position_path.read_bytes())
         if seen.number and end.number >= seen.number:
-            with contextlib.suppress(PreconditionError):  # the next batch was truncated, so there is nothing to compare
+            with contextlib.suppress(PreconditionError):  # the next batch was truncated, so no comparison is possible
                 following = next(self.batches(seen.number + 1, end), None)
                 found = end if following is None else following.before
-                # The last position that this controller saw is the end of a batch. In another log, batches may end
-                # at other records.
+                # The last position that this controller saw is the end of a batch. In a different log, batches may end
+                # at different records.
                 is_another = (found.number, found.chain) != (seen.number, seen.chain)
         if not is_another and end.number >= max(seen.number, number - 1):
             return False
         problem = (
-            f"the journal in etcd ends with record {end.number} or contains other records than this controller has "
-            f"seen, up to record {max(seen.number, number - 1)}: etcd was restored from an older state, or another "
+            f"the journal in etcd ends with record {end.number}, or its records differ from those that this controller "
+            f"has seen up to record {max(seen.number, number - 1)}: etcd was restored from an older state, or another "
             "cluster uses the same name"
         )
         if not self._accept_loss:
             raise JournalDamagedError(
-                f"{problem}; restore etcd from a newer backup, or start one controller with --accept-journal-loss to "
-                "continue from its newest snapshot and discard later records",
+                f"{problem}. Restore etcd from a newer backup, or start one controller with --accept-journal-loss to "
+                "continue from its newest snapshot and discard later records.",
                 metadata={"after_record": str(end.number)},
             )
         _log.error(LogMessage("accepted the loss of records missing from etcd", problem=problem))
@@ -326,11 +327,11 @@ class EtcdBackend:
         return number > 0 and (is_another or end.number < number - 1)
 
     async def follow(self, number: int) -> AsyncIterator[Record]:
-        """Yield all durable records from `number` on, then each new record as it becomes durable. Never ends.
+        """Yield all durable records from `number` on, and then each new record when it becomes durable. Never ends.
 
         Raises:
-            PreconditionError: some of the records were truncated; start from a snapshot.
-            JournalDamagedError: etcd contains fewer records than before.
+            PreconditionError: some of these records were truncated; start from a snapshot.
+            JournalDamagedError: the log in etcd has become shorter.
         """
         self._followed_from = number
         seen = 0
@@ -343,8 +344,8 @@ class EtcdBackend:
                 continue
             if end.number < seen:
                 raise JournalDamagedError(
-                    f"the journal in etcd ended with record {seen} but now ends with record {end.number}; etcd "
-                    "was restored from an older state",
+                    f"the journal in etcd ended with record {seen} but now ends with record {end.number}, because etcd "
+                    "was restored from an older state. Restore etcd from a newer backup.",
                     metadata={"after_record": str(end.number)},
                 )
             seen = end.number
@@ -358,27 +359,27 @@ class EtcdBackend:
                 await asyncio.sleep(_LOOK_SECONDS)
 
     def _next_batches(self, number: int) -> tuple[Position, list[Batch]]:
-        """Return the end of the log and the next batches, few enough not to block the event loop for long."""
+        """Return the end of the log and the next batches, few enough to block the event loop only briefly."""
         end = self.end()
         return end, list(islice(self.batches(number, end), _BATCHES_A_READ))
 
     # Writing
 
     def write(self, number: int, records: Sequence[NewRecord]) -> None:
-        """Append a batch to the log.
+        """Append records to the log as one batch.
 
         Raises:
-            JournalUnreachableError: etcd does not respond; a retry determines whether the batch was written.
-            SupersededError: another controller leads, so this one may no longer write. Whether the batch was written
-                is unknown.
-            InvalidArgumentError: etcd rejects the batch permanently.
+            JournalUnreachableError: etcd does not respond. A retry determines whether the batch was written.
+            SupersededError: another controller leads, so this one may no longer write. The batch may or may not have
+                been written.
+            InvalidArgumentError: etcd rejected the batch permanently.
         """
         batch = self._attempt or Batch.of(self._end, self._led_epoch, records)
         if self._attempt is None or not self._is_written(batch):
             self._attempt = batch
             self._append(batch)
         self._end, self._end_value, self._attempt = batch.after, batch.after.encode(), None
-        if self._is_loss_accepted:  # otherwise the next start would detect the loss again
+        if self._is_loss_accepted:  # otherwise, the next start would detect the accepted loss again
             self._is_loss_accepted = False
             self.sync_rotated(number)
 
@@ -392,13 +393,13 @@ class EtcdBackend:
         for operations in writes:
             answer: pb.EtcdTxnResponse = self._etcd.once(pb.EtcdTxnRequest(compare=conditions, success=operations))
             if not answer.succeeded:
-                # An earlier attempt may have succeeded although its response was lost.
+                # The response to an earlier attempt may have been lost after the attempt succeeded.
                 if not self._is_written(batch):
                     raise self._superseded()
                 return
 
     def _is_written(self, batch: Batch) -> bool:
-        """Whether the log ends with `batch`; raises SupersededError if another controller has written to the log."""
+        """Whether the log ends with `batch`; raise SupersededError if another controller has written to the log."""
         found = self._etcd.get(self._keys.last, seconds=0.0)
         value = b"" if found is None else found.value
         if value == batch.after.encode():
@@ -414,28 +415,27 @@ class EtcdBackend:
         return self.leadership.epoch
 
     def _is_leader(self) -> pb.EtcdCompare:
-        """Return the condition that this controller still leads."""
+        """Return the condition that this controller is still the leader."""
         return is_created_at(self._keys.leader, self._led_epoch)
 
     def _superseded(self) -> SupersededError:
         return SupersededError(
-            "another controller leads now, so this one may no longer write to the journal; it must restart as a "
-            "standby",
+            "another controller leads now, so this one may no longer write to the journal. Restart it as a standby.",
             metadata={"epoch": str(self._led_epoch)},
         )
 
     def close(self) -> None:
-        """Do nothing: the connections belong to the owner of `etcd`."""
+        """Do nothing, because the owner of `etcd` closes the connections."""
 
     # Snapshots
 
     def sync_rotated(self, number: int) -> None:
-        """Save the last position seen to this controller's disk, before a snapshot depends on it."""
+        """Save the last known position to this controller's disk, before a snapshot depends on it."""
         with FileWriter(self._position_path) as writer:
             writer.file.write((self._seen if self.leadership is None else self._end).encode())
 
     def truncate_before(self, number: int) -> None:
-        """Publish the first record that this controller needs; a leader then deletes records no longer needed."""
+        """Publish the first record that this controller needs; on the leader, also delete records no longer needed."""
         key = self._keys.snapshots + self._member_id.encode()
         self._etcd.ask(pb.EtcdTxnRequest(success=[put(key, b"%d" % number)]))
         if self.leadership is None:
@@ -466,9 +466,10 @@ class EtcdBackend:
                 return
 
     def _needed_number(self) -> int:
-        """Return the first record to keep: at least two live controllers, or the only one, have snapshots up to it.
+        """Return the first record to keep. Snapshots of at least two live controllers contain all earlier records.
 
-        A controller that rejoins later starts from such a snapshot.
+        If only one controller is live, its snapshot is sufficient. A controller that rejoins later starts from one of
+        these snapshots.
         """
         alive = {each.key.rpartition(b"/")[2] for each in self._etcd.get_all(self._keys.members)}
         alive.add(self._member_id.encode())

@@ -1,16 +1,17 @@
-"""Checkpoints: the state of a service at one moment and the bytes of all its samples, in one file.
+"""Checkpoints: the state of a service at one moment, together with the bytes of all its samples, in one file.
 
     PartitionPlan: groups cells into blocks --> CheckpointWriter: writes the blocks, then the state
     read_checkpoint: checks everything --> its blocks become puts --> relocate: partitions refer to these puts
 
-A checkpoint is a directory with one file, `checkpoint.tqc`, which starts with the facts that lists of checkpoints show.
-The file is written under a temporary name. Once complete and synced, it replaces the previous file in a single step, so
-the directory always contains either the old or the new checkpoint. The remains of an unfinished checkpoint are
-overwritten by the next one.
+A checkpoint is a directory with one file, `checkpoint.tqc`, which starts with the facts shown in lists of checkpoints.
+The file is written under a temporary name. When it is complete and synced, it replaces the previous file in one step.
+The directory therefore always contains either the old or the new checkpoint. The remains of an unfinished checkpoint
+are overwritten by the next one.
 
-A block contains cells of one storage service for fields that were put together, for samples in table order: a few MiB,
-from any number of puts. On restore, a block becomes one put. A million small puts are thus restored as a few hundred,
-on any storage service with enough space. The puts of a restored partition are its blocks, in the order of the file.
+A block contains the cells of fields that were put together, from one storage service and in the order of the table. A
+block has a few MiB, from any number of puts. On restore, each block becomes one put. A million small puts are thus
+restored as a few hundred puts, on any storage service with enough space. The puts of a restored partition are its
+blocks, in file order.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ from tq_service.wire.metadata import CellRuns
 FILE_NAME: Final = "checkpoint.tqc"
 _LONGEST_NAME: Final = 200
 _PART: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=@+-]*")
-"""One part of a name: never "", ".", ".." or hidden."""
+"""One part of a checkpoint name: never "", ".", ".." or hidden."""
 _RECORD_BYTES: Final = 1 << 20
 _NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _BAD_DIRECTORY: Final = frozenset(
@@ -79,33 +80,33 @@ _BAD_DIRECTORY: Final = frozenset(
 )  # fmt: skip
 BLOCK_BYTES: Final = 4 << 20
 _MOST_ROWS: Final = 1 << 16
-_MOST_PUTS: Final = 256  # finding the cells of this many puts holds the loop for about a millisecond
+_MOST_PUTS: Final = 256  # finding the cells of 256 puts blocks the event loop for about a millisecond
 _CHAIN_COLUMNS: Final = ("cell", "previous", "depth")
 _BLOCK: Final = Put("", b"", b"")
-"""Placeholder for a block that will become a put."""
+"""Placeholder for a put that will be created from a block."""
 
 
 def checkpoint_path(checkpoint_dir: Path | None, name: str) -> Path:
-    """Return the path of a checkpoint's file below the directory of all checkpoints, given the caller's name for it.
+    """Return the path of a checkpoint file, given the directory of all checkpoints and the name chosen by the caller.
 
-    The operator controls the directory and the symlinks on the way to it. Below the directory, no path may lead out of
-    it. A process that can write to the directory itself could still replace part of the path after this check; callers
-    cannot.
+    The operator controls the directory and the symlinks on the path to it. No symlink below the directory may lead out
+    of the directory. A process with write access to the directory could still replace part of the path after this
+    check, but callers cannot.
 
     Raises:
-        PreconditionError: the service has no directory for checkpoints.
-        InvalidArgumentError: the name is invalid, or a symlink below the directory leads out of it.
+        PreconditionError: the service has no checkpoint directory.
+        InvalidArgumentError: the name is invalid, or a symlink below the directory leads out of the directory.
     """
     checkpoint_dir = _directory(checkpoint_dir)
     if not _is_name(name):
         raise InvalidArgumentError(
-            f"name is {name[:_LONGEST_NAME]!r} ({len(name)} characters); expected 1 to {_LONGEST_NAME}, in parts of "
-            "letters, digits and '._=@+-' that begin with a letter or digit, with '/' between them, such as "
-            "'nightly/2026-11-21': a path below the checkpoint_dir of the service",
+            f"name is {name[:_LONGEST_NAME]!r} ({len(name)} characters); expected 1 to {_LONGEST_NAME} characters, in "
+            "parts separated by '/'. Each part has letters, digits and '._=@+-' and begins with a letter or digit. "
+            "Use a path below the checkpoint_dir of the service, such as 'nightly/2026-11-21'.",
             field="name",
         )
     top = os.path.realpath(checkpoint_dir)
-    directory = Path(os.path.realpath(Path(top, name)))  # Path.resolve raises if links form a cycle
+    directory = Path(os.path.realpath(Path(top, name)))  # Path.resolve would raise if symlinks form a cycle
     file = directory / FILE_NAME
     if not directory.is_relative_to(top):
         raise _symlink(name, "out of the checkpoint_dir of the service")
@@ -118,8 +119,8 @@ def checkpoint_path(checkpoint_dir: Path | None, name: str) -> Path:
 def _directory(checkpoint_dir: Path | None) -> Path:
     if checkpoint_dir is None:
         raise PreconditionError(
-            "this service has no directory for checkpoints; start it with checkpoint_dir (--checkpoint-dir, "
-            "TQ_CHECKPOINT_DIR), or with data_dir, which then contains it"
+            "this service has no directory for checkpoints. Start it with checkpoint_dir (--checkpoint-dir, "
+            "TQ_CHECKPOINT_DIR), or with data_dir, which then contains the checkpoints."
         )
     return checkpoint_dir
 
@@ -129,10 +130,10 @@ def _is_name(name: str) -> bool:
 
 
 def checkpoint_names(checkpoint_dir: Path | None) -> list[str]:
-    """Return the names of the checkpoints below a directory, without following symlinks.
+    """Return the names of all checkpoints below a directory, without following symlinks.
 
     Raises:
-        PreconditionError: the service has no directory for checkpoints.
+        PreconditionError: the service has no checkpoint directory.
     """
     top = os.path.realpath(_directory(checkpoint_dir))
     found = [
@@ -144,7 +145,7 @@ def checkpoint_names(checkpoint_dir: Path | None) -> list[str]:
 
 
 def read_facts(path: Path) -> CheckpointFacts:
-    """Read the facts at the start of a checkpoint.
+    """Read only the facts at the start of a checkpoint.
 
     Raises:
         SnapshotDamagedError: the file does not start like a checkpoint.
@@ -164,23 +165,23 @@ def _read_facts(reader: SnapshotReader) -> CheckpointFacts:
 
 def _symlink(name: str, where: str) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"name is {name!r}, which leads through a symlink {where}; use another name, or have the link removed",
+        f"name is {name!r}, which leads through a symlink {where}. Use a different name, or have the symlink removed.",
         field="name",
     )
 
 
 @dataclass(slots=True, kw_only=True)
 class Block:
-    """Cells of one storage service that are read together and become one put when the checkpoint is restored.
+    """Cells from one storage service that are read together and become one put on restore.
 
     Attributes:
         partition_id: partition of the cells.
-        puts: the puts that contain the cells, all of one storage service.
-        runs: the positions of the cells in these puts.
-        global_indexes: the cells' samples `(n,)`, repeated if a cell has several extents. For cells that groups share,
-            the first sample of each group, or -1 for a group without samples.
-        is_shared: whether groups share the cells.
-        column_bytes: size of the cells of each field, set once they are written.
+        puts: the puts that contain the cells, all from the same storage service.
+        runs: positions of the cells in these puts.
+        global_indexes: the sample of each cell `(n,)`, repeated if a cell has several extents. For cells shared by
+            groups, the first sample of each group, or -1 for a group without samples.
+        is_shared: whether the cells are shared by groups.
+        column_bytes: size in bytes of each field's cells; set when the cells are written.
     """
 
     partition_id: str
@@ -192,7 +193,7 @@ class Block:
 
     @property
     def value_bytes(self) -> int:
-        """Size of the cells."""
+        """Size of all cells in bytes."""
         return sum(self.column_bytes.values())
 
 
@@ -200,11 +201,11 @@ class PartitionPlan:
     """The part of a checkpoint that is copied from one partition.
 
     Attributes:
-        blocks: the blocks with the partition's cells.
+        blocks: blocks that contain the partition's cells.
     """
 
     def __init__(self, partition: PartitionSnapshot) -> None:
-        """Read the cells of a partition, which takes about 50 ms for a million samples."""
+        """Read the cell locations of a partition, which takes about 50 ms for a million samples."""
         self._partition = partition
         rows, groups, puts, extents = (partition.tables[name] for name in ("rows", "groups", "puts", "extents"))
         self._read_puts(puts)
@@ -229,7 +230,7 @@ class PartitionPlan:
                 self._extent_cells[found.slots] = self._add_blocks(tuple(names), found.cells, indexes)
 
     def partition(self) -> PartitionSnapshot:
-        """Return the partition with its blocks as puts; call this after all blocks were read."""
+        """Return the partition with its blocks as puts. Call this after all blocks have been written."""
         count = len(self.blocks)
         cells = np.array([block.global_indexes.size * len(block.runs.field_names) for block in self.blocks], np.int64)
         columns = {
@@ -257,7 +258,7 @@ class PartitionPlan:
         )
 
     def _read_puts(self, table: TableSnapshot) -> None:
-        """Read each put's storage service and cell size, by slot."""
+        """Read the storage service and the cell size of each put, by slot."""
         self._puts: list[Put | None] = []
         numbers: dict[tuple[str, bytes], int] = {}
         storage_of: list[int] = []
@@ -274,9 +275,9 @@ class PartitionPlan:
     def _add_blocks(
         self, names: tuple[str, ...], cells: Indexes, indexes: Indexes, *, is_shared: bool = False
     ) -> Indexes:
-        """Add the cells of fields in the same places as blocks of a few MiB, per storage service, in the given order.
+        """Add the cells of fields with equal cell locations as blocks of a few MiB, in order and per storage service.
 
-        Return the new cells. `indexes` are the samples of the cells.
+        Return the locations of the cells in the blocks. `indexes` contains the sample of each cell.
         """
         renamed = np.full(cells.size, NOT_PRODUCED, np.int64)
         produced = np.flatnonzero(cells >= 0)
@@ -286,7 +287,7 @@ class PartitionPlan:
         storages = self._storage_of[slots]
         order = np.argsort(storages, kind="stable")
         produced, slots = produced[order], slots[order]
-        # Each term is non-decreasing, so the sum changes whenever one of them does.
+        # No term decreases, so the sum changes whenever any term changes.
         numbers = (
             storages[order]
             + np.cumsum(self._cell_bytes[slots] * len(names)) // BLOCK_BYTES
@@ -308,7 +309,7 @@ class PartitionPlan:
         return renamed
 
     def _runs(self, names: tuple[str, ...], cells: Indexes) -> tuple[list[Put], CellRuns]:
-        """Return the puts of cells, and the cells as runs of adjacent rows."""
+        """Return the puts that contain the cells, and the cells as runs of adjacent rows."""
         slots, rows = slots_and_rows(cells)
         used, put_indexes = np.unique(slots, return_inverse=True)
         puts = [put for slot in used.tolist() if (put := self._puts[slot]) is not None]
@@ -320,7 +321,7 @@ def _snapshots(columns: Mapping[str, NDArray[Any]]) -> dict[str, ColumnSnapshot]
 
 
 def _put_together(cells_of_fields: Mapping[str, ColumnSnapshot]) -> list[tuple[list[str], Indexes]]:
-    """Group the fields whose cells all have the same locations; return each group with its cells."""
+    """Group fields that have equal cell locations; return the field names and the cells of each group."""
     found: dict[bytes, tuple[list[str], Indexes]] = {}
     for name, column in cells_of_fields.items():
         cells: Indexes = column.values()
@@ -329,13 +330,13 @@ def _put_together(cells_of_fields: Mapping[str, ColumnSnapshot]) -> list[tuple[l
 
 
 class CheckpointWriter:
-    """Writes a checkpoint: the facts that lists show, the blocks in order, then the state.
+    """Writes a checkpoint: first the facts shown in lists, then the blocks in order, then the state.
 
-    The methods run in threads, one call at a time. The creator must call `abort` at the end.
+    Methods run in threads, one call at a time. The creator must call `abort` at the end, even after `finish`.
 
     Raises:
         DiskFullError: the disk is full.
-        InvalidArgumentError: the directory cannot be used.
+        InvalidArgumentError: the directory is unusable.
     """
 
     def __init__(self, path: Path) -> None:
@@ -344,7 +345,7 @@ class CheckpointWriter:
         self._writer: RecordWriter
 
     def begin(self, facts: CheckpointFacts) -> None:
-        """Start the file with the facts; create the directory if it is missing."""
+        """Begin the file with the facts; create the directory if it does not exist."""
         with self._explained():
             make_directory(self._path.parent)
             self._writer = RecordWriter(self._path)
@@ -353,7 +354,7 @@ class CheckpointWriter:
             write_record(self._writer, facts)
 
     def add(self, block: Block, values: Iterable[tuple[ColumnShape, memoryview]]) -> None:
-        """Write a block: its columns with their bytes."""
+        """Write a block: the description of its columns, then their bytes."""
         columns, chunks = zip(*values, strict=True)
         stored = StoredBlock(partition_id=block.partition_id, row_count=block.global_indexes.size, columns=columns)
         block.column_bytes = {column.spec.name: column.value_bytes for column in columns}
@@ -363,13 +364,13 @@ class CheckpointWriter:
                 self._writer.write(*some)
 
     def finish(self, snapshot: ServiceSnapshot) -> None:
-        """Write the state, and move the file to its final name."""
+        """Write the state, and rename the file to its final name."""
         with self._explained():
             write_state(self._writer, snapshot)
             self._writer.commit()
 
     def abort(self) -> None:
-        """Remove the unfinished file; this has no effect after `finish`."""
+        """Remove an unfinished file; do nothing after `finish`."""
         self._aborting.close()
 
     @contextlib.contextmanager
@@ -380,22 +381,22 @@ class CheckpointWriter:
             directory = self._path.parent
             if error.errno in _NO_SPACE:
                 raise DiskFullError(
-                    f"the disk of {directory} has no space for the checkpoint ({error}); free some space",
+                    f"the disk of {directory} has no space for the checkpoint ({error}). Free some space.",
                     metadata={"path": str(directory)},
                 ) from error
             if error.errno in _BAD_DIRECTORY:
                 raise InvalidArgumentError(
-                    f"no checkpoint can be written to {directory} ({error}); use another name, or allow the service's "
-                    f"user to write there",
+                    f"no checkpoint can be written to {directory} ({error}). Use a different name, or allow the "
+                    f"service's user to write there.",
                     field="name",
                 ) from error
             raise InternalError(
-                f"the disk of {directory} failed ({error}); start the service with a checkpoint_dir on another disk"
+                f"the disk of {directory} failed ({error}). Start the service with a checkpoint_dir on another disk."
             ) from error
 
 
 def _cut(chunks: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Split chunks into parts of at most the size of a record."""
+    """Split chunks of bytes into parts that fit in a record."""
     for chunk in chunks:
         for start in range(0, len(chunk), _RECORD_BYTES):
             yield chunk[start : start + _RECORD_BYTES]
@@ -403,13 +404,13 @@ def _cut(chunks: Iterable[memoryview]) -> Iterator[memoryview]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint that was read and is intact.
+    """A checkpoint that has been read and found intact.
 
     Attributes:
-        path: file of the checkpoint.
-        facts: the facts at the start of the file.
-        blocks: descriptions of the blocks, in order.
-        state: the rest; the puts of its partitions are the blocks, in order.
+        path: path of the checkpoint file.
+        facts: facts at the start of the file.
+        blocks: descriptions of the blocks, in file order.
+        state: state at the end of the file. The puts of its partitions are the blocks, in order.
     """
 
     path: Path
@@ -418,10 +419,10 @@ class Checkpoint:
     state: ServiceSnapshot
 
     def values(self, block: StoredBlock) -> Iterator[bytes]:
-        """Yield the bytes of a block, about 1 MiB at a time.
+        """Yield the bytes of a block in parts of about 1 MiB.
 
         Raises:
-            SnapshotDamagedError: the bytes have changed since they were checked.
+            SnapshotDamagedError: the block has changed since the checkpoint was checked.
         """
         left = block.size_bytes
         records = read_records(self.path, *block.begins_at)
@@ -434,11 +435,11 @@ class Checkpoint:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint and check all of it.
+    """Read an entire checkpoint and check it.
 
     Raises:
         InvalidArgumentError: the checkpoint does not exist or cannot be read.
-        SnapshotDamagedError: the content of the file is damaged.
+        SnapshotDamagedError: the file is damaged.
         NewerVersionError: a newer version wrote the checkpoint.
     """
     try:
@@ -450,13 +451,13 @@ def read_checkpoint(path: Path) -> Checkpoint:
             return Checkpoint(path=path, facts=facts, blocks=blocks, state=state)
     except OSError as error:
         raise InvalidArgumentError(
-            f"no checkpoint can be read from {path.parent} ({error}); pass the name under which it was written",
+            f"no checkpoint can be read from {path.parent} ({error}). Pass the name under which it was written.",
             field="name",
         ) from error
 
 
 def _beyond_blocks(reader: SnapshotReader, blocks: list[StoredBlock]) -> Iterator[object]:
-    """Yield the records of the state; collect the blocks in `blocks` and check their bytes."""
+    """Yield the records of the state that follow the blocks; append the blocks to `blocks` and check their bytes."""
     for value in reader.values():
         if not isinstance(value, StoredBlock):
             yield value
@@ -484,7 +485,7 @@ def _check_blocks(partitions: Sequence[PartitionSnapshot], blocks: Sequence[Stor
 
 
 def relocate(partitions: Iterable[Partition], puts: Iterable[Put]) -> None:
-    """Set the puts of restored partitions to the puts that were made from the checkpoint's blocks, in order."""
+    """Replace the puts of restored partitions by the puts created from the checkpoint's blocks, in order."""
     became = iter(puts)
     for partition in partitions:
         table = partition.cells.puts

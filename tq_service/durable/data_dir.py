@@ -1,4 +1,4 @@
-"""A service's data directory: its lock, and its identity, which lasts as long as the directory."""
+"""The data directory of a service: its lock, and an identity that lasts as long as the directory exists."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Identity:
     """Names and ids that outlive the process.
 
     Attributes:
-        controller_boot_id: instance id of the controller that persists its state here, 16 bytes.
-        storage_boot_id: instance id of the storage service that persists its puts here, 16 bytes.
-        storage_id: name of that storage service, which samples use to locate their cells; empty until a name is set.
+        controller_boot_id: 16-byte instance id of the controller that persists its state in the directory.
+        storage_boot_id: 16-byte instance id of the storage service that persists its puts in the directory.
+        storage_id: name of the storage service, by which samples locate their cells; empty until a name is set.
     """
 
     controller_boot_id: bytes
@@ -47,17 +47,17 @@ class Identity:
 
 
 def new_identity() -> Identity:
-    """Return a new random identity."""
+    """Return an identity with new random ids."""
     return Identity(
         controller_boot_id=secrets.token_bytes(_BOOT_ID_BYTES), storage_boot_id=secrets.token_bytes(_BOOT_ID_BYTES)
     )
 
 
 def write_identity(path: Path, identity: Identity) -> None:
-    """Write an identity atomically, so that it survives a power failure.
+    """Write an identity atomically; the identity then survives a power failure.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file could not be written.
     """
     values = {"format_version": FORMAT_VERSION, **asdict(identity)}
     text = json.dumps({**values, "checksum": _checksum(values)}, indent=2, default=bytes.hex)
@@ -81,7 +81,7 @@ def read_identity(path: Path) -> Identity | None:
         version = int(values["format_version"])
         if version != FORMAT_VERSION:
             raise DataDirError(
-                f"the data dir {path.parent} has format {version}, "
+                f"the data directory {path.parent} has format {version}, "
                 + (
                     f"but this version of the service reads formats up to {FORMAT_VERSION}; install the version that "
                     f"wrote it, or a later one"
@@ -91,7 +91,7 @@ def read_identity(path: Path) -> Identity | None:
                 ),
                 metadata={"path": str(path.parent)},
             )
-        # If a single letter of a name changed, no sample would find its bytes, although all of them are stored here.
+        # If a single letter of a name changed, no sample would find its bytes, although all bytes are stored here.
         if values.pop("checksum") != _checksum(values):
             raise ValueError("its checksum does not match its names")
         identity = Identity(
@@ -101,7 +101,7 @@ def read_identity(path: Path) -> Identity | None:
         )
     except (ValueError, TypeError, KeyError) as error:
         raise DataDirError(
-            f"{path} cannot be read: {error!r}; restore a checkpoint into an empty directory",
+            f"{path} cannot be read: {error!r}. Restore a checkpoint into an empty directory.",
             metadata={"path": str(path)},
         ) from None
     return identity
@@ -112,14 +112,14 @@ def _checksum(values: dict[str, Any]) -> str:
 
 
 def _locked(path: Path) -> int:
-    """Lock a directory; return a descriptor that holds the lock until the descriptor is closed or the process ends.
+    """Lock a directory; return a descriptor that holds the lock until it is closed or the process ends.
 
     Args:
-        path: a permanent file that is used only for the lock.
+        path: path of a permanent file that is used only for the lock.
 
     Raises:
         DataDirError: another process holds the lock.
-        OSError: the file cannot be written.
+        OSError: the file could not be written.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -130,8 +130,8 @@ def _locked(path: Path) -> int:
         holder = os.pread(descriptor, 256, 0).decode(errors="replace").strip() or "a process that is starting"
         os.close(descriptor)
         raise DataDirError(
-            f"the data dir {path.parent} is in use by {holder}; stop that process first, or use a separate directory "
-            f"for this service",
+            f"the data directory {path.parent} is in use by {holder}; stop that process first, or use a different "
+            f"directory for this service",
             metadata={"path": str(path.parent)},
         ) from None
     except BaseException:
@@ -144,22 +144,22 @@ class DataDir:
     """An open data directory, locked against other processes.
 
     ```
-    DIR/lock                        taken while a service runs
+    DIR/lock                        locked while a service runs
     DIR/identity.json               instance ids and format
     DIR/journal-000000000012.tqj    changes from number 12 on
     DIR/snapshot-000000000012.tqs   the state before change 12
-    DIR/reserve                     takes up space, see `EmergencyDiskReserve`
+    DIR/reserve                     reserves disk space, see `EmergencyDiskReserve`
     DIR/segments/                   bytes of large puts
     ```
 
     Attributes:
         path: path of the directory.
         identity: identity of the directory.
-        segments_path: directory of the segments.
+        segments_path: path of the directory with the bytes of large puts.
     """
 
     def __init__(self, path: Path, identity: Identity, lock: contextlib.ExitStack) -> None:
-        """Take ownership of the lock; see `open`."""
+        """Create the object and take ownership of the lock; use `open` instead."""
         self.path = path
         self.identity = identity
         self.segments_path = path / _SEGMENTS
@@ -167,14 +167,14 @@ class DataDir:
 
     @classmethod
     def open(cls, path: Path) -> DataDir:
-        """Open a data directory, creating it if it is missing.
+        """Open a data directory; create it if it does not exist.
 
         Raises:
-            DataDirError: another process has the directory open, its format is too new, or it cannot be written to.
+            DataDirError: another process uses the directory, its format is not supported, or it is not writable.
         """
         path = path.absolute()
         try:
-            # Other users must not read the content. The mode of an existing directory is its owner's decision.
+            # Other users must not read the contents. The mode of an existing directory is left to its owner.
             make_directory(path, mode=0o700)
             with contextlib.ExitStack() as lock:
                 lock.callback(os.close, _locked(path / "lock"))
@@ -187,17 +187,17 @@ class DataDir:
             raise _unusable(path, error) from error
 
     def join(self, controller_id: bytes, cluster: str) -> None:
-        """Assign this directory to a controller of a cluster, whose controllers share one id.
+        """Assign the directory to a controller of a cluster. All controllers of a cluster share one id.
 
         Raises:
-            DataDirError: the directory contains the state of a controller outside the cluster, or cannot be written to.
+            DataDirError: the directory contains the state of a controller outside the cluster, or is not writable.
         """
         if self.identity.controller_boot_id == controller_id and not segment_numbers(self.path):
             return
         if segment_numbers(self.path) or snapshot_numbers(self.path):
             raise DataDirError(
-                f"the data dir {self.path} contains the state of a controller outside cluster {cluster!r}; use an "
-                f"empty directory, to which this controller copies the cluster's state",
+                f"the data directory {self.path} contains the state of a controller outside cluster {cluster!r}; use "
+                f"an empty directory, to which this controller copies the cluster's state",
                 metadata={"path": str(self.path)},
             )
         self._set_identity(replace(self.identity, controller_boot_id=controller_id))
@@ -210,20 +210,20 @@ class DataDir:
         self.identity = identity
 
     def storage_id(self, given: str | None, default: str) -> str:
-        """Return the name of the storage service that persists its puts here; the first name is permanent.
+        """Return the name of the storage service that persists its puts here. The first name is permanent.
 
         Args:
             given: name in the settings, or None.
-            default: name to use if the service has no name yet and none is given.
+            default: name to use if no name was recorded before and none is given.
 
         Raises:
-            DataDirError: the given name differs from the recorded one, or the directory cannot be written to.
+            DataDirError: the given name differs from the recorded one, or the directory is not writable.
         """
         known = self.identity.storage_id
         if known and given not in (None, known):
             raise DataDirError(
-                f"the data dir {self.path} contains the puts of storage service {known!r}; got storage_id {given!r}. "
-                f"Omit storage_id, or use another directory",
+                f"storage_id is {given!r}; expected {known!r}, because the data directory {self.path} contains the "
+                f"puts of that storage service. Omit storage_id, or use a different directory.",
                 metadata={"path": str(self.path)},
             )
         if not known:
@@ -231,9 +231,9 @@ class DataDir:
         return self.identity.storage_id
 
     def remove_unneeded(self, backend: LogBackend, number: int) -> None:
-        """Remove files that no start needs, given a snapshot of everything before `number`; this blocks.
+        """Remove all files that no start needs, given a snapshot of everything before `number`. Blocks.
 
-        The previous snapshot is retained with the log since then, in case the new snapshot turns out to be damaged.
+        The previous snapshot and the log since then are kept, in case the new snapshot turns out to be damaged.
         """
         *older, kept = [0, *(each for each in snapshot_numbers(self.path) if each < number)]
         for each in filter(None, older):
@@ -241,7 +241,7 @@ class DataDir:
         backend.truncate_before(kept)
 
     def close(self) -> None:
-        """Release the lock; close the log first."""
+        """Release the lock. Close the log first."""
         self._lock.close()
 
 
@@ -251,8 +251,8 @@ def _identity(path: Path) -> Identity:
     if identity is None:
         if segment_numbers(path) or snapshot_numbers(path):
             raise DataDirError(
-                f"the data dir {path} contains a journal or snapshots, but no {file.name}, which is needed to find "
-                f"their puts; put the file back, or restore a checkpoint into an empty directory",
+                f"the data directory {path} contains a journal or snapshots, but no {file.name}, which is needed to "
+                f"find their puts; restore the file, or restore a checkpoint into an empty directory",
                 metadata={"path": str(path)},
             )
         identity = new_identity()
@@ -262,6 +262,7 @@ def _identity(path: Path) -> Identity:
 
 def _unusable(path: Path, error: OSError) -> DataDirError:
     return DataDirError(
-        f"the data dir {path} cannot be used: {error.strerror or error}; use a directory that this user may write to",
+        f"the data directory {path} cannot be used: {error.strerror or error}; use a directory that this user may "
+        f"write to",
         metadata={"path": str(path)},
     )

@@ -1,13 +1,14 @@
-"""Snapshots: the state of a service at one moment in one file, which is read completely or not at all.
+"""Snapshots: the state of a service at one moment in one file, which is either read completely or rejected.
 
-A file consists of records (`journal/files.py`), each a dataclass with its name, except for the bytes of blocks:
+A file consists of records (see `journal/files.py`). Each record is a dataclass with its name, except for the bytes of
+blocks:
 
     Header, [CheckpointFacts], [StoredBlock, bytes ...] ..., state
     state: [PartitionHeader, ColumnPart ..., [TaskFacts, (Batches | TaskRecords) ...] ...] ..., ServiceRecords ...
 
-Columns are found by name; a column that the file lacks is set to its fill (see `Partition.restore`). An unknown column,
-kind or field was written by a newer version. This is a separate error and never treated as damage, since falling back
-to an older snapshot would lose all later changes.
+Columns are identified by name. A column missing from the file is filled with its fill value (see `Partition.restore`).
+An unknown column, kind or field means that a newer version wrote the file. The reader then raises a separate error
+instead of treating the file as damaged, since an older snapshot would lack all later changes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from tq_service.wire.columns import ColumnShape
 from tq_service.wire.objects import no_collection
 
 FORMAT_VERSION: Final = 7
-_CLAIMS_A_RECORD: Final = 256  # encoding more would block other threads
+_CLAIMS_A_RECORD: Final = 256  # encoding a larger record would block other threads for too long
 _IDS_A_RECORD: Final = 1024
 _NUMBERS_A_RECORD: Final = 1 << 16
 _PUT_BYTES_A_RECORD: Final = 1 << 18
@@ -52,13 +53,13 @@ _PUT_BYTES_A_RECORD: Final = 1 << 18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSnapshot:
-    """The state from which a service continues.
+    """The complete state of a service, which a start restores.
 
     Attributes:
-        partitions: the partitions of the controller.
-        policies: the policies of the controller.
-        answers: the answers of the controller, for retries; each packed as a tuple (message name, bytes).
-        puts: the records of the storage engine.
+        partitions: partitions of the controller.
+        policies: policies of the controller.
+        answers: answers of the controller, returned to retries; each packed as a tuple (message name, bytes).
+        puts: put records of the storage engine.
     """
 
     partitions: Sequence[PartitionSnapshot] = ()
@@ -68,25 +69,25 @@ class ServiceSnapshot:
 
 
 def write_snapshot(path: Path, snapshot: ServiceSnapshot) -> None:
-    """Write a snapshot, which appears once it is complete and synced. Runs in a thread, concurrently with the loop.
+    """Write a snapshot file, which appears only when it is complete and synced. Runs in a thread.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file could not be written.
     """
     try:
         with RecordWriter(path) as writer:
             write_record(writer, Header(format_version=FORMAT_VERSION))
             write_state(writer, snapshot)
     except OSError:
-        path.unlink(missing_ok=True)  # the caller continues without the snapshot, and a start must do the same
+        path.unlink(missing_ok=True)  # the caller continues without this snapshot, so a start must not find it
         raise
 
 
 def read_snapshot(path: Path) -> ServiceSnapshot:
-    """Return the content of a snapshot; its partitions can be restored once.
+    """Return the contents of a snapshot; its partitions can be restored only once.
 
     Raises:
-        SnapshotDamagedError: the file differs from the written one.
+        SnapshotDamagedError: the file is damaged.
         NewerVersionError: a newer version wrote the snapshot.
         OSError: the file cannot be read.
     """
@@ -99,7 +100,7 @@ def read_snapshot(path: Path) -> ServiceSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """The first record of a file. In a checkpoint, blocks contain the bytes of puts, and are the partitions' puts."""
+    """The first record of a file. In a checkpoint, blocks contain the bytes of all puts and replace these puts."""
 
     format_version: int
     is_checkpoint: bool = False
@@ -107,11 +108,11 @@ class Header:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFacts:
-    """The description at the start of a checkpoint, which can be read without the rest.
+    """The description of a checkpoint, at the start of the file so that lists can read it alone.
 
     Attributes:
-        written_at: start of the checkpoint, in seconds since 1970.
-        metadata: the caller's JSON object, as text.
+        written_at: start time of the checkpoint, in seconds since 1970.
+        metadata: JSON object supplied by the caller, as text.
     """
 
     written_at: float
@@ -122,13 +123,13 @@ class CheckpointFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBlock:
-    """Cells of a checkpoint that become one put on restore; the following records contain their bytes.
+    """Cells in a checkpoint that become one put when restored; the records that follow contain their bytes.
 
     Attributes:
         partition_id: partition of the cells.
-        row_count: number of rows of every column.
-        columns: the columns, in the order of their bytes.
-        begins_at: position and number of the first record with the block's bytes.
+        row_count: number of rows in every column.
+        columns: the columns, in the storage order of their bytes.
+        begins_at: file position and number of the first record with bytes of the block.
     """
 
     partition_id: str
@@ -138,13 +139,13 @@ class StoredBlock:
 
     @property
     def size_bytes(self) -> int:
-        """The total bytes of all columns."""
+        """Total size of all columns in bytes."""
         return sum(column.value_bytes for column in self.columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableHeader:
-    """The number of values per column of a table, and the names of the columns."""
+    """The number of values in each column of a table, and the names of its columns."""
 
     size: int
     columns: tuple[str, ...]
@@ -152,7 +153,7 @@ class TableHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionHeader:
-    """The first record of a partition; its columns and then its tasks follow."""
+    """The first record of a partition, followed by the records of its columns and tasks."""
 
     facts: PartitionFacts
     tables: Mapping[str, TableHeader]
@@ -160,7 +161,7 @@ class PartitionHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnPart:
-    """The next values of a column; an empty column has a single part without values."""
+    """The next values of a column; an empty column has one part without values."""
 
     table: str
     column: str
@@ -169,11 +170,12 @@ class ColumnPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """Batches of a task with the same spec, since reading a hundred thousand individually would take too long.
+    """Batches of a task with equal specs, stored together because reading 100,000 batches one by one takes too long.
 
     Attributes:
-        rows: the rows of all plans, concatenated.
-        others: for each batch, its serial and index, and its plan's sizes, steps, consumed, dropped and totals.
+        rows: rows of all batches, concatenated.
+        others: for each batch: its serial and index, and the sizes, steps, consumed rows, dropped rows and totals of
+            its plan.
     """
 
     batch_spec: BatchSpec
@@ -192,7 +194,7 @@ class Batches:
 
     @classmethod
     def of(cls, batch_spec: BatchSpec, batches: Sequence[Claim]) -> Batches:
-        """Return the record of some batches."""
+        """Return a record that contains the given batches."""
         return cls(
             batch_spec=batch_spec,
             rows=np.concatenate([batch.plan.rows for batch in batches]),
@@ -204,12 +206,12 @@ class Batches:
         )
 
     def all(self) -> Iterator[Claim]:
-        """Yield the batches."""
+        """Yield the batches in the record."""
         spec, end = self.batch_spec, 0
         for serial, batch_index, sizes, steps, consumed, dropped, totals in self.others:
             start, end = end, end + sum(sizes)
             plan = RecordedPlan(
-                rows=self.rows[start:end].copy(),  # otherwise, each batch would keep all rows in memory
+                rows=self.rows[start:end].copy(),  # a view would keep the rows of all batches in memory
                 sizes=sizes,
                 steps=steps,
                 micro_batch_size=spec.micro_batch_size,
@@ -223,7 +225,7 @@ class Batches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRecords:
-    """More entries for the lists of the same names in a `TaskSnapshot`."""
+    """Further entries for the lists of a `TaskSnapshot` with these names."""
 
     claims: list[Claim] = field(default_factory=list)
     names: list[tuple[str, bytes]] = field(default_factory=list)
@@ -235,7 +237,7 @@ class TaskRecords:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceRecords:
-    """More policies, answers and puts of a `ServiceSnapshot`."""
+    """Further policies, answers and puts for a `ServiceSnapshot`."""
 
     policies: list[Policy] = field(default_factory=list)
     answers: list[Entry] = field(default_factory=list)
@@ -257,10 +259,10 @@ _KINDS: Final = (
 
 
 class SnapshotReader:
-    """Reads a file from start to end.
+    """Reads the records of a file from start to end.
 
     Attributes:
-        last: the last record that was read.
+        last: the record that was read last.
     """
 
     def __init__(self, path: Path) -> None:
@@ -269,7 +271,7 @@ class SnapshotReader:
         self.last = Found(0, 0, b"")
 
     def values(self) -> Iterator[Any]:
-        """Yield the remaining records.
+        """Yield the remaining records of the file, decoded.
 
         Raises:
             NewerVersionError: a record has an unknown kind or field.
@@ -287,21 +289,21 @@ class SnapshotReader:
 
 
 def write_record(writer: RecordWriter, value: object) -> None:
-    """Append a record."""
+    """Append a dataclass as a record with its class name."""
     writer.write(codec.encode_named(value))
 
 
 @contextlib.contextmanager
 def reading(path: Path, *, is_checkpoint: bool = False) -> Iterator[SnapshotReader]:
-    """Read a file after its header; any defect raises SnapshotDamagedError or NewerVersionError.
+    """Open a file and read its header; errors in the `with` block become SnapshotDamagedError or NewerVersionError.
 
     Args:
-        path: file to read.
-        is_checkpoint: whether the file must be a checkpoint rather than a snapshot.
+        path: path of the file.
+        is_checkpoint: whether the file must be a checkpoint (true) or a snapshot (false).
     """
     reader = SnapshotReader(path)
     try:
-        with no_collection():  # a million new objects, none of them garbage
+        with no_collection():  # a million new objects, none of which is garbage
             header = next(reader.values())
             if header.format_version != FORMAT_VERSION:
                 raise NewerVersionError(
@@ -323,7 +325,7 @@ def reading(path: Path, *, is_checkpoint: bool = False) -> Iterator[SnapshotRead
 
 
 def write_state(writer: RecordWriter, snapshot: ServiceSnapshot) -> None:
-    """Write the state."""
+    """Write all partitions, policies, answers and puts of a state."""
     for partition in snapshot.partitions:
         for record in _partition_records(partition):
             write_record(writer, record)
@@ -336,7 +338,7 @@ def write_state(writer: RecordWriter, snapshot: ServiceSnapshot) -> None:
 
 
 def read_state(records: Iterable[Any]) -> ServiceSnapshot:
-    """Return the state from its records."""
+    """Return the state contained in the given records."""
     partitions: list[tuple[PartitionHeader, _Parts, list[TaskSnapshot]]] = []
     policies: list[Policy] = []
     answers: list[Entry] = []
@@ -376,7 +378,7 @@ def read_state(records: Iterable[Any]) -> ServiceSnapshot:
 
 
 def _with_puts(values: NDArray[Any], storages: dict[tuple[str, bytes], tuple[str, bytes]]) -> NDArray[Any]:
-    """Return objects with tuples converted to puts; the many puts of one storage service share its name."""
+    """Return objects, with tuples converted to puts; all puts of one storage service share one copy of its name."""
     puts = (
         Put(*storages.setdefault(each[:2], each[:2]), each[2]) if isinstance(each, tuple) else each
         for each in values.tolist()
@@ -385,7 +387,7 @@ def _with_puts(values: NDArray[Any], storages: dict[tuple[str, bytes], tuple[str
 
 
 def _table(size: int, parts: Mapping[str, Sequence[NDArray[Any]]]) -> TableSnapshot:
-    """Return a table assembled from the parts of its columns."""
+    """Return a table whose columns are assembled from their parts."""
     columns = {}
     for column, some in parts.items():
         values = np.concatenate(some) if some else np.empty(0)
@@ -396,7 +398,7 @@ def _table(size: int, parts: Mapping[str, Sequence[NDArray[Any]]]) -> TableSnaps
 
 
 def _column_parts(column: ColumnSnapshot) -> Iterator[NDArray[Any]]:
-    """Yield the values of a column, tens of thousands of numbers or fewer objects at a time; at least one part."""
+    """Yield the values of a column in parts of tens of thousands of numbers, or fewer objects; at least one part."""
     if not column.size:
         yield np.empty(0, column.dtype)
     yield from map(

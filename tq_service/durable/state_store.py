@@ -1,6 +1,6 @@
-"""Persists the state of a service in its data directory: a controller's partitions, a storage engine's puts, or both.
+"""The state store: persists a controller's partitions, a storage engine's puts, or both, in a data directory.
 
-The store appends changes to the log, and takes a snapshot when the log is long, so that a start has little to replay.
+The store appends changes to the log. When the log is long, it takes a snapshot, so that a start replays little.
 
     state machine, engine --append--> log --(when it is long)--> snapshot, and a new start of the log
     start: the newest intact snapshot, then the log after it, then append
@@ -8,10 +8,10 @@ The store appends changes to the log, and takes a snapshot when the log is long,
 An answer is sent only after the state it reports is durable: the servicers await `wait_durable`.
 
 Both streams of the log share one order. A put becomes durable no later than the change that refers to it, because the
-engine appends the put's record before the put can be committed. A put is removed no earlier than the change that frees
+engine appends its record before the put can be committed. A put is removed no earlier than the change that frees
 it, because the engine is notified of freed cells after that change was appended. If controller and storage service have
-separate logs, answers ensure the order: a put is acknowledged once it is durable, and cells are freed remotely once the
-change is durable.
+separate logs, the order follows from their answers. A put is acknowledged only when it is durable, and cells are freed
+remotely only when the change that frees them is durable.
 """
 
 from __future__ import annotations
@@ -57,31 +57,31 @@ _LAST_RETRY_SECONDS: Final = 600.0
 
 
 class Stream(enum.IntEnum):
-    """The source of a record in the log; its number is stored in the file.
+    """The source of a record in the log. The number of the stream is stored in the file.
 
-    Both streams share one order. A put is therefore recorded before the change that refers to it, and its end after the
-    change that frees it, with one sync for both.
+    Both streams share one order. A put is therefore recorded before the change that refers to it. The end of a put is
+    recorded after the change that frees it. One sync makes both records durable.
     """
 
     CHANGES = 1
-    """Changes of the controller, without values of samples. A record is below 1 MiB unless one change is larger."""
+    """Changes of the controller, without sample values. A record is smaller than 1 MiB unless one change is larger."""
     PUTS = 2
-    """Puts of a storage service, including the values of small puts. They stay on this host."""
+    """Puts of a storage service, including the values of small puts. These records never leave the host."""
 
 
-# Measured costs of replaying a record and of restoring a sample of a snapshot.
+# Measured costs of replaying a record, and of restoring a sample from a snapshot.
 _RECORD_SECONDS: Final = {Stream.CHANGES: 40e-6, Stream.PUTS: 20e-6}
 _BYTE_SECONDS: Final = {Stream.CHANGES: 85e-9, Stream.PUTS: 1e-9}
 _FILE_SECONDS: Final = 1e-3
 _SAMPLE_SECONDS: Final = 0.7e-6
 _LONGEST_START_SECONDS: Final = 1.1
 _WORTH_SECONDS: Final = 0.4
-_RECORDS_A_TURN: Final = 64  # records that a standby applies before it yields
+_RECORDS_A_TURN: Final = 64  # records that a standby applies before it yields to the event loop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """The recovered contents of the data directory."""
+    """Counts of the contents recovered from the data directory, and the duration of the recovery."""
 
     partition_count: int
     sample_count: int
@@ -92,16 +92,16 @@ class Recovered:
 
 @dataclass(slots=True, kw_only=True)
 class StartCost:
-    """Estimates the duration of a start, and decides when a snapshot should shorten it.
+    """Estimates the duration of a start, and decides when a new snapshot should shorten it.
 
-    A snapshot is due before restoring the last snapshot and replaying the log since then would exceed the time allowed
-    for a start. A snapshot is not due until replaying the log takes as much CPU time as writing a snapshot, which grows
-    with the state.
+    A start restores the last snapshot and replays the log after it. A new snapshot is due before a start would take
+    longer than allowed. However, a snapshot is not due until replaying the log takes as much CPU time as writing a
+    snapshot, which grows with the state.
 
     Attributes:
         log_seconds: time to replay the current log.
         restore_seconds: time to restore the last snapshot.
-        snapshot_seconds: CPU time it took to write that snapshot.
+        snapshot_seconds: CPU time spent on writing the last snapshot.
     """
 
     log_seconds: float = 0.0
@@ -109,12 +109,12 @@ class StartCost:
     snapshot_seconds: float = 0.0
 
     def add(self, stream: Stream, size: int) -> None:
-        """Count a record of `size` bytes."""
+        """Add a record of `size` bytes to the log."""
         self.log_seconds += _RECORD_SECONDS[stream] + _BYTE_SECONDS[stream] * size
 
     @property
     def is_too_high(self) -> bool:
-        """Whether a snapshot is due."""
+        """Whether a new snapshot is due."""
         return self.log_seconds >= max(
             _LONGEST_START_SECONDS - self.restore_seconds, _WORTH_SECONDS, self.snapshot_seconds
         )
@@ -122,12 +122,12 @@ class StartCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogLag:
-    """The lag of the disk behind memory.
+    """How far the disk is behind the memory.
 
     Attributes:
-        unflushed_count: number of records that were appended but are not yet durable.
-        replay_seconds: estimated time to replay the log at a start, after restoring the last snapshot.
-        snapshot_age_seconds: time since the last snapshot, or since the start if this process has not written one.
+        unflushed_count: number of appended records that are not durable yet.
+        replay_seconds: estimated time to replay the log at a start, in addition to restoring the last snapshot.
+        snapshot_age_seconds: time since the last snapshot, or since the start if this process has not written any.
         is_failing: whether the last attempt to write failed.
         is_disk_low: whether the disk is almost full.
     """
@@ -140,17 +140,17 @@ class LogLag:
 
 
 class StateStore:
-    """Persists a controller, a storage engine, or both; they append their changes here.
+    """Persists the changes appended by a controller, a storage engine, or both.
 
     open -> recover -> append ... wait_durable ... -> close
 
     Confined to one event loop.
 
     Attributes:
-        data_dir: the open directory; it is closed with the store.
+        data_dir: the open data directory; it is closed with the store.
         is_failing: whether the last attempt to write failed.
         is_shared: whether other controllers follow the log.
-        fatal: called with a reason and its cause when memory may differ from the log, so that the service must stop.
+        fatal: called with a reason and its cause if memory may differ from the log and the service must therefore stop.
             The callback calls `abandon` before it returns.
     """
 
@@ -164,7 +164,7 @@ class StateStore:
         self._snapshot: asyncio.Task[None] | None = None
         self._retry_at, self._retry_seconds = 0.0, _FIRST_RETRY_SECONDS
         self._abandoned: TqError | None = None
-        self._next: int | None = None  # next record of the log to apply as a standby; None: not a standby
+        self._next: int | None = None  # number of the next record that a standby applies; None: not a standby
         self._snapshot_at = time.monotonic()
         self.is_failing = False
         self.is_shared = False
@@ -175,13 +175,14 @@ class StateStore:
         """Open a data directory.
 
         Args:
-            path: the directory.
-            sync: whether durable means surviving a crash of the machine, rather than only of the process.
-            accept_loss: whether to continue without the records after a damaged one.
+            path: path of the directory.
+            sync: whether durable records survive a crash of the machine; if false, they survive only a crash of the
+                process.
+            accept_loss: whether to continue after damage in the journal, without the damaged record and all later ones.
 
         Raises:
-            DataDirError: another process has the directory open, or it cannot be used.
-            DiskFullError: the disk does not have enough space for a journal.
+            DataDirError: another process uses the directory, or the directory is unusable.
+            DiskFullError: the disk has too little space for a journal.
         """
         data_dir = DataDir.open(path)
         try:
@@ -193,22 +194,23 @@ class StateStore:
     # Recovery
 
     def recover(self, *, catalog: Catalog | None = None, puts: PutJournal | None = None) -> Recovered:
-        """Recover the contents of the data directory, and log every change from now on. Call this once.
+        """Recover the contents of the data directory, and log all later changes. Call this method once.
 
         Args:
-            catalog: receives the partitions, and the answers for retries; None in a service without a controller.
+            catalog: receives the partitions, and the answers returned to retries; None in a service without a
+                controller.
             puts: receives the puts; None in a service without a storage engine.
 
         Raises:
-            JournalDamagedError: a record is damaged, or does not fit the state before it.
-            NewerVersionError: a newer version wrote the newest snapshot, or a record.
-            DataDirError: the directory contains data of a role that this service lacks; its next snapshot would lose
-                the data.
+            JournalDamagedError: a record is damaged, or does not match the state before it.
+            NewerVersionError: a newer version wrote the newest snapshot or a record.
+            DataDirError: the directory contains data of a role that this service does not have, and its next snapshot
+                would lose this data.
         """
         self._catalog, self._puts = catalog, puts
         started_at = time.perf_counter()
         number, put_records = self._restore_newest()
-        self._cost.log_seconds += _FILE_SECONDS * len(segment_numbers(self.data_dir.path))  # each start adds a file
+        self._cost.log_seconds += _FILE_SECONDS * len(segment_numbers(self.data_dir.path))  # each start adds a segment
         record_count = self._replay(self._log.read(number), put_records)
         self._quarantine_after(number)
         put_count = self._recover_puts(put_records)
@@ -223,13 +225,13 @@ class StateStore:
 
     def _quarantine_after(self, number: int) -> None:
         for damaged in snapshot_numbers(self.data_dir.path):
-            if damaged > number:  # otherwise, it would count as a fallback
+            if damaged > number:  # otherwise, a damaged snapshot would count as a fallback
                 quarantine(snapshot_path(self.data_dir.path, damaged), ".damaged")
 
     # A standby
 
     def restore(self, catalog: Catalog) -> int:
-        """Restore the newest snapshot, for a standby that will follow the log. Call this once.
+        """Restore the newest snapshot on a standby that will follow the log. Call this method once.
 
         Returns:
             The number of the first record after the snapshot.
@@ -247,11 +249,11 @@ class StateStore:
         return self._next
 
     async def follow(self, records: AsyncIterator[Record]) -> None:
-        """Apply the records that another controller appends to the log until cancelled; write snapshots when due.
+        """Apply the records that the leader appends to the log, until cancelled; write snapshots when they are due.
 
         Raises:
-            PreconditionError: the log lacks records after the snapshot.
-            JournalDamagedError: a record is damaged, or does not fit the state before it.
+            PreconditionError: the log no longer has the records that follow the snapshot.
+            JournalDamagedError: a record is damaged, or does not match the state before it.
         """
         async with contextlib.aclosing(cast("AsyncGenerator[Record, None]", records)) as following:
             async for record in following:
@@ -262,14 +264,14 @@ class StateStore:
                     await asyncio.sleep(0)
 
     async def take_over(self) -> int:
-        """Apply the rest of the log as the new leader, and log every change from now on.
+        """Apply the rest of the log as the new leader, and log all later changes.
 
         Returns:
             The number of records applied.
 
         Raises:
-            SupersededError: another controller leads by now.
-            JournalDamagedError: a record is damaged, or does not fit the state before it.
+            SupersededError: another controller has become the leader.
+            JournalDamagedError: a record is damaged, or does not match the state before it.
         """
         while self._snapshot is not None:
             await asyncio.wait([self._snapshot])
@@ -281,8 +283,8 @@ class StateStore:
     def _restore_newest(self) -> tuple[int, list[bytes]]:
         """Restore the newest intact snapshot; return its number and its puts.
 
-        A snapshot written by a newer version counts as intact. Falling back to an older snapshot would lose later
-        changes, so the start fails (NewerVersionError).
+        A snapshot written by a newer version counts as intact, so the start fails with NewerVersionError. An older
+        snapshot would lack the changes since then.
         """
         damages: list[SnapshotDamagedError] = []
         for number in reversed(snapshot_numbers(self.data_dir.path)):
@@ -300,7 +302,7 @@ class StateStore:
                 raise self._of_another_role(f"{len(snapshot.partitions)} partitions of a controller")
             self._cost.restore_seconds = self._restore_seconds()
             return number, list(snapshot.puts)
-        if damages:  # the first part of the journal was removed
+        if damages:  # records before the snapshots were removed, so the journal alone is not enough
             raise damages[0]
         return 0, []
 
@@ -309,14 +311,14 @@ class StateStore:
             self._catalog.machine.log, self._catalog.machine.fatal = self, self.fatal
 
     def _replay(self, records: Iterable[Record], puts: list[bytes] | None = None) -> int:
-        """Replay records, and append those of a storage engine to `puts`; return the total number of records."""
+        """Replay records, or add them to `puts` if a storage engine wrote them; return the total number of records."""
         count = 0
         for record in records:
             count += 1
             if record.stream not in _RECORD_SECONDS:
                 raise NewerVersionError(
-                    f"record {record.number} of the journal belongs to the unknown stream {record.stream}, so a newer "
-                    f"version wrote it; install that version"
+                    f"record {record.number} of the journal belongs to the unknown stream {record.stream}, because a "
+                    f"newer version wrote it; install that version"
                 )
             self._cost.add(Stream(record.stream), len(record.data))
             if record.stream == Stream.PUTS and puts is not None:
@@ -337,38 +339,38 @@ class StateStore:
 
     def _of_another_role(self, what: str) -> DataDirError:
         return DataDirError(
-            f"the data dir {self.data_dir.path} contains {what}, which this service does not serve; start it with the "
-            f"role that wrote the directory, or use another directory",
+            f"the data directory {self.data_dir.path} contains {what}, which this service does not serve. Start it "
+            f"with the role that wrote the directory, or use a different directory.",
             metadata={"path": str(self.data_dir.path)},
         )
 
     # The log of the state machine
 
     def check_open(self) -> None:
-        """Raise the error given to `abandon`."""
+        """Raise the error that was passed to `abandon`, if any."""
         if self._abandoned is not None:
             raise self._abandoned
 
     def append(self, records: Sequence[bytes]) -> None:
-        """Append the records of a group of changes."""
+        """Append the records of a group of changes to the log."""
         for record in records:
             self._append(Stream.CHANGES, record)
 
     # The log of the storage engine
 
     def append_put(self, record: bytes, values: bytes | bytearray = b"") -> None:
-        """Append a record of a put's outcome, with the values if the put is small."""
+        """Append a record of a put or of its end, with the put's values if the put is small."""
         self._append(Stream.PUTS, record, values)
 
     def after_durable(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once everything appended so far is durable: immediately or later, in order."""
+        """Call `callback` when all records appended so far are durable: immediately, or later, in call order."""
         self._log.after_durable(callback)
 
     def _append(self, stream: Stream, *parts: bytes | bytearray) -> None:
         try:
             self._log.append(stream, *parts)
             self._cost.add(stream, sum(map(len, parts)))
-            if self._flush is None:  # for changes that no call waits for, such as an expired lease
+            if self._flush is None:  # flushes changes that no call waits for, such as an expired lease
                 self._flush = asyncio.get_running_loop().create_task(self._flush_later())
             self._begin_snapshot_when_due()
         except Exception as error:
@@ -388,10 +390,10 @@ class StateStore:
     # Failure
 
     def abandon(self, error: TqError) -> None:
-        """Stop writing: drop the records appended in this step of the loop, and all later changes and snapshots.
+        """Stop writing: discard records appended in this step of the event loop, and all later changes and snapshots.
 
         Args:
-            error: error raised from now on for each change and each wait for durability.
+            error: error that every later change and every wait for durability raises.
         """
         self._abandoned = error
         self.is_failing = True
@@ -405,7 +407,7 @@ class StateStore:
 
     @property
     def has_unflushed(self) -> bool:
-        """Whether some appended records are not durable yet."""
+        """Whether any appended record is not durable yet."""
         return self._log.has_unflushed
 
     @property
@@ -414,7 +416,7 @@ class StateStore:
         return self._log.backend.is_disk_low
 
     def lag(self) -> LogLag:
-        """Return the lag of the disk behind memory."""
+        """Return how far the disk is behind the memory."""
         return LogLag(
             unflushed_count=self._log.unflushed_count,
             replay_seconds=self._cost.log_seconds,
@@ -424,12 +426,12 @@ class StateStore:
         )
 
     async def wait_durable(self) -> None:
-        """Wait until everything appended so far is durable.
+        """Wait until all records appended so far are durable.
 
         Raises:
-            DiskFullError: the log cannot be written until there is space.
-            JournalUnreachableError: the log cannot be written until etcd answers.
-            TqError: the records will never be durable, because the log was abandoned or failed for another reason,
+            DiskFullError: the log cannot be written until the disk has free space.
+            JournalUnreachableError: the log cannot be written until etcd responds.
+            TqError: the records will never be durable, because the log was abandoned or has failed for another reason,
                 which is fatal.
         """
         try:
@@ -449,13 +451,13 @@ class StateStore:
         await self._flush_now()
 
     async def _flush_now(self) -> None:
-        with contextlib.suppress(TqError):  # the next caller receives the error
+        with contextlib.suppress(TqError):  # the next call of `wait_durable` raises the error too
             await self.wait_durable()
 
     # Snapshots
 
     async def newest_snapshot(self, least_number: int) -> tuple[int, Path]:
-        """Return the newest snapshot's number and path; first write one if none has at least the given number."""
+        """Return the number and path of the newest snapshot; if its number is below `least_number`, write one first."""
         if max(snapshot_numbers(self.data_dir.path), default=-1) < least_number:
             await self.take_snapshot()
         number = snapshot_numbers(self.data_dir.path)[-1]
@@ -464,15 +466,15 @@ class StateStore:
     async def take_snapshot(
         self, contents: Callable[[], ServiceSnapshot] | None = None, appear: Callable[[], None] = lambda: None
     ) -> None:
-        """Write a snapshot from which the log continues; it is written even if the caller is cancelled.
+        """Write a snapshot from which the log continues. The write continues even if the caller is cancelled.
 
         Args:
-            contents: returns the content; called in the step that takes the snapshot. None: the service's current
-                state.
-            appear: called once the snapshot is durable, before the next snapshot can be taken.
+            contents: returns the content, in the step of the event loop that takes the snapshot. None: the current
+                state of the service.
+            appear: called when the snapshot is durable, before the next snapshot can be taken.
 
         Raises:
-            OSError, DiskFullError: the disk does not have enough space; the journal continues.
+            OSError, DiskFullError: the disk has too little space. The journal continues as before.
         """
         while self._snapshot is not None:
             await asyncio.wait([self._snapshot])
@@ -484,31 +486,31 @@ class StateStore:
         restored: Callable[[ServiceSnapshot], ServiceSnapshot],
         appear: Callable[[], None],
     ) -> None:
-        """Write a snapshot in which the catalog has different partitions, before these become visible.
+        """Write a snapshot that contains restored partitions, before these become visible in the catalog.
 
-        From the step that takes the snapshot until `appear` is called or this raises an error, the catalog's partitions
-        must not be changed, since in the log such a change would follow a snapshot that it does not fit.
+        While this method runs, from the step that takes the snapshot to the call of `appear`, the catalog's partitions
+        must not change. In the log, such a change would follow a snapshot that it does not match.
 
         Args:
-            restored: returns the future state, given the state in the step that takes the snapshot.
-            appear: makes that state current; called once the snapshot is durable, before the next one can be taken.
+            restored: returns the new state, given the state in the step that takes the snapshot.
+            appear: makes the new state current; called when the snapshot is durable, before the next one can be taken.
 
         Raises:
-            DiskFullError: the disk does not have enough space; nothing of the new state is written.
+            DiskFullError: the disk has too little space. None of the new state was written.
         """
         try:
             await self.take_snapshot(lambda: restored(self._now()), appear)
         except OSError as error:
             raise DiskFullError(
-                f"the restored state could not be written to the data directory ({error}); free some space and "
-                f"restore again",
+                f"the restored state could not be written to the data directory ({error}). Free some space and "
+                f"restore again.",
                 metadata={"path": str(self.data_dir.path)},
             ) from error
 
     async def _try_snapshot(self) -> None:
         started_at = time.monotonic()
         self._retry_at = started_at + self._retry_seconds
-        self._retry_seconds = min(2 * self._retry_seconds, _LAST_RETRY_SECONDS)  # each attempt starts another file
+        self._retry_seconds = min(2 * self._retry_seconds, _LAST_RETRY_SECONDS)  # each attempt creates a new segment
         try:
             await self._write_snapshot(self._now, lambda: None)
         except (OSError, TqError) as error:
@@ -516,17 +518,17 @@ class StateStore:
         except Exception:
             _log.exception(LogMessage("could not write a snapshot because of a bug; the journal keeps growing"))
         else:
-            # Reserve a slow disk for the log for half as long as the snapshot took.
+            # On a slow disk, let the log write without a competing snapshot, for half as long as the snapshot took.
             ended_at = time.monotonic()
             self._retry_at, self._retry_seconds = ended_at + (ended_at - started_at) / 2, _FIRST_RETRY_SECONDS
 
     async def _write_snapshot(self, contents: Callable[[], ServiceSnapshot], appear: Callable[[], None]) -> None:
         try:
             number = self._log.rotate() if self._next is None else self._next
-            snapshot = contents()  # in the same step, so later changes follow that number in the log
+            snapshot = contents()  # in the same step as `rotate`, so all later changes follow this number in the log
             restore_seconds, log_seconds, self._cost.log_seconds = self._restore_seconds(), self._cost.log_seconds, 0.0
             try:
-                if self._next is None:  # changes that a standby has applied are already durable
+                if self._next is None:  # a standby applies only changes that are already durable
                     await self._log.wait_durable()
                 snapshot_seconds = await asyncio.to_thread(self._write_to_disk, number, snapshot)
             except BaseException:
@@ -534,7 +536,7 @@ class StateStore:
                 raise
             try:
                 if self.is_shared and contents != self._now and self._catalog is not None:
-                    # Other controllers that follow the log lack the content of the snapshot.
+                    # Controllers that follow the log do not have the content of this snapshot.
                     self._catalog.machine.state.snapshot_number = number
                     self._catalog.machine.log_alone(StateReplaced(snapshot_number=number))
                 appear()
@@ -559,14 +561,14 @@ class StateStore:
         )
 
     def _write_to_disk(self, number: int, snapshot: ServiceSnapshot) -> float:
-        """Write a snapshot, in a thread; return the CPU time it took, in seconds."""
+        """Write a snapshot (in a thread), and return the CPU time used, in seconds."""
         started_at = time.thread_time()
-        self._log.backend.sync_rotated(number)  # a start from the snapshot requires these segments
+        self._log.backend.sync_rotated(number)  # a start from this snapshot requires the segment
         write_snapshot(snapshot_path(self.data_dir.path, number), snapshot)
         return time.thread_time() - started_at
 
     async def close(self) -> None:
-        """Make everything durable and close the journal."""
+        """Make all records durable, and close the journal and the data directory."""
         if self._flush is not None:
             self._flush.cancel()
         if self._snapshot is not None:
@@ -590,7 +592,7 @@ def _apply_again(catalog: Catalog, record: Record) -> None:
         raise
     except (TqError, LookupError, ValueError, TypeError, struct.error) as error:
         raise JournalDamagedError(
-            f"record {record.number} of the journal ({kind}) does not fit the state before it: {error}; restore a "
-            f"checkpoint into an empty data directory",
+            f"record {record.number} of the journal ({kind}) does not match the state before it: {error}. Restore a "
+            f"checkpoint into an empty data directory.",
             metadata={"record": str(record.number)},
         ) from error

@@ -1,11 +1,12 @@
-"""Encodes dataclasses to bytes and decodes them, based on their declarations, without a second list of fields.
+"""Encodes dataclasses to bytes and decodes them, based on their declared fields.
 
-A dataclass becomes a msgpack map of its fields by name. Fields with their default value are omitted, as are fields
-declared with `field(metadata={"is_encoded": False})`. Decoding follows the declared types, so fields with a default can
-be added while older data remains readable. The error for an unknown field reports that a newer version wrote it.
+A dataclass is encoded as a msgpack map of its fields by name. Fields that have their default value are omitted, and so
+are fields declared with `field(metadata={"is_encoded": False})`. Decoding follows the declared types, so a field with a
+default can be added while older data remains readable. If the data contains an unknown field, the error reports that a
+newer version wrote the data.
 
-Arrays become bytes; a range that counts up by 1 takes two numbers, whatever its length. `compact` finds smaller forms,
-which takes longer. An object in an array is None, a string or a tuple.
+Arrays are encoded as bytes. A range that counts up by 1 is encoded as two numbers, regardless of its length. `compact`
+finds smaller encodings, but takes longer. Objects in arrays are strings, tuples or None.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ _LEAST_RANGE: Final = 16
 _BOUNDS: Final = struct.Struct("<qq")
 _RUN_BYTES: Final = 12
 _MOST_KEPT_BYTES: Final = 1 << 20
-_local = threading.local()  # a packer per thread, with its buffer: creating one takes longer than packing a change
+_local = threading.local()  # one packer with a buffer per thread: creating a packer takes longer than packing a change
 
 
 def encode(value: Any) -> bytes:
     """Encode a dataclass, or plain values that contain dataclasses.
 
     Raises:
-        TypeError: a contained value is neither plain, nor an array, nor a dataclass.
-        ValueError, OverflowError: msgpack cannot represent a number or a string.
+        TypeError: the value contains an object that is neither a plain value, nor an array, nor a dataclass.
+        ValueError, OverflowError: msgpack cannot represent a number or a string in the value.
     """
     try:
         packer = _local.packer
@@ -55,33 +56,33 @@ def encode(value: Any) -> bytes:
 
 
 def unpack(data: bytes | memoryview) -> Any:
-    """Decode to plain values and arrays; dataclasses become maps, and sequences become tuples."""
+    """Decode bytes to plain values and arrays; dataclasses become maps, and sequences become tuples."""
     return msgpack.unpackb(data, ext_hook=_array, strict_map_key=False, use_list=False)
 
 
 def unpack_each(data: bytes | memoryview) -> Iterator[Any]:
-    """Decode consecutive values one by one, each as in `unpack`."""
+    """Decode consecutive values one by one, each like `unpack`."""
     unpacker = msgpack.Unpacker(ext_hook=_array, strict_map_key=False, use_list=False, max_buffer_size=0)
     unpacker.feed(data)
     yield from unpacker
 
 
 def encode_named(value: Any) -> bytes:
-    """Encode a dataclass with its class name."""
+    """Encode a dataclass together with its class name."""
     return encode((type(value).__name__, value))
 
 
 def decode_named(kinds: Mapping[str, type[Value]], name: str, fields: object) -> Value:
-    """Create a value of one of the given kinds from its name and fields; its arrays are read-only.
+    """Create a dataclass of one of the given kinds from its class name and fields; its arrays are read-only.
 
     Raises:
         NewerVersionError: the kind or one of its fields is unknown.
-        ValueError, TypeError, KeyError: the fields do not fit the kind.
+        ValueError, TypeError, KeyError: the fields do not match the kind.
     """
     kind: Any = kinds.get(name)
     if kind is None:
         raise NewerVersionError(
-            f"a record has the unknown kind {name!r}; it was written by a newer version: install that version"
+            f"a record has the unknown kind {name!r}, because a newer version wrote it; install that version"
         )
     value: Value = decoder(kind)(fields)
     return value
@@ -89,13 +90,13 @@ def decode_named(kinds: Mapping[str, type[Value]], name: str, fields: object) ->
 
 @cache
 def decoder(kind: Any) -> Callable[[Any], Any]:
-    """Return a function that converts plain values, as returned by `unpack`, to a type."""
+    """Return a function that converts plain values, as returned by `unpack`, to the given type."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         return _dataclass_decoder(kind)
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return kind
-    if hasattr(kind, "_fields"):  # a NamedTuple, possibly generic
+    if hasattr(kind, "_fields"):  # a NamedTuple, which may be generic
         return lambda values: kind(*values)
     if origin in (typing.Union, types.UnionType):
         return _union_decoder(arguments)
@@ -117,7 +118,7 @@ def _same(value: Any) -> Any:
 
 
 def _union_decoder(kinds: Sequence[Any]) -> Callable[[Any], Any]:
-    """Return the decoder of `X | None`, or of plain values of several types."""
+    """Return the decoder for `X | None`, or for a union of plain types."""
     decoders = [decoder(kind) for kind in kinds if kind is not types.NoneType]
     special = next((each for each in decoders if each is not _same), None)
     if special is None:
@@ -129,7 +130,7 @@ def _union_decoder(kinds: Sequence[Any]) -> Callable[[Any], Any]:
 
 def _dataclass_decoder(kind: Any) -> Callable[[Any], Any]:
     @cache
-    def decoders() -> dict[str, Callable[[Any], Any]]:  # resolved on first use, since classes may refer to each other
+    def decoders() -> dict[str, Callable[[Any], Any]]:  # built on first use, because classes may refer to each other
         hints = typing.get_type_hints(kind)
         return {name: decoder(hints[name]) for name, _ in _encoded_fields(kind)}
 
@@ -138,8 +139,8 @@ def _dataclass_decoder(kind: Any) -> Callable[[Any], Any]:
         for name, value in values.items():
             if name not in known:
                 raise NewerVersionError(
-                    f"{kind.__name__} has {name!r}, which this version does not know; it was written by a newer "
-                    "version: install that version"
+                    f"{kind.__name__} has {name!r}, which this version does not know, because a newer version wrote "
+                    "it; install that version"
                 )
             if known[name] is not _same:
                 values[name] = known[name](value)
@@ -150,16 +151,16 @@ def _dataclass_decoder(kind: Any) -> Callable[[Any], Any]:
 
 @cache
 def _encoded_fields(kind: Any) -> list[tuple[str, Any]]:
-    """Return the names and defaults of the encoded fields of a dataclass."""
+    """Return the names and default values of a dataclass's encoded fields."""
     return [(each.name, each.default) for each in dataclasses.fields(kind) if each.metadata.get("is_encoded", True)]
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value that msgpack does not support to one that it can pack."""
+    """Convert a value of a type that msgpack does not support to a value that it can pack."""
     if isinstance(value, np.ndarray):
         return _packed_array(value)
     if not dataclasses.is_dataclass(value):
-        raise TypeError(f"{type(value).__name__} {value!r} is neither plain, nor an array, nor a dataclass")
+        raise TypeError(f"{type(value).__name__} {value!r} is neither a plain value, nor an array, nor a dataclass")
     kind: Any = type(value)
     packed = {}
     for name, default in _encoded_fields(kind):
@@ -184,10 +185,10 @@ def _packed_array(values: NDArray[Any]) -> msgpack.ExtType:
 
 
 def compact(values: NDArray[Any]) -> Any:
-    """Return an array `(n,)` in a form that `encode` writes in fewer bytes; decoding gives the same array.
+    """Return an array `(n,)` in a form that `encode` writes in fewer bytes; decoding returns an equal array.
 
-    Integers and booleans become runs that count up by 1, or distances from the minimum with few bytes each, or with no
-    bytes if all are equal. Other arrays are returned unchanged.
+    Integers and booleans become either runs that count up by 1, or distances from the minimum. Distances take few bytes
+    each, or none if all values are equal. Other arrays are returned unchanged.
     """
     if values.dtype.kind not in "iub" or not values.size:
         return values
@@ -208,7 +209,7 @@ def compact(values: NDArray[Any]) -> Any:
 
 
 def _array(code: int, data: bytes) -> NDArray[Any]:
-    """Decode a msgpack extension to its array."""
+    """Decode a msgpack extension to the array that it contains."""
     if code in _DTYPES:
         return np.frombuffer(data, _DTYPES[code])
     if code > _NEAR:

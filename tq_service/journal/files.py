@@ -1,26 +1,28 @@
-"""The files of a data directory: names, durable writes, frames, files of records, and the log as a chain of segments.
+"""The files of a data directory: names, durable writes, frames, record files, and the log as a chain of segments.
 
-A segment of the log, a snapshot and a checkpoint consist of frames.
+Segments of the log, snapshots and checkpoints all consist of frames.
 
     frame:   header, body
     header:  size of the body (uint32), number of the frame (uint64), XXH3 of the body, seeded with that number
              (uint64), XXH32 of the header so far (uint32); all numbers are little-endian
 
-A reader knows the next number, so it detects a frame that is missing, repeated or misplaced.
+A reader knows the number of the next frame, so it detects a missing, repeated or misplaced frame.
 
-A file of records gets its final name only after it is complete and synced. It contains "tqrecs02", then one frame per
-record, numbered from 0, and a frame without a body.
+A record file gets its final name only after it is complete and synced. A record file contains "tqrecs02", then one
+frame per record, numbered from 0, and a frame with an empty body.
 
 The log is a chain of segments. Each frame of a segment contains the records of one group.
 
     segment: "tqlog004", opening frame, frame ..., closing frame
 
 A new segment begins at each start, when the current segment is long, and with each snapshot. A snapshot has the number
-of the segment that begins with it; later records are read from that segment on. Records are numbered across all
-segments, and a frame has the number of its first record. The boundary between two segments has a number as well. The
-closing frame of the earlier segment has this number, is empty, and announces another segment. The opening frame and the
-file name of the later segment have the same number; the opening frame describes how the segment is written. A killed
-process leaves complete frames and at most one partial frame. Only a loss of power leaves other damage.
+of the segment that begins with it, and later records are read from that segment on. Records are numbered across all
+segments. The number of a frame is the number of its first record.
+
+The boundary between two segments also has a number. The closing frame of the earlier segment has this number and an
+empty body, and announces the next segment. The opening frame and the file name of the next segment contain the same
+number. The opening frame describes how the segment is written. If the process is killed, the segment ends with complete
+frames and at most one partial frame. Only a loss of power causes other damage.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ RESERVE_BYTES: Final = 4 * 2**20
 _RECORDS_MAGIC: Final = b"tqrecs02"
 _BUFFER_BYTES: Final = 1 << 20
 _SPARE_BYTES: Final = 2 * RESERVE_BYTES
-"""Disk space that must stay free for the log and for its reserve."""
+"""Disk space that must stay free for the log and for the emergency reserve."""
 _WORK_SECONDS: Final = 0.0005
 _REST_SECONDS: Final = 0.0001
 _SEGMENT_MAGIC: Final = b"tqlog004"
@@ -76,28 +78,28 @@ T = TypeVar("T")
 
 
 def snapshot_path(directory: Path, number: int) -> Path:
-    """Return the path of the snapshot that contains all records of the log before this number."""
+    """Return the path of the snapshot that contains all log records with lower numbers than the given one."""
     return directory / f"snapshot-{number:012d}.tqs"
 
 
 def snapshot_numbers(directory: Path) -> list[int]:
-    """Return the numbers of the stored snapshots, ascending."""
+    """Return the numbers of all stored snapshots, in ascending order."""
     return numbers_in(directory, _SNAPSHOT)
 
 
 def numbers_in(directory: Path, pattern: re.Pattern[str]) -> list[int]:
-    """Return the numbers in the file names that match a pattern, ascending."""
+    """Return the numbers in the names of all files that match a pattern, in ascending order."""
     matches = (pattern.fullmatch(path.name) for path in directory.iterdir())
     return sorted(int(match[1]) for match in matches if match is not None)
 
 
 def beside(path: Path, suffix: str) -> Path:
-    """Return the path with a suffix added to its name."""
+    """Return a path with a suffix appended to the file name."""
     return path.with_name(path.name + suffix)
 
 
 def quarantine(path: Path, suffix: str) -> None:
-    """Rename a file to an unused name, so the file is not read again."""
+    """Rename a file to an unused name with a suffix, to exclude the file from later reads."""
     target = beside(path, suffix)
     for count in range(2, 1000):
         if not target.exists():
@@ -107,13 +109,10 @@ def quarantine(path: Path, suffix: str) -> None:
 
 
 class FileWriter:
-    """Writes a file that gets its final name only after it is complete and synced, by `commit` or a successful `with`.
+    """Writes a file that gets its final name only when complete and synced, by `commit` or a successful `with` block.
 
     Attributes:
-        file: the file to write the content to.
-
-    Raises:
-        OSError: the file could not be written.
+        file: file object for writing the content.
     """
 
     def __init__(self, path: Path, buffering: int = -1) -> None:
@@ -122,7 +121,7 @@ class FileWriter:
         self.file = self._partial.open("wb", buffering)
 
     def commit(self) -> None:
-        """Sync the file and give it its final name, replacing an existing file."""
+        """Sync the file and rename it to its final name, replacing an existing file."""
         with self.file:
             self.file.flush()
             os.fsync(self.file.fileno())
@@ -130,8 +129,8 @@ class FileWriter:
         sync_path(self._path.parent)
 
     def abort(self) -> None:
-        """Remove the partial file; does nothing after `commit`."""
-        with contextlib.suppress(OSError):  # the disk may be full, so buffered bytes cannot be written
+        """Remove the partial file; do nothing after `commit`."""
+        with contextlib.suppress(OSError):  # a full disk may prevent the write of buffered bytes
             self.file.close()
         with contextlib.suppress(OSError):
             self._partial.unlink(missing_ok=True)
@@ -150,11 +149,11 @@ class FileWriter:
 
 
 def make_directory(path: Path, mode: int = 0o777) -> None:
-    """Create a directory and its missing parents, all of which survive a loss of power.
+    """Create a directory and its missing parents durably: all of them survive a loss of power.
 
     Args:
         path: path of the directory.
-        mode: permissions of the directory; parents get default permissions.
+        mode: permissions of the directory. Its parents get default permissions.
 
     Raises:
         OSError: the directory could not be created.
@@ -166,7 +165,7 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Return once the bytes of a file, or the entries of a directory, survive a loss of power."""
+    """Sync a file or the entries of a directory, which then survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -175,16 +174,16 @@ def sync_path(path: Path) -> None:
 
 
 def free_bytes(directory: Path) -> int:
-    """Return the free space, in bytes, on the disk of a directory."""
+    """Return the free space on the disk that contains a directory, in bytes."""
     disk = os.statvfs(directory)
     return disk.f_bavail * disk.f_frsize
 
 
 class Break(Exception):  # noqa: N818  (caught by the reader, which raises an error or logs the problem)
-    """The expected frame is missing or not intact.
+    """The expected frame is missing or damaged.
 
     Attributes:
-        is_torn: whether the file ends here as after a kill during a write.
+        is_torn: whether the file ends like after a kill during a write.
     """
 
     def __init__(self, problem: str, *, is_torn: bool = False) -> None:
@@ -193,14 +192,14 @@ class Break(Exception):  # noqa: N818  (caught by the reader, which raises an er
 
 
 def frame(number: int, parts: Iterable[bytes | bytearray | memoryview]) -> tuple[bytes, bytes]:
-    """Return the header and body of a frame; the parts are copied once, here."""
+    """Return the header and the body of a frame; the body is a copy of the parts."""
     body = b"".join(parts)
     checked = _CHECKED.pack(len(body), number, xxhash.xxh3_64_intdigest(body, number))
     return checked + _CHECKSUM.pack(xxhash.xxh32_intdigest(checked)), body
 
 
 def read_frame(file: BinaryIO, number: int) -> bytes:
-    """Return the body of the next frame in a file; raise Break unless the frame is intact and has this number."""
+    """Return the body of the next frame in a file; raise Break unless the frame is intact and has the given number."""
     header = file.read(_HEADER.size)
     if len(header) < _HEADER.size:
         raise Break("ends within a frame", is_torn=True)
@@ -218,26 +217,26 @@ def read_frame(file: BinaryIO, number: int) -> bytes:
 
 
 class Pace:
-    """Makes Python code in a thread sleep briefly every half millisecond, which lets the event loop run.
+    """Makes a thread that runs Python code sleep briefly every half millisecond to let the event loop run.
 
-    Otherwise the interpreter switches threads only every 5 ms, which would delay every step of the loop.
+    Without these pauses, the interpreter switches threads only every 5 ms, which would delay each step of the loop.
     """
 
     def __init__(self) -> None:
         self._resumed_at = time.perf_counter()
 
     def step(self) -> None:
-        """Sleep briefly if enough time has passed."""
+        """Sleep briefly if the thread has run for half a millisecond."""
         if time.perf_counter() - self._resumed_at > _WORK_SECONDS:
             time.sleep(_REST_SECONDS)
             self._resumed_at = time.perf_counter()
 
 
 class RecordWriter(FileWriter):
-    """Writes records in order, in a thread that yields regularly to the event loop.
+    """Writes records in order, from a thread that pauses regularly to let the event loop run.
 
     Raises:
-        OSError: the file could not be written, or would leave too little free space on the disk.
+        OSError: the file could not be written, or too little space would remain free on the disk.
     """
 
     def __init__(self, path: Path) -> None:
@@ -245,10 +244,10 @@ class RecordWriter(FileWriter):
         self.file.write(_RECORDS_MAGIC)
         self.count = 0
         self._pace = Pace()
-        self._unchecked_bytes = 0  # written since the last check of free space
+        self._unchecked_bytes = 0  # bytes written since the last check of the free space
 
     def write(self, *parts: bytes | memoryview) -> None:
-        """Append a record, whose bytes may be passed in parts."""
+        """Append a record, given as one or more parts."""
         head, body = frame(self.count, parts)
         self.file.write(head)
         self.file.write(body)
@@ -262,13 +261,13 @@ class RecordWriter(FileWriter):
         self._pace.step()
 
     def commit(self) -> None:
-        """End the file and give it its final name."""
+        """Write the end of the file and rename it to its final name."""
         self.file.writelines(frame(self.count, ()))
         super().commit()
 
 
 class Found(NamedTuple):
-    """A record, its number, and its position in the file."""
+    """A record, its number, and its byte position in the file."""
 
     at: int
     number: int
@@ -276,12 +275,12 @@ class Found(NamedTuple):
 
 
 def read_records(path: Path, at: int = 0, number: int = 0) -> Iterator[Found]:
-    """Yield the records of a file.
+    """Yield the records of a record file.
 
     Args:
-        path: the file.
-        at: position of the first record to read; 0 for the first record of the file.
-        number: number of that record.
+        path: path of the file.
+        at: byte position of the first record to read; 0 for the start of the file.
+        number: number of the first record to read.
 
     Raises:
         SnapshotDamagedError: the file is damaged.
@@ -304,7 +303,7 @@ def read_records(path: Path, at: int = 0, number: int = 0) -> Iterator[Found]:
 
 
 def gathered(values: Iterable[Each], least: int, size_of: Callable[[Each], int] = lambda _: 1) -> Iterator[list[Each]]:
-    """Yield values in lists with a total size of at least `least`; the last list may be smaller."""
+    """Yield values in lists, each with a total size of at least `least`; the last list may be smaller."""
     some: list[Each] = []
     size = 0
     for value in values:
@@ -318,9 +317,9 @@ def gathered(values: Iterable[Each], least: int, size_of: Callable[[Each], int] 
 
 
 def damaged(path: Path, at: int, problem: str) -> SnapshotDamagedError:
-    """Return the error for damage at a position in a file."""
+    """Return the error for a file that is damaged at a byte position."""
     return SnapshotDamagedError(
-        f"{path} is damaged at byte {at}: {problem}; use an older file, or restore a checkpoint",
+        f"{path} is damaged at byte {at}: {problem}. Use an older file, or restore a checkpoint.",
         metadata={"path": str(path), "byte": str(at)},
     )
 
@@ -329,18 +328,18 @@ def damaged(path: Path, at: int, problem: str) -> SnapshotDamagedError:
 
 
 def segment_path(directory: Path, number: int) -> Path:
-    """Return the path of the segment that begins with this number."""
+    """Return the path of the segment with this number."""
     return directory / f"journal-{number:012d}.tqj"
 
 
 def segment_numbers(directory: Path) -> list[int]:
-    """Return the first numbers of all segments in a directory, ascending."""
+    """Return the numbers of all segments in a directory, in ascending order."""
     return numbers_in(directory, _SEGMENT)
 
 
 @cache
 def machine_boot_id() -> str:
-    """Return the machine's boot id; unsynced bytes can be lost only between two boots."""
+    """Return an id that changes at each reboot of the machine, or ""; only a reboot can lose unsynced bytes."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -348,12 +347,12 @@ def machine_boot_id() -> str:
 
 
 class SegmentWriter:
-    """An open segment, for one thread at a time. Methods raise OSError.
+    """A segment opened for writing, used by one thread at a time. Its methods raise OSError.
 
     Args:
         path: path of the file.
-        flags: flags of `os.open`, added to those of every segment.
-        end: number of bytes of the file to keep; the rest is truncated.
+        flags: additional flags for `os.open`.
+        end: number of bytes to keep; the rest of the file is truncated.
     """
 
     def __init__(self, path: Path, flags: int = 0, end: int = 0) -> None:
@@ -363,15 +362,15 @@ class SegmentWriter:
         os.ftruncate(self._descriptor, end)
 
     def append(self, number: int, records: Sequence[NewRecord]) -> None:
-        """Pass a frame to the kernel in one call, or truncate it on failure; without records, it is a closing frame."""
+        """Pass a frame to the kernel in one call, or undo the write on failure; no records: close the segment."""
         self.write(*frame(number, packed(records)))
 
     def write(self, head: bytes, body: bytes) -> None:
-        """Pass bytes to the kernel in one call, or truncate them on failure."""
+        """Pass bytes to the kernel in one call, or undo the write on failure."""
         size = len(head) + len(body)
         try:
             written = os.pwritev(self._descriptor, [head, body], self._end)
-            if written < size:  # the disk is full, or the call reached its size limit; the next call shows which
+            if written < size:  # the disk is full, or the write was too large for one call; the next call shows which
                 rest = memoryview(head + body)
                 while written < size:
                     written += os.pwrite(self._descriptor, rest[written:], self._end + written)
@@ -381,22 +380,22 @@ class SegmentWriter:
         self._end += size
 
     def sync(self) -> None:
-        """Return once all bytes are on the disk."""
+        """Sync all written bytes to the disk."""
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Sync and close the file; never raises."""
+        """Sync and close the file; errors are logged, not raised."""
         try:
             try:
                 self.sync()
             finally:
                 os.close(self._descriptor)
         except OSError as error:
-            _log.warning(LogMessage("could not sync a closed segment", file=self.path.name, error=error))
+            _log.warning(LogMessage("could not sync a segment while closing it", file=self.path.name, error=error))
 
 
 class FoundSegment:
-    """A segment of an earlier process.
+    """A segment written by an earlier process.
 
     Attributes:
         number: number in the file name.
@@ -406,12 +405,12 @@ class FoundSegment:
         last_number: number of the last record before `end`.
         is_closed: whether the closing frame follows at `end`.
         flaw: the problem at `end`, or None.
-        is_synced: whether the segment's writer waited for a sync before relying on a frame.
-        machine_boot_id: boot id of the machine when the segment was begun.
+        is_synced: whether the process that wrote the segment synced each frame.
+        machine_boot_id: `machine_boot_id()` of the machine when the segment was created.
     """
 
     def __init__(self, directory: Path, number: int) -> None:
-        """Read the opening frame; raises OSError if the file cannot be read."""
+        """Read the opening frame; raise OSError if the file cannot be read."""
         self.number = self.last_number = number
         self.path = segment_path(directory, number)
         self.size = self.path.stat().st_size
@@ -436,24 +435,24 @@ class FoundSegment:
 
     @property
     def may_lose_tail(self) -> bool:
-        """Whether a loss of power may have destroyed the last bytes, in any order."""
+        """Whether a loss of power may have destroyed any of the last bytes, in any order."""
         return self.is_begun and not self.is_synced and self.machine_boot_id != machine_boot_id()
 
     @property
     def was_being_made(self) -> bool:
-        """Whether a process was killed before it had written the opening frame."""
+        """Whether the process was killed before it finished writing the opening frame."""
         return not self.is_begun and self.flaw is not None and self.flaw.is_torn
 
     @property
     def is_damaged(self) -> bool:
-        """Whether neither the end of a process nor a loss of power can explain the flaw."""
+        """Whether the flaw cannot be explained by a killed process or a loss of power."""
         if self.flaw is None or self.flaw.is_torn or self.may_lose_tail:
             return False
-        # A loss of power may leave a part of the unsynced bytes, which are those of the last commit.
+        # A loss of power may destroy any part of the unsynced bytes. These bytes belong to the last commit.
         return self.machine_boot_id == machine_boot_id() or self.has_frame_after_flaw()
 
     def records(self) -> Iterator[Record]:
-        """Yield the records up to the closing frame, a flaw or the end; raises OSError if the file cannot be read."""
+        """Yield the records before the closing frame, a flaw or the file's end; raise OSError if the read fails."""
         try:
             with self._opened(self.end) as file:
                 while file.peek(1):
@@ -471,10 +470,10 @@ class FoundSegment:
             self.flaw = flaw
 
     def has_frame_after_flaw(self) -> bool:
-        """Whether an intact later frame follows the flaw; everything before such a frame had been synced."""
+        """Whether an intact later frame follows the flaw, which proves that the damaged bytes had been synced."""
         data = self.path.read_bytes()[self.end + 1 :]
         file = io.BytesIO(data)
-        # The number that a frame would have if it began at each byte; the view needs some bytes after the last one.
+        # At each byte, the number of a frame that would begin there; the padding covers frames at the last bytes.
         numbers = np.ndarray(len(data), "<u8", data + bytes(HEADER_BYTES), _NUMBER_OFFSET, (1,))
         most = self.last_number + 2 + len(data) // _LEAST_RECORD_BYTES
         for at in np.flatnonzero((numbers > self.last_number) & (numbers < most)).tolist():
@@ -497,19 +496,19 @@ class FoundSegment:
 
 
 class FileBackend:
-    """Writes each group as one frame of a segment.
+    """A log backend that writes each group of records as one frame of a segment file.
 
-    Without `sync`, durable means passed to the operating system: records survive the process, however it ends. A loss
-    of power may destroy the last records, but never a record before one that survives. The event loop writes such
-    frames itself, since a thread takes longer. With `sync`, durable means on the disk.
+    Without `sync`, a durable record has been passed to the operating system, so it survives any end of the process. A
+    loss of power may destroy the last records, but never a record before a surviving one. The event loop writes these
+    frames directly, because passing them to a thread takes longer. With `sync`, a durable record is on the disk.
 
     Args:
-        directory: existing directory for the files; no other process may write there.
-        sync: whether each write is synced.
-        accept_loss: whether `read` continues without the records after a damaged one, instead of raising.
+        directory: existing directory for the files; no other process may write to it.
+        sync: whether to sync each write.
+        accept_loss: whether `read` skips a damaged record and all later ones instead of raising an error.
 
     Attributes:
-        last_number: number of the last record or opening frame read; writing continues with the next one.
+        last_number: number of the last record or opening frame read; the next written record gets the next number.
     """
 
     group_bytes = 8 * 2**20
@@ -521,7 +520,7 @@ class FileBackend:
         self._directory = directory
         self._accept_loss = accept_loss
         self.last_number = 0
-        self._last_found: FoundSegment | None = None  # to be closed; None in an empty log
+        self._last_found: FoundSegment | None = None  # the last segment, which must be closed; None in an empty log
         self._reserve = EmergencyDiskReserve(directory / "reserve")
         self._reserve.fill()
         self._look_at = 0.0
@@ -530,17 +529,17 @@ class FileBackend:
         self._background = ThreadPoolExecutor(1, thread_name_prefix="tq-log")
 
     def read(self, number: int) -> Iterator[Record]:
-        """Yield the records since the rotation with this number, or all records if the number is 0.
+        """Yield the records from the segment with this number on, or all records if the number is 0.
 
         Raises:
-            JournalDamagedError: a written record is damaged or missing.
-            DiskFullError: a file could not be read, because the system lacks a resource.
+            JournalDamagedError: a record is damaged or missing.
+            DiskFullError: a file could not be read because a resource of the system is exhausted.
         """
         try:
             found = [FoundSegment(self._directory, each) for each in segment_numbers(self._directory) if each >= number]
             if not self._has_beginning(found, number):
                 self._lose(found)
-                self.last_number = max(number, 1) - 1  # the log continues after the snapshot
+                self.last_number = max(number, 1) - 1  # continue the log after the snapshot
                 return
             for index, segment in enumerate(found):
                 self.last_number, self._last_found = segment.number, segment
@@ -552,16 +551,16 @@ class FileBackend:
                     self._lose(following)
                     return
         except OSError as error:
-            # This is not damage: accepting a loss would discard records that merely cannot be read at the moment.
+            # Accepting a loss here would discard records that are not damaged, but temporarily unreadable.
             raise DiskFullError(
-                f"{error.filename or self._directory} could not be read ({error}): the disk of the data dir is full, "
-                "or this process lacks file descriptors or permissions. No data is lost: fix this and restart the "
-                "service",
+                f"{error.filename or self._directory} could not be read ({error}): the disk of the data directory is "
+                "full, or this process lacks file descriptors or permissions. No data is lost. Fix the cause and "
+                "restart the service.",
                 metadata={"path": str(error.filename or self._directory)},
             ) from error
 
     def _has_beginning(self, found: Sequence[FoundSegment], number: int) -> bool:
-        """Whether no records before the first one are missing; raises if only damage can explain the gap."""
+        """Whether the log has all records from its beginning; raise an error if only damage explains a gap."""
         first = found[0] if found else None
         if first is None or first.number != (number or 1):
             if number:
@@ -577,13 +576,13 @@ class FileBackend:
         return first.is_begun
 
     def _continues(self, segment: FoundSegment, following: Sequence[FoundSegment]) -> bool:
-        """Whether the next segment begins where this one ends; raises if only damage can explain a gap."""
+        """Whether the next segment begins where this one ends; raise an error if only damage explains a gap."""
         number = segment.last_number + 1
         continues = bool(following) and following[0].is_begun and following[0].number == number
         if segment.flaw is not None:
             if not continues and segment.is_damaged:
                 self._report(segment.path, segment.end, f"{segment.flaw}")
-                try:  # copy the bytes that are about to be truncated, so an operator can inspect them
+                try:  # copy the bytes before their truncation, to let an operator inspect them
                     shutil.copyfile(segment.path, beside(segment.path, _LOST_SUFFIX))
                 except OSError as error:
                     name = segment.path.name
@@ -597,7 +596,8 @@ class FileBackend:
                     after_record=segment.last_number,
                 )
             )
-        # A process that started after a reboot began its segment knowing which bytes a loss of power had destroyed.
+        # A process that started after a reboot created its segment after it had seen which bytes the loss of power
+        # destroyed.
         is_of_later_run = bool(following) and following[0].machine_boot_id not in ("", segment.machine_boot_id)
         if continues or (segment.may_lose_tail and not is_of_later_run):
             return continues
@@ -616,12 +616,12 @@ class FileBackend:
         return False
 
     def _lose(self, segments: Sequence[FoundSegment]) -> None:
-        for segment in reversed(segments):  # a kill in between leaves a gap at the same position
+        for segment in reversed(segments):  # in reverse, so that a kill in between leaves the gap at the same position
             if segment.was_being_made:
                 _log.warning(LogMessage("removed a segment without records", file=segment.path.name))
                 segment.path.unlink()
             else:
-                _log.warning(LogMessage("quarantined a segment: records before it are lost", file=segment.path.name))
+                _log.warning(LogMessage("quarantined a segment that follows lost records", file=segment.path.name))
                 quarantine(segment.path, _LOST_SUFFIX)
 
     def _report(self, path: Path, at: int, problem: str) -> None:
@@ -629,22 +629,22 @@ class FileBackend:
         place = f"{path}, byte {at}," if at else f"{path}"
         if not self._accept_loss:
             raise JournalDamagedError(
-                f"the journal is damaged: {place} {problem}; restore a checkpoint, or start with "
-                "--accept-journal-loss to continue with the records before the damage and lose all later ones",
+                f"the journal is damaged: {place} {problem}. Restore a checkpoint, or start with "
+                "--accept-journal-loss to keep the records before the damage and lose all later ones.",
                 metadata={"file": path.name, "byte": str(at), "after_record": str(self.last_number)},
             )
         _log.error(
-            LogMessage("the journal is damaged, and the loss was accepted", file=path, byte=at or None, problem=problem)
+            LogMessage("accepted damage in the journal; lost records", file=path, byte=at or None, problem=problem)
         )
 
     # Writing
 
     def write(self, number: int, records: Sequence[NewRecord]) -> None:
-        """Write a frame or, without records, begin a segment.
+        """Write a frame with records; without records, begin a segment.
 
         Raises:
-            DiskFullError: no space is left; a retry may succeed.
-            UnavailableError: a sync failed, so it is unknown which records are on the disk.
+            DiskFullError: the disk is full; a retry may succeed.
+            UnavailableError: a sync failed, so any unsynced record may be lost.
         """
         if self._failure is not None:
             raise self._failure
@@ -658,19 +658,19 @@ class FileBackend:
             reason = "is full" if error.errno == errno.ENOSPC else f"does not accept writes ({error})"
             path = segment_path(self._directory, number) if segment is None else segment.path
             raise DiskFullError(
-                f"the disk of the data dir {reason}: {path.name} cannot grow; no acknowledged data is lost; free "
+                f"the disk of the data directory {reason}: {path.name} cannot grow; no acknowledged data is lost; free "
                 "space, and the service resumes",
                 retry_after_seconds=_RETRY_SECONDS,
                 metadata={"path": str(path)},
             ) from error
         if not self.is_blocking:
             return
-        try:  # without a retry: after a failed sync, the system treats lost bytes as written
+        try:  # no retry, because after a failed sync the system treats the lost bytes as written
             segment.sync()
         except OSError as error:
             self._failure = UnavailableError(
-                f"the disk of the data dir failed to sync {segment.path.name} ({error}): unacknowledged data may be "
-                "lost; check the disk, then restart the service",
+                f"the disk of the data directory failed to sync {segment.path.name} ({error}), so unacknowledged data "
+                "may be lost. Check the disk, then restart the service.",
                 reason="DISK_FAILED",
                 metadata={"path": str(segment.path)},
             )
@@ -692,7 +692,7 @@ class FileBackend:
             self._background.submit(before.close)
 
     def _create(self, number: int, before: SegmentWriter | None, *, sync: bool) -> SegmentWriter:
-        """Begin a segment and end its predecessor, or do neither."""
+        """Create a segment and close its predecessor; on failure, do neither."""
         segment = SegmentWriter(segment_path(self._directory, number), os.O_CREAT | os.O_EXCL)
         try:
             head, body = frame(number, (bytes([self.is_blocking]), machine_boot_id().encode()))
@@ -708,7 +708,7 @@ class FileBackend:
         return segment
 
     def _with_reserve(self, write: Callable[[], T]) -> T:
-        """Write, and retry once if that fails and reserved space could be released."""
+        """Call `write`; if the call fails, release the reserved space and call `write` once more."""
         try:
             return write()
         except OSError:
@@ -718,7 +718,7 @@ class FileBackend:
 
     @property
     def is_disk_low(self) -> bool:
-        """Whether the disk was full and still has little space, which is left for records that free space."""
+        """Whether the disk was full and still has little space, which is kept for records that free space."""
         if self._reserve.is_filled:
             return False
         if time.monotonic() >= self._look_at and self._segment is not None:
@@ -727,18 +727,18 @@ class FileBackend:
         return True
 
     def sync_rotated(self, number: int) -> None:
-        """Return once a new segment survives a loss of power."""
+        """Sync a new segment and its directory; the segment then survives a loss of power."""
         sync_path(segment_path(self._directory, number))
         sync_path(self._directory)
 
     def truncate_before(self, number: int) -> None:
-        """Remove segments whose records all have lower numbers."""
+        """Remove all segments that contain only records with lower numbers than the given one."""
         for each, following in pairwise(segment_numbers(self._directory)):
             if following <= number:
                 segment_path(self._directory, each).unlink()
 
     def close(self) -> None:
-        """Close the segment."""
+        """Close the current segment."""
         segment, self._segment = self._segment, None
         self._background.shutdown()
         if segment is not None:
@@ -746,12 +746,12 @@ class FileBackend:
 
 
 class EmergencyDiskReserve:
-    """A file that only reserves disk space; it is removed when the disk is full, so clears can still be recorded.
+    """A file that reserves disk space. The file is removed when the disk is full, so that clears can still be recorded.
 
     Safe to use from several threads.
 
     Attributes:
-        is_filled: whether the space is reserved.
+        is_filled: whether the file currently reserves the space.
     """
 
     def __init__(self, path: Path) -> None:
@@ -760,7 +760,7 @@ class EmergencyDiskReserve:
         self.is_filled = path.exists() and path.stat().st_size == RESERVE_BYTES
 
     def fill(self) -> None:
-        """Reserve the space if the same amount stays free."""
+        """Reserve the space, unless too little space would remain free."""
         with self._lock:
             try:
                 if self.is_filled or free_bytes(self._path.parent) < 2 * RESERVE_BYTES:
@@ -774,7 +774,7 @@ class EmergencyDiskReserve:
                 self.is_filled = True
 
     def release(self) -> bool:
-        """Free the space; return whether any was reserved."""
+        """Free the reserved space; return whether any was reserved."""
         with self._lock:
             was_filled, self.is_filled = self.is_filled, False
             self._path.unlink(missing_ok=True)

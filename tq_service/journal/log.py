@@ -2,8 +2,8 @@
 
     read -> append ... wait_durable ... rotate -> close
 
-Records that one step of the event loop appends form a group, which becomes durable as a unit. Groups queue until a
-caller waits for one of them; then all queued groups are written together, since each write has a fixed cost.
+The records that one step of the event loop appends form a group, which becomes durable as a unit. Groups are queued
+until a caller waits for one of them. All queued groups are then written together, because each write has a fixed cost.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _RECORD: Final = struct.Struct("<IB")
 _PAUSE_SECONDS: Final = 0.05
 
 NewRecord: TypeAlias = tuple[int, Sequence[bytes | bytearray]]
-"""A record to write: its stream and its bytes in parts."""
+"""A record to write: its stream, and its bytes in one or more parts."""
 
 
 class Record(NamedTuple):
     """A record read from the log.
 
     Attributes:
-        number: position of the record; numbers ascend, and a few numbers belong to no record.
-        stream: number of the stream to which the record's owner writes.
-        data: bytes of the record.
+        number: position of the record in the log. Numbers ascend, and a few numbers are not used by any record.
+        stream: number of the stream that the record belongs to.
+        data: contents of the record.
     """
 
     number: int
@@ -43,14 +43,14 @@ class Record(NamedTuple):
 
 
 def packed(records: Sequence[NewRecord]) -> Iterator[bytes | bytearray]:
-    """Yield the bytes of a group: for each record its size (uint32), its stream (uint8) and its data."""
+    """Yield the bytes of a group: the size (uint32), stream (uint8) and data of each record."""
     for stream, parts in records:
         yield _RECORD.pack(sum(map(len, parts)), stream)
         yield from parts
 
 
 def unpacked(body: bytes, number: int) -> Iterator[Record]:
-    """Yield the records of a group, whose first record has this number."""
+    """Yield the records of a group, given the number of its first record."""
     at = 0
     while at < len(body):
         size, stream = _RECORD.unpack_from(body, at)
@@ -60,13 +60,13 @@ def unpacked(body: bytes, number: int) -> Iterator[Record]:
 
 
 class LogBackend(Protocol):
-    """Stores the groups of one log, and reads them back.
+    """Stores the groups of one log and reads them back.
 
     Attributes:
-        is_blocking: whether `write` waits for a disk or a network, so a thread must call it.
-        group_bytes: size up to which queued groups are joined into one write.
-        segment_bytes: size after which the log rotates automatically.
-        patience_seconds: how long an unreachable backend is retried before callers get the error.
+        is_blocking: whether `write` waits for a disk or a network and must therefore be called in a thread.
+        group_bytes: maximum size of queued groups that are joined into one write.
+        segment_bytes: segment size that triggers an automatic rotation.
+        patience_seconds: how long writes to an unreachable backend are retried before callers get an error.
     """
 
     is_blocking: bool
@@ -76,81 +76,81 @@ class LogBackend(Protocol):
 
     @property
     def last_number(self) -> int | None:
-        """Last number in use, once `read` is exhausted; None if this process may not write."""
+        """Last number in use, available after `read` is exhausted; None if this process may not write."""
         ...
 
     @property
     def is_disk_low(self) -> bool:
-        """Whether writes that add to the state should be refused for lack of space."""
+        """Whether writes that enlarge the state should be rejected because space is low."""
         ...
 
     def read(self, number: int) -> Iterator[Record]:
-        """Yield the records since the rotation with this number, or all records if the number is 0.
+        """Yield the records from the rotation with this number on, or all records if the number is 0.
 
         Raises:
-            JournalDamagedError: a written record is damaged or missing.
+            JournalDamagedError: a record is damaged or missing.
         """
         ...
 
     def write(self, number: int, records: Sequence[NewRecord]) -> None:
-        """Make a group durable or, without records, begin a segment; a retry passes the same arguments.
+        """Make a group durable or, without records, begin a segment; a retry passes equal arguments.
 
         Raises:
-            DiskFullError, JournalUnreachableError: the write failed, and a retry may succeed.
-            TqError: the write failed permanently, and whether the group was written is unknown.
+            DiskFullError, JournalUnreachableError: the write failed, but a retry may succeed.
+            TqError: the write failed permanently. The group may or may not have been written.
         """
         ...
 
     def sync_rotated(self, number: int) -> None:
-        """Block until a loss of power cannot destroy anything that readers from this rotation on need."""
+        """Block until no loss of power can destroy data that readers need to start from this rotation."""
         ...
 
     def truncate_before(self, number: int) -> None:
-        """Release records that are needed only by readers from earlier numbers; blocks."""
+        """Delete records that only readers from lower numbers need; this call blocks."""
         ...
 
     def close(self) -> None:
-        """Release files and threads."""
+        """Close all files and threads."""
         ...
 
 
 class Log:
-    """Group commit over a backend. Confined to one event loop; a blocking backend is called from one thread.
+    """A log with group commit over a backend. Confined to one event loop; a blocking backend is called from one thread.
 
-    The log writes only when a caller waits. A group that could not be written stays queued in place, and is retried
-    unchanged.
+    The log writes only when a caller waits. A group that could not be written keeps its place in the queue and is
+    retried unchanged.
 
     Args:
         backend: stores the groups; closed with the log.
 
     Attributes:
-        backend: as above.
+        backend: the backend passed to the constructor.
     """
 
     def __init__(self, backend: LogBackend) -> None:
         self.backend = backend
         self._is_open = False
         self._abandoned: TqError | None = None
-        self._appended = self._durable = 0  # last numbers, as known to the event loop
-        self._group: list[NewRecord] = []  # appended in this step of the loop
+        self._appended = self._durable = 0  # last appended and last durable number, as known to the event loop
+        self._group: list[NewRecord] = []  # records appended in this step of the loop
         self._group_bytes = 0
-        self._rotated_bytes = 0  # queued since the last rotation
-        self._futures: deque[tuple[int, asyncio.Future[None]]] = deque()  # each with the number that it waits for
+        self._rotated_bytes = 0  # bytes queued since the last rotation
+        self._futures: deque[tuple[int, asyncio.Future[None]]] = deque()  # each with the number it waits for
         self._callbacks: deque[tuple[int, Callable[[], None]]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
-        # The loop appends groups to the queue, and an empty group for a rotation. The committer (the loop or a blocking
-        # backend's worker) takes the groups, and only the committer uses the last two attributes.
-        self._queue: deque[tuple[list[NewRecord], int]] = deque()  # each with its bytes
+        # The event loop appends groups to the queue, and an empty group for each rotation. The committer (the loop, or
+        # the worker of a blocking backend) removes them. Only the committer uses `_taken` and `_committed`.
+        self._queue: deque[tuple[list[NewRecord], int]] = deque()  # each group with its size in bytes
         self._committing: Future[None] | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tq-log")
-        self._taken: list[NewRecord] | None = None  # the group that is being written, or failed
+        self._taken: list[NewRecord] | None = None  # the group being written, or whose write has failed
         self._committed = 0
 
     def read(self, number: int) -> Iterator[Record]:
-        """Yield the records since the rotation with this number (0: all); afterwards, the log accepts records.
+        """Yield the records from the rotation with this number on (0: all records), and then accept new records.
 
         Raises:
-            JournalDamagedError: a written record is damaged or missing.
+            JournalDamagedError: a record is damaged or missing.
             TqError: the first segment of this process could not be written.
         """
         if self._is_open:
@@ -170,7 +170,7 @@ class Log:
 
     @property
     def has_unflushed(self) -> bool:
-        """Whether some appended record is not durable yet, or never will be."""
+        """Whether any appended record is not durable yet, or never will be."""
         return self._durable != self._appended or self._abandoned is not None
 
     @property
@@ -179,7 +179,7 @@ class Log:
         return self._appended - self._durable
 
     def append(self, stream: int, *parts: bytes | bytearray) -> int:
-        """Add a record, whose parts must not change from now on, to this step's group; return the record's number.
+        """Append a record to the group of this step, and return its number. The parts must not change afterwards.
 
         Raises:
             RuntimeError: `read` was not exhausted, this process may not write, or the log is closed.
@@ -194,7 +194,7 @@ class Log:
         return self._appended
 
     def rotate(self) -> int:
-        """Return a number for a snapshot of the current state; `read` from this number on yields all later records.
+        """Return a number for a snapshot of the current state; `read` with this number yields all later records.
 
         The snapshot may replace its predecessor only after `wait_durable` and `backend.sync_rotated` have returned.
         """
@@ -206,12 +206,12 @@ class Log:
         return self._appended
 
     def abandon(self, error: TqError) -> None:
-        """Stop writing, and discard the records appended in this step of the loop, since memory may differ from them.
+        """Stop writing, and discard the records appended in this step of the loop, because memory may differ from them.
 
-        Earlier groups may still be written, but no caller learns of it.
+        Earlier groups may still be written, but their callers get the error.
 
         Args:
-            error: error that all callers that append or wait receive from now on.
+            error: error raised to all callers that append or wait from now on.
         """
         if self._abandoned is None:
             self._abandoned = error
@@ -220,10 +220,10 @@ class Log:
             self._wake(error)
 
     def close(self) -> None:
-        """Flush the log unless it was abandoned, and close its backend.
+        """Flush the log unless it was abandoned, and close the backend.
 
         Raises:
-            TqError: the last records are not durable; the log is closed nevertheless.
+            TqError: the last records could not be made durable. The log is closed in any case.
         """
         try:
             if self._is_open and self.has_unflushed and self._abandoned is None:
@@ -248,25 +248,25 @@ class Log:
     # Waiting
 
     async def wait_durable(self, number: int | None = None) -> None:
-        """Return once a record and all before it are durable; None stands for the last appended record.
+        """Wait until a record and all earlier ones are durable; None: all records appended so far.
 
         Raises:
-            DiskFullError, JournalUnreachableError: the write failed this time; the next call retries it.
-            TqError: the records never become durable. Memory is ahead of the log, so the process must end.
+            DiskFullError, JournalUnreachableError: the write failed, and the next call retries it.
+            TqError: the records will never be durable. Memory is ahead of the log, so the process must end.
         """
         number = self._appended if number is None else number
         if self._durable >= number and self._abandoned is None:
             return
-        self._loop = asyncio.get_running_loop()  # before the worker can notify the loop
+        self._loop = asyncio.get_running_loop()  # set before the worker can notify the loop
         if self._commit_soon() is not None:
             done: asyncio.Future[None] = self._loop.create_future()
             self._futures.append((number, done))
             await done
 
     def after_durable(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once all appended records are durable: immediately, or later in the order of these calls.
+        """Call `callback` when all appended records are durable: immediately, or later in the order of these calls.
 
-        A later `wait_durable` makes the call; after `abandon` it is never made.
+        A later `wait_durable` calls it. After `abandon` it is never called.
         """
         if not self.has_unflushed:
             callback()
@@ -274,7 +274,7 @@ class Log:
             self._callbacks.append((self._appended, callback))
 
     def flush(self) -> None:
-        """Block until all appended records are durable; raises as `wait_durable` does."""
+        """Block until all appended records are durable; raise errors like `wait_durable`."""
         committing = self._commit_soon()
         if committing is not None:
             try:
@@ -283,12 +283,12 @@ class Log:
                 self._wake()
 
     def _wake(self, error: BaseException | None = None) -> None:
-        """Wake callers whose records are durable, on the loop; all other callers get the error, if one is given."""
+        """Wake callers whose records are durable (on the event loop); with an error, end all other callers with it."""
         self._durable = self._committed
         while self._futures and (error is not None or self._futures[0][0] <= self._durable):
             _, done = self._futures.popleft()
             if done.done():
-                continue  # its caller was cancelled
+                continue  # the caller was cancelled
             if error is None:
                 done.set_result(None)
             else:
@@ -298,19 +298,19 @@ class Log:
             try:
                 callback()
             except Exception:
-                _log.exception(LogMessage("a callback failed after its changes were durable"))
+                _log.exception(LogMessage("a callback failed after its changes became durable"))
 
     # Committing
 
     def _commit_soon(self) -> Future[None] | None:
-        """Commit the queue or, for a blocking backend, return the future of the worker that commits it."""
+        """Commit the queue or, with a blocking backend, return the future of the job that commits it."""
         self._check_open()
         self._end_group()
         if not self.backend.is_blocking:
             self._commit_queue()
             return None
         job = self._committing
-        if job is None or job.running() or job.done():  # otherwise the job has not read the queue yet
+        if job is None or job.running() or job.done():  # otherwise, the job has not read the queue yet
             job = self._committing = self._worker.submit(self._commit_queue)
         return job
 
@@ -327,7 +327,7 @@ class Log:
             raise
 
     def _join_groups(self) -> list[NewRecord]:
-        """Join the next groups of the queue, up to a rotation."""
+        """Join the next groups in the queue, up to a rotation or the maximum size."""
         records, size = self._queue.popleft()
         while records and size < self.backend.group_bytes and self._queue and self._queue[0][0]:
             group, group_bytes = self._queue.popleft()

@@ -1,1 +1,1 @@
-"""The selection of rows for claims: ready rows, their groups and order. Pure numpy: reads `state`, changes nothing."""
+"""Selects rows for claims: ready rows, their groups and their order. Pure numpy; reads `state` but never changes it."""

@@ -1,12 +1,11 @@
-"""Selection of units to evict: samples excluded by a claim's `where`, and groups with too few members left.
+"""Selection of units to evict: samples that a claim's `where` excludes, and groups with too few members left.
 
-If the task keeps groups together, entire groups are evicted. If the task accepts the rest of incomplete groups,
-excluded members are evicted one by one, and the group once no members, or fewer than `least_members`, are left. A group
-is evicted only if it is complete and none of its members is held, leased, or delivered to the task; otherwise, work on
-it continues.
+If the task keeps groups together, entire groups are evicted. If the task accepts incomplete groups, excluded members
+are evicted individually. The group is evicted when no members, or fewer than `least_members`, are left. A group is not
+evicted while more members may be put, or while a member is held, leased, or delivered to the task.
 
-`small_groups` finds candidates and may take a long time; `units` decides in the step that evicts them. `lowest_units`
-finds the units that new samples replace (`Admission.overflow`).
+`small_groups` finds candidates and may take a long time. `units` makes the decision in the step that evicts the
+candidates. `lowest_units` finds the units that new samples replace (`Admission.overflow`).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from tq_service.state.plan import Indexes, MustBeAwaited
 from tq_service.state.table import CLEARED, DEAD_LETTERED, FAILED, HELD, UNCLAIMED, is_open
 
 MOST_EVICTED_AT_ONCE: Final = 1 << 12
-"""Maximum number of candidates per step, whose groups are searched in the same step."""
+"""Maximum number of candidates per step, including the search for their groups."""
 _MOST_GROUPS_ON_LOOP: Final = 1 << 17
 
 
@@ -35,13 +34,13 @@ class EvictionSearch:
 
     Args:
         partition: partition of the task.
-        task: the claiming task.
-        excluded: returns a mask of the rows that are left, live and excluded by `where`.
-        grouping: the groups requested by the sampler; if None, or if groups may begin anywhere, samples are evicted one
-            by one.
-        least_members: see `BatchSpec`.
-        clears: whether evicted samples are cleared. A group's failed samples are then cleared too, which frees its
-            name.
+        task: ledger of the claiming task.
+        excluded: returns a mask of the live, unconsumed rows that `where` excludes.
+        grouping: the groups requested by the sampler. If None, or if groups may begin anywhere, samples are evicted
+            individually.
+        least_members: minimum number of members of a group; see `BatchSpec`.
+        clears: whether evicted samples are cleared. The failed samples of their groups are then also cleared, so that
+            the group names can be reused.
     """
 
     def __init__(
@@ -64,14 +63,14 @@ class EvictionSearch:
     # Candidates
 
     def small_groups(self, left: Callable[[], Indexes], *, is_on_loop: bool) -> Indexes:
-        """Return the positions of the members of groups that may be too small.
+        """Return the positions of all members of groups that may be too small.
 
         Args:
-            left: returns the positions of the task's remaining rows.
+            left: returns the positions of the task's unconsumed rows.
             is_on_loop: whether the search runs in a step of the event loop.
 
         Raises:
-            MustBeAwaited: searching so many groups would take too long on the event loop.
+            MustBeAwaited: searching that many groups would take too long on the event loop.
         """
         grouping, groups, none = self._grouping, self._partition.groups, np.zeros(0, np.int64)
         if grouping is None or not self._least_members:
@@ -91,10 +90,10 @@ class EvictionSearch:
     # Units
 
     def units(self, candidates: Indexes) -> Evicted | None:
-        """Return the first candidates that must be evicted now as units, or None.
+        """Return the units to evict now, from the first candidates that must be evicted, or None.
 
         Args:
-            candidates: global indexes, each once.
+            candidates: global indexes of candidates, without repetition.
         """
         positions = self._partition.table.find(candidates)
         positions = positions[positions >= 0]
@@ -106,7 +105,7 @@ class EvictionSearch:
         return None
 
     def _samples(self, positions: Indexes) -> Evicted | None:
-        """Return the excluded samples as single units, or None."""
+        """Return the excluded samples, each as a unit, or None if there are none."""
         positions = positions[self._excluded(positions)]
         positions = positions[~self._partition.is_leased(positions)]
         count = positions.size
@@ -120,7 +119,7 @@ class EvictionSearch:
         )
 
     def _groups(self, grouping: Grouping, positions: Indexes) -> Evicted | None:
-        """Return those groups of the given samples, or members of these groups, that must be evicted, or None."""
+        """Return the groups of the given samples, or members of these groups, that must be evicted, or None."""
         members = grouping.members_of(np.unique(grouping.ids(positions)))
         members = members[self._partition.state[members] != CLEARED]
         state, claims = self._partition.state[members], self._task.claim[members]
@@ -143,7 +142,7 @@ class EvictionSearch:
 
         excluded_counts, left_counts = count(excluded), count(is_left)
         has_excluded = excluded_counts > 0
-        if grouping.kept is None:  # the rest of a group is delivered if it is large enough
+        if grouping.kept is None:  # an incomplete group is delivered if it is large enough
             least_left = np.maximum(least, has_excluded)
             goes_whole = is_free & (count_units(is_left & ~excluded) < least_left)
             is_unmatched = has_excluded & (excluded_counts == left_counts)
@@ -169,9 +168,9 @@ class EvictionSearch:
 
     @staticmethod
     def unit_by_unit(units: Indexes, is_chosen: NDArray[np.bool_]) -> tuple[Indexes, Indexes]:
-        """Return the indexes of the chosen elements, unit by unit, and each element's unit number.
+        """Return the indexes of the chosen elements, ordered by unit, and the unit number of each.
 
-        Units are in the order of their first chosen element, and numbered from 0 in this order.
+        Units are ordered by their first chosen element, and numbered from 0 in this order.
         """
         chosen = np.flatnonzero(is_chosen)
         _, first, units = np.unique(units[chosen], return_index=True, return_inverse=True)
@@ -184,11 +183,11 @@ class EvictionSearch:
 def lowest_units(
     partition: Partition, task: TaskLedger, admission: Admission, count: int, kept: Indexes | range
 ) -> Evicted | None:
-    """Return up to `count` pending units of the lowest priority (see `Admission.overflow`), or None.
+    """Return up to `count` pending units with the lowest priority (see `Admission.overflow`), or None.
 
     Args:
         partition: partition of the task.
-        task: the task.
+        task: ledger of the task.
         admission: admission of the task.
         count: maximum number of units.
         kept: global indexes of rows that must not be evicted.
@@ -231,13 +230,13 @@ def lowest_units(
 
 
 def _unit_ids(partition: Partition, positions: Indexes, unit: BatchUnit) -> Indexes:
-    """Return the group or rollout of each row, or a unique negative number for a row without one."""
+    """Return the slot of each row's group or rollout, or a unique negative number for a row without one."""
     slots = partition.groups.of_unit(unit, positions)
     return np.where(slots < 0, -1 - positions, slots)
 
 
 def _priorities(partition: Partition, column: str, positions: Indexes) -> NDArray[np.float64]:
-    """Return the priority of each row `(n,)`, or infinity for a row without a number in the column."""
+    """Return the priority of each row `(n,)`; infinity for a row without a number in the priority column."""
     values, present = partition.meta.typed(column, positions)
     if not column or values.dtype.kind not in "bif":
         return np.full(positions.size, np.inf)

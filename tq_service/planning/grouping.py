@@ -1,7 +1,7 @@
-"""Groups and orders: the rows of a group, the deliverable groups, and the order set by `order_by`.
+"""Groups and orders: the members of a group, the groups that can be delivered, and the order set by `order_by`.
 
-No state is kept between claims. The first rows in an order are found by selection, all rows by sorting. Strings are
-compared a few thousand at a time, since comparing them, unlike numbers, holds the interpreter lock.
+No state is kept between claims. The first rows in an order are found by selection; all rows are ordered by sorting.
+Strings are compared a few thousand at a time, because comparing strings, unlike numbers, holds the interpreter lock.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from tq_service.state.partition import Partition
 from tq_service.state.plan import Indexes, Order
 from tq_service.state.table import DEAD_LETTERED, is_open
 
-_SLICE: Final = 1 << 14  # rows
+_SLICE: Final = 1 << 14  # rows per comparison
 _FEW: Final = 1 << 9
-_TEXTS_AT_ONCE: Final = 1 << 12  # sorted in a few milliseconds
+_TEXTS_AT_ONCE: Final = 1 << 12  # strings per sort, which takes a few milliseconds
 
 
 def run_lengths(indexes: Indexes) -> tuple[Indexes, Indexes]:
-    """Return the place (from 0) of each of the ascending indexes `(n,)` in its run, and the length of that run."""
+    """Return the place (from 0) of each ascending index in its run of consecutive indexes `(n,)`, and run lengths."""
     places = np.arange(indexes.size)
     is_first = np.ones(indexes.size, np.bool_)
     is_first[1:] = np.diff(indexes) != 1
@@ -38,10 +38,10 @@ def run_lengths(indexes: Indexes) -> tuple[Indexes, Indexes]:
 
 
 def groups_in_runs(indexes: Indexes, size: int) -> Indexes:
-    """Return the first index of each ascending index's group `(n,)`, or -1 for an index that is not in a group.
+    """Return the first index of the group that each ascending index belongs to `(n,)`, or -1 if it is in no group.
 
-    A group has `size` consecutive indexes and starts as early as possible: for 1, 2, 3, 5, 6 and size 2, the groups are
-    (1, 2) and (5, 6). Later indexes do not change a group.
+    A group has `size` consecutive indexes and starts as early as possible. For example, with indexes 1, 2, 3, 5, 6 and
+    size 2, the groups are (1, 2) and (5, 6). Later indexes do not change a group.
     """
     place, length = run_lengths(indexes)
     start = place - place % size
@@ -51,13 +51,13 @@ def groups_in_runs(indexes: Indexes, size: int) -> Indexes:
 class Grouping:
     """The groups of a partition, as requested by one sampler.
 
-    If groups or rollouts were ever named, the groups are the named ones, and each row without a name is a group.
-    Otherwise, the groups are blocks of `block_size` consecutive indexes, or single rows if there is no block size.
+    If a group or rollout was ever named, the groups are the named ones, and each unnamed row is its own group. If
+    nothing was named, the groups are blocks of `block_size` consecutive indexes, or single rows without a block size.
 
-    For the unit "rollout", the groups are the rollouts and the rows without one, never blocks.
+    With the unit "rollout", the groups are the rollouts and the rows that have none, never blocks.
 
-    A group has lost the members that failed, were cleared, or were dead-lettered by the task. Its remaining members are
-    delivered only if `take_incomplete`.
+    Members that failed, were cleared, or were dead-lettered by the task are lost to their group. The remaining members
+    are delivered only if `take_incomplete` is set.
     """
 
     blocks: ClassVar[Blocks] = "aligned"
@@ -80,29 +80,29 @@ class Grouping:
 
     @property
     def kept(self) -> int | None:
-        """The kind of groups that are kept together; see `TaskFacts.kept_groups`."""
+        """The kind of groups that must stay together; see `TaskFacts.kept_groups`."""
         if self._take_incomplete:
             return None
         return self.code
 
     @property
     def code(self) -> int:
-        """The kind of the groups: `KEPT_ROLLOUTS`, 0 for named groups, or the length of blocks."""
+        """The kind of groups: `KEPT_ROLLOUTS`, 0 for named groups, or the block size."""
         return KEPT_ROLLOUTS if self.unit == "rollout" else self.block_size or 0
 
     @classmethod
     def of_code(cls, partition: Partition, task: TaskLedger, code: int) -> Grouping:
-        """Create the grouping for a code."""
+        """Create a grouping from a value of `code`."""
         return cls(partition, task, max(code, 0) or None, unit="rollout" if code == KEPT_ROLLOUTS else "group")
 
     def check(self) -> None:
-        """Reject blocks that would split the samples of a put."""
+        """Raise InvalidArgumentError if blocks would separate samples that were put together."""
         size, step = self.block_size, self._partition.insert_size_gcd
         if size is not None and not self._groups.in_use and step % size:
             raise InvalidArgumentError(
                 f"n_samples_per_prompt is {size}, but samples were put in multiples of {step}, so blocks of "
                 f"consecutive indexes are not groups. Put multiples of {size}, name the groups, or set blocks to "
-                f"'anywhere'",
+                f"'anywhere'.",
                 field="sampler_config",
                 metadata={"option": "n_samples_per_prompt"},
             )
@@ -115,9 +115,9 @@ class Grouping:
         return positions if self.block_size is None else self._partition.table.index[positions] // self.block_size
 
     def members(self, positions: Indexes) -> Indexes:
-        """Return the positions of the given rows and all other members of their groups."""
+        """Return the positions of the given rows and of all other members of their groups."""
         if self._groups.in_use:
-            # A copy, since rows of new groups may be added while another thread reads.
+            # Copy the slots, because rows of new groups may be added while a different thread reads.
             slots = self._groups.of_unit(self.unit, slice(0, self._partition.table.count)).copy()
             is_met = np.zeros(
                 int(slots.max(initial=NO_GROUP)) + 2, np.bool_
@@ -131,13 +131,13 @@ class Grouping:
         return found[found >= 0]
 
     def is_group(self, ids: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the ids that belong to groups rather than to samples without a group."""
+        """Return a mask of the ids that identify groups, as opposed to rows without a group."""
         if self._groups.in_use:
             return ids >= 0
         return np.full(ids.size, self.block_size is not None)
 
     def members_of(self, ids: Indexes) -> Indexes:
-        """Return the positions of all rows of the groups with these ids, in order."""
+        """Return the positions of all rows in the groups with these ids, in ascending order."""
         if self._groups.in_use:
             named = self._groups.members_of(ids[ids >= 0], self._partition.table, self.unit)
             return np.sort(np.concatenate([-2 - ids[ids < 0], named]))
@@ -147,10 +147,10 @@ class Grouping:
         return np.sort(found[found >= 0])
 
     def whole(self, ready: Indexes, *, no_more: bool) -> tuple[Indexes, Indexes]:
-        """Return the rows of the deliverable groups, and the sizes of these groups.
+        """Return the ready rows of all groups that can be delivered, and the sizes of these groups.
 
         Args:
-            ready: positions of ready rows in the order of the batch; groups are in the order of their first members.
+            ready: positions of ready rows in batch order; groups are ordered by their first members.
             no_more: see `needed`.
         """
         ids, first, group_of, counts = np.unique(
@@ -163,23 +163,23 @@ class Grouping:
         return ready[rows[order]], counts[by_first[is_whole[by_first]]]
 
     def is_dead(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the rows whose group can never be delivered, assuming that no new rows are inserted."""
+        """Return a mask of the rows whose group can never be delivered if no new rows are inserted."""
         ids, group_of = np.unique(self.ids(positions), return_inverse=True)
         needed = self.needed(ids, no_more=True)
         return ((needed < 0) | (self.left(ids) < needed))[group_of]
 
     def needed(self, ids: Indexes, *, no_more: bool) -> Indexes:
-        """Return the number of ready members that each group needs for delivery, -1 for an incomplete group.
+        """Return how many ready members each group needs to be delivered, -1 for an incomplete group.
 
         Args:
             ids: ids of groups.
-            no_more: whether no new rows will be inserted, which completes groups of unknown size.
+            no_more: whether no new rows will be inserted, so that groups of unknown size are complete.
         """
         needed = self.left(ids) if self._take_incomplete else self._sizes(ids)
         return np.where(self.is_complete(ids, no_more=no_more), needed, -1) if self._groups.in_use else needed
 
     def is_complete(self, ids: Indexes, *, no_more: bool) -> NDArray[np.bool_]:
-        """Return a mask of the groups that will receive no further members; for `no_more`, see `needed`."""
+        """Return a mask of the groups that receive no further members; for `no_more`, see `needed`."""
         if self._groups.in_use:
             return self._groups.is_complete(np.maximum(ids, 0), self.block_size, no_more=no_more) | (ids < 0)
         if self.block_size is None or no_more:
@@ -187,13 +187,13 @@ class Grouping:
         return (ids + 1) * self.block_size <= self._partition.inserted_count
 
     def _sizes(self, ids: Indexes) -> Indexes:
-        """Return the number of members that each group ever had."""
+        """Return the number of members of each group, including lost members."""
         if self._groups.in_use:
             return np.where(ids < 0, 1, self._groups.members[np.maximum(ids, 0)])
         return np.full(ids.size, self.block_size or 1)
 
     def left(self, ids: Indexes) -> Indexes:
-        """Return the number of members that each group has not lost."""
+        """Return the number of members of each group that are not lost."""
         if self._groups.in_use:
             slots = np.maximum(ids, 0)
             lost = (
@@ -208,9 +208,9 @@ class Grouping:
         return left
 
     def counted_as(self, positions: Indexes) -> Indexes:
-        """Return the id of the unit that each row counts as within its group: its rollout, or the row itself.
+        """Return the id of the unit that each row belongs to within its group: its rollout, or the row itself.
 
-        With the unit "rollout", each row counts as itself.
+        With the unit "rollout", each row is its own unit.
         """
         if self.unit == "rollout" or not self._groups.has_rollouts:
             return positions
@@ -218,9 +218,9 @@ class Grouping:
         return np.where(rollouts < 0, -2 - positions, rollouts)
 
     def left_units(self, ids: Indexes) -> Indexes:
-        """Return the number of units (see `counted_as`) that each group has not lost.
+        """Return the number of units (see `counted_as`) of each group that are not lost.
 
-        A rollout is lost with the first of its samples, unless its remaining samples are still delivered.
+        A rollout is lost when its first sample is lost, unless its remaining samples are still delivered.
         """
         left = self.left(ids)
         if self.unit == "rollout" or not self._groups.has_rollouts:
@@ -234,24 +234,24 @@ class Grouping:
         return left - np.where(ids < 0, 0, surplus[np.maximum(ids, 0)])
 
     def in_lost_rollout(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the rows that `left_units` ignores because their rollout has lost another row."""
+        """Return a mask of the rows that `left_units` excludes because another row of their rollout is lost."""
         if self._take_incomplete or self.unit == "rollout" or not self._groups.has_rollouts:
             return np.zeros(positions.size, np.bool_)
         rollouts = self._groups.of_unit("rollout", positions)
         return (rollouts >= 0) & (self._lost_of_rollouts(np.maximum(rollouts, 0)) > 0)
 
     def _lost_of_rollouts(self, slots: Indexes) -> Indexes:
-        """Return the number of members that each rollout has lost."""
+        """Return the number of lost members of each rollout."""
         lost: Indexes = self._groups.failed[slots] + self._groups.cleared[slots]
         return lost + self._dead_lettered_counts(slots, "rollout")
 
     def _find_blocks(self, blocks: Indexes, size: int) -> Indexes:
-        """Return the positions `(n, size)` of the rows of blocks, -1 for missing rows."""
+        """Return the positions of the rows in blocks `(n, size)`, -1 for missing rows."""
         indexes = blocks[:, None] * size + np.arange(size)
         return self._partition.table.find(indexes.ravel()).reshape(indexes.shape)
 
     def _dead_lettered_counts(self, slots: Indexes, unit: BatchUnit) -> Indexes:
-        """Return the number of dead-lettered members of each named group, excluding those that have failed since."""
+        """Return the number of dead-lettered members of each named group, without members that have failed since."""
         positions = self._task.dead_lettered()
         positions = positions[is_open(self._partition.state[positions])]
         lost = np.sort(self._groups.of_unit(unit, positions))
@@ -259,38 +259,38 @@ class Grouping:
 
 
 class Runs(Grouping):
-    """Groups of `block_size` rows with consecutive indexes, anywhere among the ready rows.
+    """Groups of `block_size` ready rows with consecutive indexes, which may start at any index.
 
-    The group of a row is not fixed; it depends on which of the neighbouring rows are ready.
+    The group of a row is not fixed, because it depends on which neighbouring rows are ready.
     """
 
     blocks: ClassVar[Blocks] = "anywhere"
-    kept: ClassVar[int | None] = None  # groups are not determined before they are delivered
+    kept: ClassVar[int | None] = None  # groups are determined only when they are delivered
 
     def __init__(self, partition: Partition, task: TaskLedger, block_size: int) -> None:
         super().__init__(partition, task, block_size)
         self._size = block_size
 
     def check(self) -> None:
-        """Accept any partition."""
+        """Accept all partitions."""
 
     def ids(self, positions: Indexes) -> Indexes:
-        """Return the group id of each row among the given rows."""
+        """Return the group id of each row, with groups formed among the given rows."""
         by_index = np.argsort(positions)
         ids = np.empty_like(positions)
         ids[by_index] = groups_in_runs(self._partition.table.index[positions[by_index]], self._size)
         return np.where(ids < 0, -2 - positions, ids)
 
     def members(self, positions: Indexes) -> Indexes:
-        """Return the positions of all rows, since any two of them may be in the same group."""
+        """Return the positions of all rows, because any row may belong to the group of any other row."""
         return np.arange(self._partition.table.count)
 
     def needed(self, ids: Indexes, *, no_more: bool) -> Indexes:
-        """Return the size of each group, -1 for a row without a group."""
+        """Return the size of each group, -1 for a row that is in no group."""
         return np.where(ids < 0, -1, self._size)
 
     def is_dead(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the rows with too few remaining neighbours for a group, assuming that no new rows come."""
+        """Return a mask of the rows with too few remaining neighbours to form a group, if no new rows are inserted."""
         count = self._partition.table.count
         left = self._task.is_left(slice(0, count))
         lengths = np.zeros(count, np.int64)
@@ -307,26 +307,26 @@ def grouping_of(
     take_incomplete: bool = False,
     unit: BatchUnit = "group",
 ) -> Grouping:
-    """Return the groups requested by a sampler; named groups always take precedence over blocks."""
+    """Return the groups that a sampler requested; named groups take precedence over blocks."""
     if blocks == "anywhere" and block_size is not None and not partition.groups.in_use and unit != "rollout":
         return Runs(partition, task, block_size)
     return Grouping(partition, task, block_size, take_incomplete=take_incomplete, unit=unit)
 
 
-# Returns the values of a column at positions, and a mask of the positions with a value.
+# A function that returns the values of a column at positions, and a mask of the positions that have a value.
 ValuesOf: TypeAlias = Callable[[str, Indexes], tuple[NDArray[Any], NDArray[np.bool_]]]
 
 
 def first_in_order(values_of: ValuesOf, orders: tuple[Order, ...], positions: Indexes, count: int | None) -> Indexes:
-    """Return the first `count` of the given rows in an order, or all of them if `count` is None.
+    """Return the first `count` of the given rows in the order of columns, or all rows if `count` is None.
 
-    Rows without a value come last. Rows that are equal in all columns are ordered by index.
+    Rows without a value are last. Rows with equal values in all columns are ordered by index.
 
     Args:
-        values_of: returns the values to compare.
-        orders: the columns, the most significant first.
-        positions: the rows, in the order of their indexes.
-        count: number of rows to return.
+        values_of: returns the column values to compare.
+        orders: columns that determine the order, most significant first.
+        positions: positions of the rows, in ascending order.
+        count: maximum number of rows to return.
     """
     if count is None:
         return in_order(values_of, orders, positions)
@@ -343,9 +343,9 @@ def first_in_order(values_of: ValuesOf, orders: tuple[Order, ...], positions: In
 
 
 def in_order(values_of: ValuesOf, orders: tuple[Order, ...], positions: Indexes) -> Indexes:
-    """Sort rows by the given columns."""
+    """Sort rows by columns."""
     positions = np.sort(positions)
-    for order in reversed(orders):  # each sort is stable
+    for order in reversed(orders):  # works because each sort is stable
         values, present = values_of(order.column, positions)
         found = positions[present]
         positions = np.concatenate([found[_order_of(values[present], order.descending)], positions[~present]])
@@ -355,16 +355,16 @@ def in_order(values_of: ValuesOf, orders: tuple[Order, ...], positions: Indexes)
 def _may_precede(
     values_of: ValuesOf, orders: tuple[Order, ...], positions: Indexes, last: Indexes
 ) -> NDArray[np.bool_]:
-    """Return a mask of the rows that may precede the row `last`, which has a lower index; True if in doubt.
+    """Return a mask of the rows that may precede the row `last`, whose index is lower than theirs.
 
-    Only the first column is compared, and NaN is always in doubt.
+    Only the first column is compared, so the mask is True if the comparison leaves the order open, as with NaN.
     """
     column, is_descending = orders[0].column, orders[0].descending
     bound, is_bounded = values_of(column, last)
     values, present = values_of(column, positions)
     if not is_bounded.all():
         return np.ones(positions.size, np.bool_)
-    if len(orders) == 1:  # equal rows come after `last`
+    if len(orders) == 1:  # rows equal to `last` follow it
         is_after = operator.le if is_descending else operator.ge
     else:
         is_after = operator.lt if is_descending else operator.gt
@@ -374,18 +374,18 @@ def _may_precede(
 
 
 def _order_of(values: NDArray[Any], descending: bool) -> Indexes:
-    """Return the stable sorting order of values, as from argsort; NaN is the largest value."""
+    """Return the indexes that stably sort the values, like argsort; NaN is the largest value."""
     if descending:
         backwards: Indexes = values.size - 1 - _order_of(values[::-1], descending=False)
         return backwards[::-1]
     if values.dtype.kind != "O":
         return np.argsort(values, kind="stable")
     buckets = [np.arange(values.size)]
-    if values.size > _TEXTS_AT_ONCE:  # split into ordered buckets
+    if values.size > _TEXTS_AT_ONCE:  # split the values into ordered buckets
         splitters = np.array(sorted(values[:: _TEXTS_AT_ONCE // 8].tolist()), np.object_)
         slices = (values[start : start + _TEXTS_AT_ONCE] for start in range(0, values.size, _TEXTS_AT_ONCE))
         bucket_of = np.concatenate([np.searchsorted(splitters, some) for some in slices])
         by_bucket = np.argsort(bucket_of, kind="stable")
         buckets = np.split(by_bucket, np.flatnonzero(np.diff(bucket_of[by_bucket])) + 1)
-    texts = values.tolist()  # lists sort faster than arrays, especially if they are sorted already
+    texts = values.tolist()  # lists sort faster than arrays, especially if already sorted
     return np.concatenate([np.array(sorted(each.tolist(), key=texts.__getitem__), np.int64) for each in buckets])

@@ -1,8 +1,8 @@
-"""The ratio of a task's deliveries to inserted samples, bounded in both directions.
+"""The ratio of samples delivered to a task to samples inserted, bounded in both directions.
 
-The ratio counts the samples inserted into a partition after the first `min_size_to_sample`. The task should receive
-`samples_per_insert` deliveries per insert, and may be `error_buffer` deliveries ahead or behind. This is Reverb's
-`SampleToInsertRatio` (https://github.com/google-deepmind/reverb), for batches.
+The ratio counts samples inserted into a partition after the first `min_size_to_sample`. The target is
+`samples_per_insert` deliveries per insert. The task may be up to `error_buffer` deliveries ahead or behind. The bound
+corresponds to Reverb's `SampleToInsertRatio` (https://github.com/google-deepmind/reverb) for batches.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tq_service.state.partition import Partition
 
 @dataclass(frozen=True, slots=True)
 class InsertRatio:
-    """The current ratio of one task."""
+    """The current delivery ratio of one task."""
 
     partition: Partition
     task: TaskLedger
     admission: Admission
 
     def exceeded_by(self, count: int) -> bool:
-        """Whether `count` more deliveries are too many; never in a sealed partition, which receives no new samples."""
+        """Whether `count` more deliveries exceed the bound; never in a sealed partition, since no inserts follow."""
         if self.partition.sealed:
             return False
         admission, counted = self.admission, self.partition.inserted_count - self.admission.min_size_to_sample
@@ -33,22 +33,22 @@ class InsertRatio:
         return counted < 0 or self.task.delivered_count + count > most
 
     def inserts_left(self) -> int:
-        """Return the number of samples that may be inserted before the next delivery; negative after too many."""
+        """Return how many samples may be inserted before the next delivery; negative if there are too many already."""
         admission, delivered = self.admission, self.task.delivered_count
-        if self.partition.inserted_count < admission.min_size_to_sample:  # batches wait for these inserts
+        if self.partition.inserted_count < admission.min_size_to_sample:  # no batch is delivered before these inserts
             return self.most_at_once
         most = admission.min_size_to_sample + (delivered + admission.error_buffer) / admission.samples_per_insert
         return math.floor(most) - self.partition.inserted_count
 
     @property
     def most_at_once(self) -> int:
-        """The maximum number of samples that may ever be inserted at once."""
+        """Maximum number of samples that can ever be inserted without a delivery in between."""
         admission = self.admission
         return admission.min_size_to_sample + math.floor(2 * admission.error_buffer / admission.samples_per_insert)
 
     @property
     def waits_for(self) -> str:
-        """A clause that explains why batches or puts wait."""
+        """A clause that explains why batches or puts wait for the ratio."""
         admission = self.admission
         return (
             f"task {self.task.name!r} received {self.task.delivered_count} samples, and "
@@ -65,7 +65,7 @@ def insert_ratio(partition: Partition, task: TaskLedger) -> InsertRatio | None:
 
 
 def check_batch(ratio: InsertRatio, count: int) -> None:
-    """Reject batches that can never be delivered; their ranks and producers would wait forever.
+    """Reject a batch size that could never be delivered, since ranks and producers would wait for each other forever.
 
     Raises:
         InvalidArgumentError: `count` is more than twice `error_buffer`.
@@ -73,8 +73,8 @@ def check_batch(ratio: InsertRatio, count: int) -> None:
     most = 2 * ratio.admission.error_buffer
     if count > most:
         raise InvalidArgumentError(
-            f"batch_size yields {count} samples over all ranks; at most {most} (twice the error_buffer of task "
-            f"{ratio.task.name!r}) are allowed. Request fewer, or create the partition with a larger error_buffer",
+            f"batch_size yields {count} samples over all ranks; expected at most {most}, twice the error_buffer of "
+            f"task {ratio.task.name!r}. Request fewer, or create the partition with a larger error_buffer.",
             field="batch_size",
             metadata={"got": str(count), "expected": f"1 to {most}"},
         )

@@ -1,13 +1,13 @@
-"""Bounded staleness: selects the units of a plan so that no unit is trained after its deadline.
+"""Bounded staleness: the rule for selecting the units of a plan, which ensures that all are trained in time.
 
-Units are samples, rollouts or groups, as counted by the task's admission. The deadline of a unit is its `start_version`
-plus `max_staleness`. A plan is trained at version `V` or earlier: `V` is the published version plus the number of
-planned batches that are not reported as trained with a publication. A plan takes `B` units. For each `j`, the plan
-leaves at most `j * B` outstanding units that are due by `V + j`, whether they are ready or still being generated. The
-proof that this bounds staleness is in docs/asynchronous_rl.md, "The bound".
+The task's admission defines a unit: a sample, a rollout or a group. The deadline of a unit is its `start_version` plus
+`max_staleness`. A plan is trained at version `V` or earlier. `V` is the published version plus the number of planned
+batches that no publication has reported as trained. Each plan contains `B` units. For every `j`, at most `j * B` of the
+outstanding units not in the plan may be due by `V + j`. Ready units and units still being generated both count.
+docs/asynchronous_rl.md, section "The bound", proves that this rule bounds staleness.
 
-The sets that a plan may take are the independent sets of a laminar matroid: the number of units due later than `V`,
-later than `V + 1`, and so on, is limited. A greedy choice in any order therefore finds a largest set (Schrijver,
+The rule limits the number of units due after `V`, after `V + 1`, and so on, in a plan. The permitted plans are
+therefore the independent sets of a laminar matroid. A greedy choice in any order finds a largest set (Schrijver,
 "Combinatorial Optimization", 2003, section 40.1).
 """
 
@@ -27,19 +27,19 @@ from tq_service.state.plan import ClaimRequest, Indexes
 
 
 class DueUnits:
-    """The unplanned units of a task, with their deadlines.
+    """The units of a task that are not planned yet, with their deadlines.
 
-    If more units are due than plans can take in time, a plan takes as many as possible of those due first. This can
-    happen after a trainer restarts from a checkpoint older than the published version.
+    After a trainer restarts from an old checkpoint, more units may be due than plans can include in time. A plan then
+    includes as many of the earliest-due units as possible.
 
     Args:
-        deadlines: version by which each unit must be trained `(n,)`.
-        version: latest version at which the next plan is trained.
-        max_staleness: see `Admission`.
-        batch_size: units per plan.
+        deadlines: latest permitted training version of each unit `(n,)`.
+        version: latest possible training version of the next plan.
+        max_staleness: maximum staleness; see `Admission`.
+        batch_size: number of units per plan.
 
     Attributes:
-        due_in: number of versions after `version` until each unit is due `(n,)`, from 0 to `max_staleness`.
+        due_in: number of versions from `version` to each unit's deadline `(n,)`, clipped to 0 to `max_staleness`.
     """
 
     def __init__(self, deadlines: Indexes, version: int, max_staleness: int, batch_size: int) -> None:
@@ -50,17 +50,18 @@ class DueUnits:
         self._most_left = np.maximum(planned, self._due - batch_size)
 
     def _due_counts(self, is_counted: NDArray[np.bool_], max_staleness: int) -> Indexes:
-        """Return the number of counted units that are due by each of the next versions `(max_staleness + 1,)`."""
+        """Return how many of the counted units are due by `version`, `version + 1`, ... `(max_staleness + 1,)`."""
         return np.cumsum(np.bincount(self.due_in[is_counted], minlength=max_staleness + 1))
 
     def choose(self, units: Sequence[int] | Indexes) -> Indexes:
-        """Return the units that a plan takes, in order: at most `batch_size` of the permitted ones.
+        """Select units for a plan: at most `batch_size` of the given ones, in their order, as the rule permits.
 
         Args:
-            units: the ready units, in the preferred order.
+            units: the ready units, in order of preference.
         """
         chosen = np.asarray(units, np.int64)
-        # The number of units that may be due after each of the next versions, except the last, after which none is due.
+        # For each of the next versions except the last: how many units due after that version the plan may still
+        # include.
         most_later = (self._batch_size - (self._due - self._most_left))[:-1].tolist()
         if min(most_later, default=self._batch_size) >= self._batch_size:
             return chosen[: self._batch_size]
@@ -76,13 +77,13 @@ class DueUnits:
         return np.asarray(taken, np.int64)
 
     def permits(self, units: Indexes) -> bool:
-        """Whether a plan may take these units and leave the others."""
+        """Whether a plan may include these units and leave all others unplanned."""
         is_left = np.ones(self.due_in.size, np.bool_)
         is_left[units] = False
         return bool((self._due_counts(is_left, self._due.size - 1) <= self._most_left).all())
 
     def waits_for(self, ready: Indexes) -> Indexes:
-        """Return the units that plans wait for: unready units that are due before any unit that could replace them."""
+        """Return the unready units that block plans because they are due before any unit that could replace them."""
         chosen = self.choose(ready)
         if chosen.size == self._batch_size and self.permits(chosen):
             return chosen[:0]
@@ -95,17 +96,18 @@ class DueUnits:
 
 
 def check_bounded_claim(request: ClaimRequest, admission: Admission) -> None:
-    """Reject a claim of a task with a `max_staleness` unless it requests batches as the admission counts them.
+    """Reject a claim of a task with `max_staleness` unless its batches have the size and unit given in the admission.
 
     Raises:
-        InvalidArgumentError: the claim is from a queue worker, requests a different number of units, or reuses samples.
+        InvalidArgumentError: the claim is from a queue worker, requests a different number or type of units, or reuses
+            samples.
     """
     spec, wanted = request.batch_spec, request.plan_request
     unit, size = admission.unit, admission.global_batch
     whose = f"task {request.task_name!r} has max_staleness {admission.max_staleness}, which"
     if request.rank is None:
         raise InvalidArgumentError(
-            f"{whose} limits the batches of trainer ranks; pass dp_rank, dp_size and batch_index", field="dp_rank"
+            f"{whose} applies only to batches of trainer ranks; pass dp_rank, dp_size and batch_index", field="dp_rank"
         )
     if spec.max_uses != 1:
         raise InvalidArgumentError(
@@ -123,19 +125,19 @@ def check_bounded_claim(request: ClaimRequest, admission: Admission) -> None:
 
 
 class StalenessBound:
-    """The rows that plans of a task with a `max_staleness` may take, computed once at the first query.
+    """The rows that the staleness bound permits in plans of one task, computed at the first query and then cached.
 
-    While the table is pinned, another thread may also query it.
+    While the table is pinned, threads other than the event loop's may also query it.
 
     Args:
         partition: partition of the task.
-        task: the task.
+        task: ledger of the task.
         admission: admission of the task.
-        left: returns the positions of all remaining rows of the task, possibly with other rows.
-        is_ready: returns a mask of the rows that are ready apart from this bound.
-        in_order: sorts rows into the preferred order.
-        no_more: whether no new rows will be inserted, so that groups without a declared size are complete and a plan
-            may be short.
+        left: returns the positions of all rows that the task has not consumed; may include other rows.
+        is_ready: returns a mask of the rows that are ready if the staleness bound is ignored.
+        in_order: sorts rows by preference.
+        no_more: whether no new rows will be inserted. Groups without a declared size are then complete, and a plan may
+            be short.
     """
 
     def __init__(
@@ -160,12 +162,12 @@ class StalenessBound:
 
     @property
     def _version(self) -> int | None:
-        """Latest version at which the next plan is trained; None if no version is published."""
+        """Latest possible training version of the next plan; None if no version is published."""
         policy = self._partition.policies.get(self._admission.policy)
         return None if policy is None else policy.version + len(self._task.delivered_units)
 
     def _units(self, version: int) -> tuple[DueUnits, Indexes, Indexes]:
-        """Return the units, the positions of their rows, and each row's unit."""
+        """Return the unplanned units, the positions of their rows, and the index of each row's unit."""
         positions = self._left()
         positions = positions[self._task.is_pending(positions)]
         ids, unit_of = np.unique(self._ids(positions), return_inverse=True)
@@ -176,18 +178,18 @@ class StalenessBound:
         return DueUnits(deadlines, version, staleness, self._admission.global_batch), positions, unit_of
 
     def _ids(self, positions: Indexes) -> Indexes:
-        """Return the id of the unit of each row."""
+        """Return the id of each row's unit."""
         slots = self._slots(positions)
         return np.where(slots < 0, -2 - positions, slots)
 
     def _slots(self, positions: Indexes) -> Indexes:
-        """Return the group or rollout that is the unit of each row, -1 for a row that is itself a unit."""
+        """Return the slot of the group or rollout that each row belongs to, or -1 for a row that is itself a unit."""
         if self._admission.unit == "sample" or not self._partition.groups.in_use:
             return np.full(positions.size, -1)
         return self._partition.groups.of_unit(self._admission.unit, positions)
 
     def _ready_units(self, positions: Indexes, unit_of: Indexes) -> Indexes:
-        """Return the complete units whose rows are all ready, in the preferred order."""
+        """Return the complete units whose rows are all ready, in order of preference."""
         is_ready, slots = self._is_ready(positions), self._slots(positions)
         if (named := slots[slots >= 0]).size:
             is_ready[slots >= 0] &= self._partition.groups.is_complete(named, None, no_more=self._no_more)
@@ -199,7 +201,7 @@ class StalenessBound:
         return ready[np.argsort(first)]
 
     def allows(self, rows: slice | Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the rows that the next plan may take: those of a full batch, or none."""
+        """Return a mask of the rows that the next plan may include: the rows of a full batch, or no rows."""
         if self._allowed is None:
             self._allowed = self._choose()
         positions = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
@@ -214,16 +216,16 @@ class StalenessBound:
         return positions[np.isin(unit_of, chosen)] if is_whole else positions[:0]
 
     def permits(self, plan: RecordedPlan, taken: Indexes, sampler: str, *, is_last: bool) -> bool:
-        """Whether a plan may take its rows now and leave the other rows.
+        """Whether the staleness bound permits this plan now, given the rows that the plan leaves unplanned.
 
         Args:
             plan: the plan to check.
-            taken: positions of `plan.named`.
+            taken: table positions of `plan.named`.
             sampler: name of the sampler that made the plan.
-            is_last: whether the plan may be short.
+            is_last: whether the plan may contain fewer units than a full batch.
 
         Raises:
-            SamplerError: the plan does not contain exactly the units of one batch, each once.
+            SamplerError: the plan reuses samples, or does not contain the units of exactly one batch.
         """
         unit, expected, count = self._admission.unit, self._admission.global_batch, np.unique(self._ids(taken)).size
         if plan.is_reusing or (count != expected and not (is_last and count < expected)):
@@ -239,20 +241,20 @@ class StalenessBound:
         return due.permits(np.unique(unit_of[np.isin(positions, taken)]))
 
     def staleness_of(self, planned: Indexes) -> int | None:
-        """Return the maximum staleness that the rows planned last will have when they are trained.
+        """Return the maximum staleness that the rows of the latest plan will have when they are trained.
 
-        The result is None if the rows no longer exist or no version is published.
+        Returns None if the rows no longer exist or no version is published.
         """
         starts, present = self._partition.meta.typed(START_VERSION, planned[planned >= 0])
         version = self._version
         return int(version - 1 - starts[present].min()) if version is not None and present.any() else None
 
     def awaited(self) -> Indexes:
-        """Return the positions of unready rows that plans must wait for, unit by unit."""
+        """Return the positions of the unready rows that block plans, grouped by unit."""
         return self._awaited()[0]
 
     def _awaited(self) -> tuple[Indexes, Indexes, int]:
-        """Return the positions of `awaited`, the sizes of their units, and the number of ready units."""
+        """Return the result of `awaited`, the number of rows per awaited unit, and the number of ready units."""
         if (version := self._version) is None:
             return np.zeros(0, np.int64), np.zeros(0, np.int64), 0
         due, positions, unit_of = self._units(version)
@@ -262,7 +264,7 @@ class StalenessBound:
         return positions[by_unit], np.unique(unit_of[by_unit], return_counts=True)[1], ready.size
 
     def late(self) -> Evicted | None:
-        """Return the late units to evict so that a batch can be planned, or None."""
+        """Return the late units that must be evicted before a batch can be planned, or None."""
         if self._admission.late == "wait":
             return None
         positions, sizes, ready_count = self._awaited()

@@ -1,4 +1,4 @@
-"""Totals of a batch over all ranks, per optimizer step: counts, tokens, and sums of custom_meta."""
+"""Totals of a batch over all ranks, per optimizer step: counts, tokens, and sums of custom_meta columns."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tq_service.state.plan import Indexes, Pack, TotalsOfStep
 def with_totals(
     plan: RecordedPlan, partition: Partition, positions: Indexes, lengths: Indexes | None, summed: tuple[str, ...]
 ) -> RecordedPlan:
-    """Return a plan with the totals of its steps.
+    """Return a plan with the totals of each of its steps.
 
     Args:
         plan: plan without totals.
         partition: partition of the plan's samples.
-        positions: positions of `plan.rows`.
-        lengths: token counts of `plan.rows`; None if not all are known.
-        summed: the custom_meta columns to sum.
+        positions: table positions of `plan.rows`.
+        lengths: token counts of `plan.rows`; None if any count is unknown.
+        summed: names of the custom_meta columns to sum.
 
     Raises:
-        InvalidArgumentError: a sample does not have a number in one of the columns.
+        InvalidArgumentError: a sample does not have a number in one of these columns.
     """
     columns = [_numbers(partition, name, positions) for name in summed]
     totals: list[TotalsOfStep] = []
@@ -35,7 +35,7 @@ def with_totals(
         delivered = positions[places]
         counted = np.unique(delivered) if plan.is_reusing else delivered
         tokens = None if lengths is None else int(lengths[places].sum())
-        if packs and all(pack.lengths is not None for pack in packs):  # packs may truncate samples
+        if packs and all(pack.lengths is not None for pack in packs):  # packs may contain truncated samples
             tokens = sum(int(pack.lengths.sum()) for pack in packs if pack.lengths is not None)
         totals.append(
             (
@@ -50,7 +50,7 @@ def with_totals(
 
 
 def _steps(plan: RecordedPlan) -> Sequence[tuple[Sequence[Pack], slice | Indexes]]:
-    """Return the packs of all ranks and the positions of their samples in `plan.rows`, per step."""
+    """Return, per step, the packs of all ranks and the positions of their samples in `plan.rows`."""
     if not plan.steps:
         return [((), slice(None))]
     starts, found = [0, *accumulate(plan.sizes)], list[tuple[Sequence[Pack], slice | Indexes]]()
@@ -61,7 +61,7 @@ def _steps(plan: RecordedPlan) -> Sequence[tuple[Sequence[Pack], slice | Indexes
 
 
 def _numbers(partition: Partition, name: str, positions: Indexes) -> np.ndarray[tuple[int], np.dtype[np.generic]]:
-    """Return the numbers of a custom_meta column."""
+    """Return the values of a custom_meta column; each value must be a number."""
     values, present = partition.meta.typed(name, positions)
     is_number = present & (values.dtype.kind != "O")
     if not is_number.all():
@@ -69,7 +69,7 @@ def _numbers(partition: Partition, name: str, positions: Indexes) -> np.ndarray[
         raise InvalidArgumentError(
             f"custom_meta column {name!r} of sample {index} of partition {partition.partition_id!r} is not a number "
             f"({np.count_nonzero(~is_number)} of {is_number.size} samples of the batch lack one); expected a number, "
-            f"since totals sums the column. Put or set the value, clear the sample, or omit the column",
+            f"since totals sums the column. Put or set the value, clear the sample, or omit the column.",
             field="totals",
             metadata={"column": name},
         )

@@ -1,7 +1,7 @@
-"""One search for the next plan of a claim: the ready rows, the sampler's view of them, and the checked result.
+"""One search for a claim's next plan: the ready rows, the sampler's view of them, and the checked result.
 
 `Readiness` tests rows, `Scan` finds the first ready ones, and `PartitionView` presents them to the sampler. `Search`
-checks the plan returned by the sampler, or counts the samples at the end.
+checks the sampler's plan, or counts the samples at the end of the task.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ from tq_service.state.plan import (
 )
 from tq_service.state.table import CLEARED, FAILED, HELD, LAST_RESERVED, LIVE, STATE_NAMES, UNCLAIMED
 
-_MOST_IN_GROUPS_ON_LOOP = 1 << 15  # ready rows that the event loop searches for complete groups
-_MOST_NAMED = 3  # samples, in an error
+_MOST_IN_GROUPS_ON_LOOP = 1 << 15  # maximum number of ready rows searched for complete groups on the event loop
+_MOST_NAMED = 3  # maximum number of samples listed in an error
 
-# Determines the ready rows for a kind of claim: data fields, conditions, the length that its sampler needs, and whether
-# it claims held rows. "excluded" in place of a length selects the rows that the conditions exclude.
+# Determines which rows are ready for a kind of claim: data fields, conditions, the length source of its sampler, and
+# whether it claims held rows. "excluded" in place of a length source selects the rows that the conditions exclude.
 ScanKey: TypeAlias = tuple[tuple[str, ...], tuple[Condition, ...], LengthSource | Literal["excluded"] | None, bool]
 
 _AT_ONCE = 1 << 14
 _LEAST_CHUNK = 1024
-_MOST_SCANNED_ON_LOOP = 1 << 20  # rows, in 3 ms; with conditions see `Readiness.at_once`
-_MOST_ORDERED_ON_LOOP = 1 << 15  # rows that the event loop searches for the first ones in an order
-_WIDE_GAP = 1024  # unready rows between two ready ones
+_MOST_SCANNED_ON_LOOP = 1 << 20  # rows, scanned in 3 ms without conditions; with conditions see `Readiness.at_once`
+_MOST_ORDERED_ON_LOOP = 1 << 15  # maximum number of rows searched on the event loop for the first rows in an order
+_WIDE_GAP = 1024  # number of unready rows between two ready ones
 _MOST_APART = 1 << 12
 _MOST_SCAN_STARTS = 64
 _MOST_SCAN_START_BYTES = 2**20
-_VALUE_BYTES = 64  # overhead of a value in addition to its text
-_LEFT: ScanKey = ((), (), None, False)  # remaining rows, ready or not; claims of live rows always have fields
+_VALUE_BYTES = 64  # overhead per value in addition to its text
+_LEFT: ScanKey = ((), (), None, False)  # unconsumed rows, ready or not; claims for live rows always have fields
 
-# A global index, and the few rows below it that may be ready, in order.
+# The global index where a scan starts, and the few lower indexes whose rows may be ready, in ascending order.
 Start: TypeAlias = tuple[int, Indexes]
 _NONE: Final = np.zeros(0, np.int64)
 _NO_START: Final = (0, _NONE)
@@ -67,12 +67,12 @@ Rows: TypeAlias = slice | Indexes  # a range of the table, or an array of positi
 
 
 class Requirement(NamedTuple):
-    """A condition that live rows not consumed by the task must meet to be ready.
+    """A condition that a live row must meet to be ready for a task, in addition to being unconsumed by the task.
 
     Attributes:
-        lack: the reason reported for rows that do not meet it.
+        lack: the reason reported for rows that do not meet the condition.
         name: name of the field or column.
-        is_met: tests whether rows meet it, as a mask `(n,)`.
+        is_met: returns a mask of the rows that meet the condition `(n,)`.
     """
 
     lack: Lack
@@ -86,7 +86,7 @@ class Readiness:
     While the table is pinned, another thread may also test rows.
 
     Attributes:
-        requirements: plans take only rows that meet all requirements; explanations count the other rows.
+        requirements: conditions that every row in a plan must meet; explanations count the rows that do not meet them.
         bound: the staleness bound that plans must also respect, or None.
     """
 
@@ -97,7 +97,7 @@ class Readiness:
         self.values_of = partition.meta.typed
         where = partition.resolved(batch_spec.where)
         self.key = (batch_spec.data_fields, where, length, batch_spec.held)
-        # Samplers that need no length get statistics of the column.
+        # Samplers that do not need lengths receive the lengths in the column for statistics.
         self._length = LengthSource(key=TOTAL_LENGTHS) if length is None else length
         self._state = HELD if batch_spec.held else LIVE
         self._may_hold_later = [condition.may_hold_later(partition.policies) for condition in batch_spec.where]
@@ -114,7 +114,7 @@ class Readiness:
 
     @property
     def at_once(self) -> int:
-        """The number of rows that the event loop can test in one step; a condition on text takes 0.1 us per row."""
+        """Number of rows that the event loop can test in one step; a condition on text takes 0.1 us per row."""
         return _AT_ONCE // max(1, len(self.key[1]))
 
     def ready(self, rows: Rows) -> NDArray[np.bool_]:
@@ -122,7 +122,7 @@ class Readiness:
         return self.ready_but_for(rows)
 
     def ready_but_for(self, rows: Rows, *lacks: Lack) -> NDArray[np.bool_]:
-        """Return a mask of the rows that are ready when the given lacks are ignored `(n,)`."""
+        """Return a mask of the rows that are ready, or would be ready but for the given lacks `(n,)`."""
         mask: NDArray[np.bool_] = self.partition.state.data[rows] == self._state
         mask &= self.task.claim.data[rows] == UNCLAIMED
         for each in self.requirements:
@@ -133,7 +133,7 @@ class Readiness:
         return mask
 
     def excluded(self, rows: Rows) -> NDArray[np.bool_]:
-        """Return a mask of the rows that `where` excludes for good, by a value or by its absence despite data."""
+        """Return a mask of the rows that `where` excludes for good, by a value or a missing value despite data."""
         mask = np.zeros(self.table.index[rows].size, np.bool_)
         for condition, may_hold_later in zip(self.key[1], self._may_hold_later, strict=True):
             holds, present = self.partition.meta.holds(condition, rows)
@@ -149,17 +149,17 @@ class Readiness:
 
     @property
     def lacks_sequences(self) -> bool:
-        """Whether samples have all of the requested fields, and none of these has sequences."""
+        """Whether samples have data in all requested fields, but none of these fields contains sequences."""
         cells, names = self.partition.cells, self.key[0]
         known = [cells.fields.get(name) for name in names]
         is_put = all(field is not None and field.produced_count for field in known)
         return is_put and not cells.sequence_fields(names)
 
     def has_length(self, rows: Rows) -> NDArray[np.bool_]:
-        """Return a mask of the rows with a length for the sampler, even an invalid one.
+        """Return a mask of the rows with a length for the sampler; an invalid length counts.
 
-        An invalid token count fails only the claims that would deliver the row; see `lengths`. A row that lacks one of
-        the requested fields may lack its length with it, which is not counted as another reason.
+        An invalid token count fails only the claims that would deliver its row; see `lengths`. If a row lacks
+        a requested field and therefore its length, the missing length is not counted as a second reason.
         """
         source = self._length
         if source.is_longest_sequence and not self.lacks_sequences:
@@ -168,13 +168,13 @@ class Readiness:
         if source.field is not None:
             has_length = has_length | (self.field_lengths(source.field, rows) >= 0)
         texts = self.partition.meta.json_values(source.column, rows)
-        return has_length if texts is None else has_length | (texts != None)  # noqa: E711  (of each)
+        return has_length if texts is None else has_length | (texts != None)  # noqa: E711  (elementwise)
 
     def lengths(self, rows: Rows) -> Indexes:
-        """Return token counts from the sampler's length source, -1 if unknown.
+        """Return the token counts from the sampler's length source, -1 where unknown.
 
         Raises:
-            InvalidArgumentError: the value of a row is not a token count.
+            InvalidArgumentError: the length of a row is not a token count.
         """
         counts, present = self.counts(rows)
         lengths = np.full(present.size, -1) if present.all() else self._row_lengths(rows)
@@ -182,10 +182,10 @@ class Readiness:
         return lengths
 
     def counts(self, rows: Rows) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-        """Return the token counts in the column of the length source `(m,)`, and a mask of the rows with one `(n,)`.
+        """Return the token counts in the length source's column `(m,)`, and a mask of the rows with a value `(n,)`.
 
         Raises:
-            InvalidArgumentError: the value of a row is not a token count.
+            InvalidArgumentError: the length of a row is not a token count.
         """
         column = self._length.column
         values, present = self.values_of(column, rows)
@@ -194,12 +194,12 @@ class Readiness:
         if not is_count.all():
             self._refuse_length(rows, int(np.flatnonzero(present)[~is_count][0]), values[~is_count].tolist()[0])
         texts = self.partition.meta.json_values(column, rows)
-        if texts is not None and (found := np.flatnonzero(texts != None)).size:  # noqa: E711  (of each)
+        if texts is not None and (found := np.flatnonzero(texts != None)).size:  # noqa: E711  (elementwise)
             self._refuse_length(rows, int(found[0]), texts[found[0]])
         return values, present
 
     def _row_lengths(self, rows: Rows) -> Indexes:
-        """Return the lengths of rows by their fields, -1 if unknown."""
+        """Return row lengths computed from fields, -1 where unknown."""
         if not self._length.is_longest_sequence:
             return self.field_lengths(self._length.field, rows)
         lengths = np.full(self.table.index[rows].size, -1)
@@ -208,17 +208,17 @@ class Readiness:
         return lengths
 
     def _refuse_length(self, rows: Rows, position: int, value: object) -> NoReturn:
-        """Refuse the length value of one row."""
+        """Raise InvalidArgumentError for a row whose length is not a token count."""
         column = self._length.column
         raise InvalidArgumentError(
             f"custom_meta column {column!r} of sample {self.table.index[rows][position]} is {value!r:.80}; expected a "
-            f"token count, an integer from 0 to 2**63 - 1. Put or set a different value, or clear the sample.",
+            f"token count, that is, an integer from 0 to 2**63 - 1. Put or set a different value, or clear the sample.",
             field="sampler_config",
             metadata={"column": column},
         )
 
     def known_lengths(self, rows: Indexes) -> Indexes | None:
-        """Return token counts, or None if any is unknown or invalid."""
+        """Return the token counts of rows, or None if any count is unknown or invalid."""
         with contextlib.suppress(InvalidArgumentError):
             lengths = self.lengths(rows)
             if bool((lengths >= 0).all()):
@@ -226,7 +226,7 @@ class Readiness:
         return None
 
     def field_lengths(self, name: str | None, rows: Rows) -> Indexes:
-        """Return the row lengths of a field (see `Field.lengths`), -1 for rows without one."""
+        """Return the row lengths of a field (see `Field.lengths`), -1 for rows that do not have the field."""
         field = None if name is None else self.partition.cells.fields.get(name)
         return np.full(self.table.index[rows].size, -1) if field is None else field.lengths(rows)
 
@@ -235,7 +235,7 @@ class Readiness:
 
 
 def _is_token_count(values: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return a mask of the values of a custom_meta column that are token counts; integral doubles are accepted too."""
+    """Return a mask of the values in a custom_meta column that are token counts; integral floats count too."""
     if values.dtype.kind not in "if":
         return np.zeros(values.size, np.bool_)
     is_count: NDArray[np.bool_] = values >= 0
@@ -246,11 +246,11 @@ def _is_token_count(values: NDArray[Any]) -> NDArray[np.bool_]:
 
 @dataclass(slots=True, eq=False)
 class ScanWatch:
-    """Tracks row changes while scans run off the event loop, or over several of its steps.
+    """Tracks row changes while scans run off the event loop or over several of its steps.
 
     Attributes:
-        found: starts for later scans, as found by these scans.
-        lowest: lowest global index of the rows written to or reopened during the scans, or None.
+        found: start positions for later scans, as found by the watched scans.
+        lowest: lowest global index of the rows that were written or reopened during the watched scans, or None.
     """
 
     found: dict[ScanKey, Start] = field(default_factory=dict)
@@ -258,12 +258,12 @@ class ScanWatch:
 
 
 class ScanStarts:
-    """The position at which scans for a task's ready rows start, for each kind of claim; derived only from the rows.
+    """The start positions of scans for a task's ready rows, per kind of claim; derived from the rows alone.
 
-    This makes the cost of a claim depend on its batch rather than on the partition. Below the start are at most a few
-    ready rows, each followed by many unready ones, such as members of a group that never completes, or the few rows
-    that pass `where`. A write to a row moves the start back to that row. The number of entries is bounded, so kinds of
-    claims that are no longer used do not accumulate.
+    With these positions, the cost of a claim depends on its batch and not on the partition size. At most a few ready
+    rows precede a start, with many unready rows in between. Examples are members of a group that never completes, or
+    the few rows that pass `where`. A write to a row moves the start back to that row. The number of entries is bounded,
+    so unused kinds of claims do not accumulate.
     """
 
     def __init__(self, partition: Partition, task_name: str) -> None:
@@ -276,12 +276,12 @@ class ScanStarts:
         partition.on_reset.append(self._on_reset)
 
     def close(self) -> None:
-        """Stop listening to changes."""
+        """Stop listening to row changes and resets."""
         self._partition.on_rows.remove(self._on_rows)
         self._partition.on_reset.remove(self._on_reset)
 
     def _on_reset(self, task_name: str) -> None:
-        """Start at the first row again, since a reset makes rows ready without a write."""
+        """Let scans start at the first row again, because a reset makes rows ready without a write."""
         if task_name == self._task_name:
             self._clear()
             self._lower(0)
@@ -301,7 +301,7 @@ class ScanStarts:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[ScanWatch]:
-        """Save the starts found by scans in the `with` block, corrected for rows that changed during the scans."""
+        """Save the starts found by scans in the `with` block, moved back to the first row that changed since."""
         watch = ScanWatch()
         self._watches.append(watch)
         try:
@@ -312,11 +312,11 @@ class ScanStarts:
                 self.set(key, start if watch.lowest is None else _lowered(start, watch.lowest))
 
     def get(self, key: ScanKey) -> Start:
-        """Return the start of a scan, and the earlier rows that must also be tested."""
+        """Return the start of a scan, and the rows before it that must also be tested."""
         return self._starts.get(key, _NO_START)
 
     def set(self, key: ScanKey, start: Start) -> None:
-        """Set the start of later scans."""
+        """Set the start for later scans."""
         if key not in self._starts:
             size = sum(_VALUE_BYTES + len(str(value)) for condition in key[1] for value in condition.values)
             if len(self._starts) >= _MOST_SCAN_STARTS or self._used_bytes + size > _MOST_SCAN_START_BYTES:
@@ -326,23 +326,23 @@ class ScanStarts:
 
 
 def _lowered(start: Start, first: int) -> Start:
-    """Return a start that is not after the row `first`."""
+    """Return a start at or before the row `first`."""
     return start if first >= start[0] else (first, start[1][: np.searchsorted(start[1], first)])
 
 
 class Scan:
-    """A search for ready rows that stops as early as possible and starts at the first row found by the previous scan.
+    """A search for ready rows that stops as early as possible and starts at the first row found by an earlier scan.
 
-    On the event loop, a scan is one step and raises `MustBeAwaited` if it would take too long. Elsewhere, it works in
-    parts, since each part holds the interpreter lock.
+    On the event loop, a scan is one step and raises `MustBeAwaited` if it would take too long. Off the event loop, it
+    works in parts, because each part holds the interpreter lock.
 
     Attributes:
-        rows: the readiness of rows.
-        count: number of rows in the table at the start.
+        rows: tests whether rows are ready.
+        count: number of rows in the table when the scan was created.
         is_on_loop: whether the scan runs in one step of the event loop.
-        at_once: rows per part; on the event loop, the limit of the scan.
+        at_once: number of rows per part; on the event loop, the maximum number of rows scanned.
         seen_count: number of ready rows found so far.
-        exhausted: whether all rows were tested.
+        exhausted: whether all rows have been tested.
     """
 
     def __init__(
@@ -358,17 +358,17 @@ class Scan:
         """Prepare a scan.
 
         Args:
-            rows: the readiness of rows.
-            starts: starts of scans.
-            orders: the columns that order the ready rows, the most significant first.
-            watch: tracks rows that change during the scan; None: the scan runs in one step of the event loop.
+            rows: tests whether rows are ready.
+            starts: start positions of scans.
+            orders: columns that order the ready rows, most significant first.
+            watch: tracks rows that change during the scan; None if the scan runs in one step of the event loop.
             look_past: number of ready rows to skip at the beginning, which are left to other claims.
-            of: rows to search for: "ready"; "left": all remaining rows of the task, ready or not; or "evictable": rows
-                that claims may evict because `where` excludes them.
+            of: rows to find: "ready"; "left": all unconsumed rows of the task, ready or not; or "evictable": rows that
+                a claim may evict because `where` excludes them.
         """
         self._key: ScanKey = rows.key
         self._mask: Callable[[Rows], NDArray[np.bool_]] = rows.ready
-        # The rows allowed by a bound change with every plan, so the scan starts at the first remaining row.
+        # A staleness bound permits different rows after each plan, so bounded scans start at the first unconsumed row.
         self._moves_start = of != "ready" or rows.bound is None
         if of == "left" or not self._moves_start:
             self._key = _LEFT
@@ -389,26 +389,26 @@ class Scan:
         self._loop_budget = self.at_once
 
     def has(self, count: int) -> bool:
-        """Whether at least `count` rows are ready; False if the test would take too long on the event loop."""
+        """Whether at least `count` rows are ready; also False if testing them on the event loop would take too long."""
         with contextlib.suppress(MustBeAwaited):
             return any(found.size >= count for found, _ in self.first(count))
         return False
 
     def first(self, least: int | None) -> Iterator[tuple[Indexes, bool]]:
-        """Yield growing arrays of the positions of the first ready rows in order, and whether each is the last array.
+        """Yield growing arrays with the positions of the first ready rows, in order, and whether the array is the last.
 
         Args:
-            least: approximate size of the first array; None: all rows.
+            least: approximate size of the first array; None for all rows.
 
         Raises:
-            MustBeAwaited: testing so many rows would take too long on the event loop.
+            MustBeAwaited: testing that many rows would take too long on the event loop.
         """
         least = None if least is None else least + self._look_past
         for found, is_last in self._first_in_order(least) if self.orders else self._first(least):
             yield found[self._look_past :], is_last
 
     def _first(self, least: int | None) -> Iterator[tuple[Indexes, bool]]:
-        """Test growing ranges of the table; the last one ends with the table."""
+        """Test growing ranges of the table, until the last range reaches the end of the table."""
         found, start = self._first_candidates()
         size = self.count if least is None else max(_LEAST_CHUNK, least)
         while True:
@@ -431,7 +431,7 @@ class Scan:
             size *= 2
 
     def _first_in_order(self, least: int | None) -> Iterator[tuple[Indexes, bool]]:
-        """Find all ready rows and sort a growing number of them."""
+        """Find all ready rows, and yield growing arrays of the first rows in order."""
         if self.is_on_loop and self.count - self._first_candidates()[1] > _MOST_ORDERED_ON_LOOP:
             raise MustBeAwaited
         ((ready, _),) = self._first(None)
@@ -443,7 +443,7 @@ class Scan:
             least *= 4
 
     def _first_candidates(self) -> tuple[Indexes, int]:
-        """Return the positions of the ready rows before the start of a scan, and the start position."""
+        """Return the positions of the ready rows before the scan's start, and the start position."""
         start, apart = self._starts.get(self._key)
         if apart.size:
             apart = self.rows.table.find(apart)
@@ -452,11 +452,11 @@ class Scan:
         return apart, self.rows.table.position_from(start)
 
     def _move_start(self, found: Indexes, end: int) -> None:
-        """Let later scans start at the first ready row, or after the last wide gap between the first few ready rows.
+        """Move the start of later scans to the first ready row, or past the last wide gap among the first ready rows.
 
         Args:
-            found: positions of all ready rows before `end`, in order.
-            end: end position of the tested range.
+            found: positions of all ready rows before `end`, in ascending order.
+            end: end position of the tested rows.
         """
         if not self._moves_start:
             return
@@ -474,7 +474,7 @@ class Scan:
             self._watch.found[self._key] = index, apart
 
     def stretches(self, size: int, at_once: int) -> Iterator[slice]:
-        """Yield consecutive ranges of the table: the first has `size` rows, later ones up to `at_once`.
+        """Yield consecutive ranges of the table: the first with `size` rows, later ones with up to `at_once` rows.
 
         Raises:
             MustBeAwaited: see `first`.
@@ -489,17 +489,17 @@ class Scan:
 
 
 class PartitionView:
-    """The rows of a partition as one task sees them; implements `tq_service.state.plan.View`.
+    """The rows of a partition from the perspective of one task; implements `tq_service.state.plan.View`.
 
-    On the event loop, the view shows the current state and raises `MustBeAwaited` if a call would take too long.
-    Elsewhere, values may change while the view is used, so a plan is checked again when it is recorded. Positions stay
-    the same while the table is pinned.
+    On the event loop, the view shows the current state and raises `MustBeAwaited` if a call would take too long. Off
+    the event loop, values may change while the view is used, so each plan is checked again when it is recorded.
+    Positions do not change while the table is pinned.
 
     Attributes:
-        scan: scan for the ready rows.
+        scan: the scan that finds ready rows.
         no_more: whether no new rows will be inserted, which completes groups without a declared size.
         plan_count: see `View`.
-        grouping: the groups requested last, or None.
+        grouping: the groups that the sampler requested last, or None.
     """
 
     def __init__(self, new_scan: Callable[..., Scan], *, no_more: bool = False) -> None:
@@ -529,7 +529,7 @@ class PartitionView:
         """Return complete groups; see `View.ready_groups`.
 
         Raises:
-            MustBeAwaited: members of groups are far apart, so the search would block the event loop.
+            MustBeAwaited: the members of groups are far apart, so the search would block the event loop.
         """
         self.grouping = grouping_of(
             self._rows.partition,
@@ -540,7 +540,8 @@ class PartitionView:
             unit="rollout" if unit == "rollout" else "group",
         )
         self.grouping.check()
-        # Runs are found among all ready rows, since they must not depend on the order.
+        # Groups that may begin anywhere are found among all ready rows, because the groups must not depend on the
+        # order.
         is_whole_scan = limit is None or (self.grouping.blocks == "anywhere" and bool(self.scan.orders))
         for found, is_last in self.scan.first(None if is_whole_scan else max(_LEAST_CHUNK, limit or 0)):
             if self.scan.is_on_loop and found.size > _MOST_IN_GROUPS_ON_LOOP:
@@ -560,7 +561,7 @@ class PartitionView:
         return Groups(rows=self._rows.table.index[positions], sizes=sizes)
 
     def left(self, limit: int | None = None) -> Indexes:
-        """Return the remaining rows of the task; see `View.left`."""
+        """Return the task's unconsumed rows that `where` does not exclude; see `View.left`."""
         for found, _ in self._new_scan(of="left").first(limit):
             left = found[~self._rows.excluded(found)]
             if limit is not None and left.size >= limit:
@@ -576,17 +577,17 @@ class PartitionView:
         return self._at(rows, partial(self._rows.field_lengths, field), -1)
 
     def values(self, column: str, rows: Indexes) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-        """Return a custom_meta column; see `View.values`."""
+        """Return the values of a custom_meta column; see `View.values`."""
         positions = self._rows.table.find(np.asarray(rows, np.int64))
         values, present = self._rows.values_of(column, positions)
         return values, present & (positions >= 0)
 
     def group_names(self, rows: Indexes) -> list[str | None]:
-        """Return the explicit group of each row; see `View.group_names`."""
+        """Return the explicit group name of each row; see `View.group_names`."""
         return self._names(rows, self._rows.partition.groups.names_of)
 
     def rollout_names(self, rows: Indexes) -> list[str | None]:
-        """Return the rollout of each row; see `View.rollout_names`."""
+        """Return the rollout name of each row; see `View.rollout_names`."""
         return self._names(rows, self._rows.partition.groups.rollout_names_of)
 
     def _names(self, rows: Indexes, names_of: Callable[[Indexes], list[str | None]]) -> list[str | None]:
@@ -605,7 +606,7 @@ class PartitionView:
         return [STATE_NAMES[code] for code in self._at(rows, self._rows.partition.state.data.__getitem__, CLEARED)]
 
     def rows(self) -> Indexes:
-        """Return all rows that are not cleared; see `View.rows`."""
+        """Return all rows that have not been cleared; see `View.rows`."""
         present = np.flatnonzero(self._rows.partition.state[: self.scan.count] != CLEARED)
         return self._rows.table.index[present]
 
@@ -619,15 +620,15 @@ class PartitionView:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan that can be recorded, but only in the event-loop step that returned it.
+    """A plan that may be recorded only in the event-loop step that returned it.
 
     Attributes:
         plan: the plan to record.
-        positions: current positions of `plan.named` in the table.
-        grouping: the plan's groups; None if its sampler did not request groups.
-        readiness: the requirements that the plan's rows meet.
-        evicted: units that the claim evicts in the same change, without rows of the plan; or None.
-        lengths: token counts of `plan.rows`; None if unknown, or for a queue worker.
+        positions: current table positions of `plan.named`.
+        grouping: the groups in the plan; None if its sampler did not request groups.
+        readiness: the requirements that all rows of the plan meet.
+        evicted: units that the claim evicts together with the plan, none of whose rows are in the plan; or None.
+        lengths: token counts of `plan.rows`; None if unknown or if a queue worker claims.
     """
 
     plan: RecordedPlan
@@ -640,17 +641,17 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """No plan could be made, and another search is useless until something changes.
+    """The result of a search without a plan. Another search is useless until the state changes.
 
-    This avoids a scan for each row while a partition is filled row by row, and for each waiting claim at its end.
+    Misses avoid a scan per inserted row while a partition fills, and a scan per waiting claim at its end.
 
     Attributes:
-        state_version: state version of the partition at the start of the search.
-        row_version: row version that the partition must reach.
-        consumed: numbers of rows that the task had consumed and leased at the start, if a change of these may cause or
-            undo the end; otherwise None.
-        leased: number of rows leased by all tasks at the start, if one of them may be evicted after its lease;
-            otherwise None.
+        state_version: state version of the partition when the search started.
+        row_version: row version that the partition must reach before a search can succeed.
+        consumed: numbers of rows consumed and leased by the task when the search started; None if these numbers do not
+            affect the end.
+        leased: number of rows leased by all tasks when the search started; None if no leased row may be evicted after
+            its lease.
     """
 
     state_version: int = -1
@@ -659,7 +660,7 @@ class Miss:
     leased: int | None = None
 
     def is_current(self, partition: Partition, task: TaskLedger) -> bool:
-        """Whether too little has changed for another search to be worthwhile."""
+        """Whether too little has changed for a new search to succeed."""
         return (
             partition.state_version == self.state_version
             and partition.row_version < self.row_version
@@ -669,24 +670,24 @@ class Miss:
 
 
 def leased_by_all(partition: Partition) -> int:
-    """Return the number of leases on rows of a partition; a row leased by several tasks counts once per task."""
+    """Return the number of leased rows in a partition, counting a row once per task that leases it."""
     return sum(task.leased_count for task in partition.tasks.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndFound(Miss):
-    """The task has reached its end: no further plan follows unless something changes."""
+    """The task has reached its end: no plan follows unless the state changes."""
 
     end: EndCounts
 
 
 Found: TypeAlias = Planned | Miss
 
-NOT_LOOKED = Miss()  # never current: there was no search, or other claims or changes invalidated it
+NOT_LOOKED = Miss()  # never current: no search was made, or a claim or change invalidated its result
 
 
 class Search:
-    """A single search for the next plan of a claim, or for the end of its task.
+    """A single search for a claim's next plan, or for the end of its task.
 
         plan of `view` for `wanted` -> conclude
             |none
@@ -694,14 +695,15 @@ class Search:
             |no
         conclude
 
-    If the claim evicts units that it can never deliver, call `look_for_evicted` before `conclude`.
+    If the claim evicts units that can never be delivered to it, call `look_for_evicted` before `conclude`.
 
-    A search only reads, and does not run the sampler. Within one step of the event loop, its result is consistent. Over
-    several steps, a plan is valid if its rows are still ready, and an end only if nothing has changed.
+    A search only reads the state, and does not run the sampler. If the search takes one step of the event loop, its
+    result is consistent. If it takes several steps, its plan is valid while all rows of the plan are ready. An end is
+    then valid only if nothing has changed.
 
     Attributes:
-        view: the sampler's view.
-        wanted: the request to the sampler.
+        view: the sampler's view of the partition.
+        wanted: the plan request for the sampler.
         evicted: units that the claim evicts, or None; set by `conclude`.
     """
 
@@ -716,7 +718,7 @@ class Search:
         watch: ScanWatch | None = None,
         look_past: int = 0,
     ) -> None:
-        """Start a search; `length` is the length source that the sampler needs. See `Scan` for the others."""
+        """Start a search. `length` is the length source for the sampler; for `watch` and `look_past` see `Scan`."""
         self._partition = partition
         self._task = task
         self._request = request
@@ -724,7 +726,7 @@ class Search:
         self._rows = Readiness(partition, task, self._spec, length)
         self._new_scan = partial(Scan, self._rows, starts, self._spec.order_by, watch=watch, look_past=look_past)
         self._new_plain_scan = partial(Scan, self._rows, starts, watch=watch)
-        self._candidates = _NONE  # for eviction, by global index
+        self._candidates = _NONE  # global indexes of candidates for eviction
         self.evicted: Evicted | None = None
         self._begun_at = self._marks
         self._consumed = task.consumed_count, task.leased_count
@@ -738,29 +740,29 @@ class Search:
 
     @property
     def _marks(self) -> tuple[int, int, int, int, int]:
-        """Versions of everything that plans depend on; equal marks mean that nothing has changed."""
+        """Versions of all state that plans depend on; equal versions mean that nothing has changed."""
         partition, task = self._partition, self._task
         return *partition.version, task.serial, task.leased_count, task.epoch
 
     @property
     def is_current(self) -> bool:
-        """Whether nothing has changed since the start of the search."""
+        """Whether nothing has changed since the search started."""
         return self._marks == self._begun_at
 
     @property
     def exceeds_ratio(self) -> bool:
-        """Whether any plan would deliver more samples per insert than the task's admission allows."""
+        """Whether any plan would exceed the number of samples per insert that the task's admission allows."""
         return self._ratio is not None and self._ratio.exceeded_by(self.wanted.min_size)
 
     @property
     def kept_groups(self) -> int | None:
-        """The `TaskFacts.kept_groups` value for the groups that the sampler requested."""
+        """The `TaskFacts.kept_groups` value for the groups requested by the sampler."""
         return None if self.view.grouping is None else self.view.grouping.kept
 
     # The end
 
     def begins_last(self) -> bool:
-        """Switch to the last, short batch if no more rows can become ready; return whether this is the case.
+        """Switch to the last batch, which may be short, if no more rows can become ready; return whether this happened.
 
         Raises:
             MustBeAwaited: the test would take too long on the event loop.
@@ -779,10 +781,10 @@ class Search:
         return True
 
     def _bound_staleness(self, *, no_more: bool) -> None:
-        """Limit plans to the rows that the task's admission allows, if it bounds staleness.
+        """Limit plans to the rows that the task's admission permits, if the admission bounds staleness.
 
         Raises:
-            InvalidArgumentError: the claim does not request batches of the admission's size.
+            InvalidArgumentError: the claim does not request batches of the size and unit given in the admission.
         """
         outstanding, rows, orders = self._task.outstanding, self._rows, self._spec.order_by
         if outstanding is None or outstanding.admission.max_staleness is None:
@@ -802,18 +804,18 @@ class Search:
 
     @property
     def _is_plain(self) -> bool:
-        """Whether rows become ready independently of each other."""
+        """Whether each row becomes ready independently of other rows."""
         return self.view.grouping is None and not self._spec.where and self._rows.bound is None
 
     @property
     def _unready_count(self) -> int:
-        """The number of remaining rows that were not ready; valid after an exhausted scan."""
+        """Number of unconsumed rows that were not ready; valid only after an exhausted scan."""
         return self._task.backlog + self._task.skipped_count - self.view.scan.seen_count
 
     def _count_end(self) -> EndCounts | None:
-        """Count the samples at the end of the task; return None if unready rows may still become ready.
+        """Count the samples at the end of the task; return None if an unready row may still become ready.
 
-        No new rows are inserted, but leased ones may be released.
+        At the end, no new rows can be inserted, but leased rows may be released.
         """
         partition, task, rows, grouping = self._partition, self._task, self._rows, self.view.grouping
         consumed, inserted = task.consumed_count, partition.inserted_count
@@ -824,7 +826,7 @@ class Search:
         failed = excluded = left_count = 0
         ready = [np.zeros(0, np.int64)]
         at_once = self.view.scan.at_once if self._is_plain else rows.at_once
-        for some in self.view.scan.stretches(_LEAST_CHUNK, at_once):  # usually the first unready row decides
+        for some in self.view.scan.stretches(_LEAST_CHUNK, at_once):  # often the first range has an unready row
             left = some.start + np.flatnonzero(rows.task.is_left(some))
             kept = left[~rows.excluded(left)]
             is_ready = rows.ready_but_for(kept, Lack.OLDER)
@@ -868,10 +870,10 @@ class Search:
         )
 
     def look_for_evicted(self) -> None:
-        """Find the candidates for eviction by the claim; call this after the sampler, which may request groups.
+        """Find candidates for eviction by the claim. Call this after the sampler, which may request groups.
 
         Raises:
-            MustBeAwaited: the search, or evicting so many rows in one step, would block the event loop.
+            MustBeAwaited: the search, or the eviction of that many rows in one step, would block the event loop.
         """
         if not self._spec.evicts:
             return
@@ -891,17 +893,17 @@ class Search:
     # Results
 
     def conclude(self, plan: Plan | None) -> Found:
-        """Return a plan to record in this step of the event loop, the end, or the reason why there is neither.
+        """Return a plan to record in this step of the event loop, the end, or a miss if there is neither.
 
         Raises:
             InvalidArgumentError: see `check_batch`.
-            SamplerError: the plan's rows were not ready although nothing has changed.
+            SamplerError: a row of the plan was not ready, although nothing has changed.
             MissingLengthError: see `_check_length_source`.
             InvalidArgumentError: see `with_totals`.
         """
         if (
             self._candidates.size and self._partition.resolved(self._spec.where) == self._rows.key[1]
-        ):  # otherwise, a version was rewound
+        ):  # false if a version was rewound during the search
             self.evicted = self._evictions.units(self._candidates)
         if plan is None:
             if self.evicted is None and self._rows.bound is not None:
@@ -909,7 +911,7 @@ class Search:
             if self._end is None:
                 return self._miss()
             return self._end if self.is_current else NOT_LOOKED
-        if self._task.epoch != self._begun_at[-1]:  # the search was for the rows of another epoch
+        if self._task.epoch != self._begun_at[-1]:  # the search was for rows of another epoch
             return NOT_LOOKED
         recorded = RecordedPlan.of(plan, self._spec.micro_batch_size)
         if self._end is None and self._ratio is not None and self._ratio.exceeded_by(recorded.rows.size):
@@ -918,20 +920,20 @@ class Search:
         positions = self._rows.table.find(recorded.named)
         known = Lack.WHERE, Lack.LENGTH, Lack.OLDER
         if bool((positions < 0).any()) or not bool(self._rows.ready_but_for(positions, *known).all()):
-            state_version, _, *others = self._begun_at  # without the row version: rows stay ready when written to
+            state_version, _, *others = self._begun_at  # ignore the row version, since a write leaves rows ready
             if (state_version, *others) != (self._marks[0], *self._marks[2:]):
                 return NOT_LOOKED
             sampler = self._request.sampler.name
             raise SamplerError(
-                f"sampler {sampler!r} returned rows that were not ready for this claim; return only rows of "
-                f"view.ready() or view.ready_groups()",
+                f"sampler {sampler!r} returned rows that were not ready for this claim; expected rows from "
+                f"view.ready() or view.ready_groups(). Return only these rows.",
                 metadata={"sampler": sampler},
             )
         bound, name, is_last = self._rows.bound, self._request.sampler.name, self._end is not None
         if bound is not None and not bound.permits(recorded, positions, name, is_last=is_last):
-            return NOT_LOOKED  # slots were added during the search
+            return NOT_LOOKED  # slots were created during the search
         if self.evicted is not None and bool(np.isin(recorded.named, self.evicted.rows).any()):
-            return NOT_LOOKED  # the plan contains the rest of a group that is too small and therefore evicted
+            return NOT_LOOKED  # the plan contains rows of a group that is evicted because it is too small
         if self._spec.max_uses > 1 or recorded.is_reusing:
             recorded = self._task.using_up(recorded, self._spec.max_uses)
             positions = self._rows.table.find(recorded.named)
@@ -939,7 +941,7 @@ class Search:
         return Planned(recorded, positions, self.view.grouping, self._rows, self.evicted, lengths)
 
     def _with_totals(self, recorded: RecordedPlan, positions: Indexes) -> tuple[RecordedPlan, Indexes | None]:
-        """Add totals to a batch for ranks; return it with the lengths of its rows, or None unless all are known.
+        """Add totals to a rank's batch; return the batch and its row lengths, or None if any length is unknown.
 
         A queue worker's claim is returned unchanged.
 
@@ -954,16 +956,16 @@ class Search:
         return with_totals(recorded, self._partition, positions, lengths, self._spec.totals), lengths
 
     def _miss(self) -> Miss:
-        """Return a miss with the number of rows that must be written before another search can succeed."""
+        """Return a miss that specifies how many rows must be written before another search can succeed."""
         self._check_length_source()
-        missing, is_closed = 1, self._partition.sealed or self._spec.finite  # or soon closed, by a first sample
-        # Read from the class, which runs no code of the sampler.
+        missing, is_closed = 1, self._partition.sealed or self._spec.finite  # a first sample may soon close it
+        # Read from the class, to run no code of the sampler.
         needs_min_size = type(self._request.sampler).plans_below_min_size is not True
-        if self._spec.evicts or self._rows.bound is not None:  # a single row may be evicted or awaited
+        if self._spec.evicts or self._rows.bound is not None:  # one row may be evicted or awaited
             needs_min_size = False
         if needs_min_size and self.view.scan.exhausted and self.wanted.batch_unit == "sample":
             missing = self.wanted.min_size - self.view.scan.seen_count
-            if is_closed:  # the last batch may be short
+            if is_closed:  # the last batch may be smaller
                 missing = min(missing, self._unready_count) if self._is_plain else 1
         state_version, row_version, *_ = self._begun_at
         return Miss(
@@ -974,9 +976,9 @@ class Search:
         )
 
     def _check_length_source(self) -> None:
-        """Refuse to wait for lengths if the fields can never have any and no sample has one in custom_meta.
+        """Raise an error if the fields can never have lengths and no sample has a length in custom_meta.
 
-        Otherwise claims wait: missing lengths can still arrive with a put or with SetCustomMeta.
+        Otherwise, the claim waits, because a put or SetCustomMeta can still add the missing lengths.
         """
         rows = self._rows
         source = rows.key[2]
@@ -997,14 +999,14 @@ class Search:
         raise MissingLengthError(
             f"{self._why_no_lengths(source)}; expected the lengths of samples {named}"
             f"{' and others' if lacking.size > _MOST_NAMED else ''}, which sampler {self._request.sampler.name!r} "
-            f"needs. Name a field of tensors that has them with length_field, or put the number of tokens into the "
-            f"custom_meta column {source.column!r}; a claim with length_key {source.column!r} waits for it.",
+            f"needs. Name a field of tensors with length_field, or put the number of tokens into the "
+            f"custom_meta column {source.column!r}; a claim with length_key {source.column!r} waits for this column.",
             field="sampler_config",
             metadata={"partition_id": self._partition.partition_id, "column": source.column},
         )
 
     def _why_no_lengths(self, source: LengthSource) -> str:
-        """Return why the fields of a length source have no lengths."""
+        """Return the reason why the fields of a length source have no lengths."""
         if source.is_longest_sequence:
             names = ", ".join(map(repr, self._spec.data_fields)) or "none"
             return f"data_fields is {names}, without a field of one-dimensional rows that may differ in length"

@@ -1,1 +1,1 @@
-"""Serves waiting calls (claims, writes, look-ups), leases and status. Runs on the event loop; ends with the process."""
+"""Serves waiting calls (claims, writes, look-ups), leases and status on the event loop. Nothing here is persisted."""

@@ -1,7 +1,7 @@
-"""Writes of new samples that wait for capacity in a partition, and the bounds that make them wait.
+"""The queue of writes that wait for capacity in a partition, and the bounds that make them wait.
 
-A partition limits the bytes of its cells and the outstanding work of its tasks. All counts are part of the state, so
-they are unchanged after a restart.
+A partition limits the bytes of its cells and the outstanding units of its tasks. All counts are part of the state, so a
+restart does not change them.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from tq_service.state.partition import Partition
 from tq_service.state.plan import ClaimRequest, shown
 from tq_service.wait_clock import Waiting
 
-_MOST_LOOKED_AT: Final = 256  # waiting writes, after each change
+_MOST_LOOKED_AT: Final = 256  # maximum number of waiting writes examined after a change
 _UNITS: Final[tuple[BatchUnit, ...]] = get_args(BatchUnit)
-_MOST_EXPLAINED: Final = 1 << 16  # rows that are searched for the cause when a put is rejected
+_MOST_EXPLAINED: Final = 1 << 16  # maximum number of rows searched to explain why a write waits
 
 RETRY_AFTER_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """The capacity that the new samples of a write need.
+    """The capacity needed by the new samples of a write.
 
     Attributes:
-        counts: number of units, by unit; see `CheckedGroups.count_units`.
-        value_bytes: bytes of the samples' cells.
-        held_counts: number of held units, by unit.
-        groups: names of the groups that the samples start; samples of existing groups need no capacity.
-        rollouts: names of the rollouts that the samples start; samples of existing rollouts need no capacity.
+        counts: number of new units, by unit; see `CheckedGroups.count_units`.
+        value_bytes: bytes of the new samples' cells.
+        held_counts: number of new held units, by unit.
+        groups: names of new groups; samples of existing groups need no capacity.
+        rollouts: names of new rollouts; samples of existing rollouts need no capacity.
     """
 
     counts: Counter[BatchUnit] = field(default_factory=Counter)
@@ -62,12 +62,12 @@ class Demand:
 
     @property
     def sample_count(self) -> int:
-        """The number of samples."""
+        """Number of new samples."""
         return self.counts["sample"]
 
 
 def sum_of(demands: Iterable[Demand | None]) -> Demand:
-    """Return the total demand of several writes; None counts as nothing."""
+    """Return the total demand of several writes, ignoring None."""
     total = Demand()
     for demand in filter(None, demands):
         total = Demand(
@@ -89,27 +89,27 @@ class Bound(Protocol):
     """An upper bound on bytes, samples or units in a partition.
 
     Attributes:
-        limit: maximum value.
-        task_name: the task that must consume samples before a write fits; empty: none.
+        limit: the upper bound.
+        task_name: name of the task that must consume samples before a waiting write fits; otherwise empty.
     """
 
     limit: int
     task_name: str
 
     def share(self, demand: Demand) -> int:
-        """Return the amount that a write would add to an empty partition."""
+        """Return how much a write counts towards the bound, even in an empty partition."""
         ...
 
     def used(self) -> int:
-        """Return the amount that is in use."""
+        """Return how much of the bound is in use."""
         ...
 
     def waits_for(self, got: int) -> str:
-        """Return why a write that would raise the total to `got` waits."""
+        """Explain why a write that would raise the total to `got` waits."""
         ...
 
     def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
-        """Return the error for a write that would raise the total to `got`, raised immediately or after a wait."""
+        """Return the error for a write that would raise the total to `got`, after a wait if it `may_fit_later`."""
         ...
 
 
@@ -123,21 +123,21 @@ class ByteBound:
         self.limit = limit
 
     def share(self, demand: Demand) -> int:
-        """Return the bytes of a write."""
+        """Return the bytes that a write adds."""
         return demand.value_bytes
 
     def used(self) -> int:
-        """Return the bytes of the stored cells."""
+        """Return the bytes of all stored cells."""
         return self._partition.cells.used_bytes
 
     def waits_for(self, got: int) -> str:
-        """Return why a write waits."""
+        """Explain why a write waits for bytes."""
         text = f"partition {self._partition.partition_id!r} would have {got} bytes, but its max_bytes is {self.limit}"
         release = self._partition.settings.release
         return text if release is None else f"{text}, and samples are released once {shown(release)}"
 
     def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
-        """Return the error for a write."""
+        """Return the error for a write that exceeds the bytes."""
         remedy = _outcome("clear consumed samples, or raise max_bytes", note) if may_fit_later else _SPLIT
         return QuotaExceededError(
             f"{self.waits_for(got)}{remedy}",
@@ -156,11 +156,11 @@ class AdmissionBound:
         self.task_name = admission.task_name
 
     def share(self, demand: Demand) -> int:
-        """Return the units of a write."""
+        """Return the number of units that a write adds."""
         return demand.counts[self._admission.unit]
 
     def used(self) -> int:
-        """Return the outstanding units; if overflow is dropped, only those in use."""
+        """Return the number of outstanding units; if overflow is dropped, only those that cannot be dropped."""
         task = self._partition.tasks[self.task_name]
         outstanding = task.outstanding_count or 0
         if self._admission.overflow == "wait":
@@ -168,7 +168,7 @@ class AdmissionBound:
         return min(outstanding, self._partition.in_use_count(task, self._admission.unit))
 
     def waits_for(self, got: int) -> str:
-        """Return why a write waits."""
+        """Explain why a write waits for the task."""
         admission, task = self._admission, self._partition.tasks[self.task_name]
         delivered = sum(task.delivered_units) + task.done_units
         parts = f", {delivered} of them delivered and not {admission.given_back} yet" if delivered else ""
@@ -181,7 +181,7 @@ class AdmissionBound:
         )
 
     def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
-        """Return the error for a write."""
+        """Return the error for a write that exceeds the admission."""
         remedy = _REMEDIES[self._admission.given_back]
         return _limit_error(
             self, got, "most", self._admission.unit, remedy=remedy, may_fit_later=may_fit_later, note=note
@@ -189,7 +189,7 @@ class AdmissionBound:
 
 
 class RatioBound:
-    """Bound on the samples inserted before more samples are delivered to a task; see `Bound`."""
+    """Bound on the samples that may be inserted before the task receives more samples; see `Bound`."""
 
     def __init__(self, ratio: InsertRatio) -> None:
         self._ratio = ratio
@@ -197,7 +197,7 @@ class RatioBound:
         self.task_name = ratio.task.name
 
     def share(self, demand: Demand) -> int:
-        """Return the samples of a write."""
+        """Return the number of samples that a write adds."""
         return demand.sample_count
 
     def used(self) -> int:
@@ -205,11 +205,11 @@ class RatioBound:
         return self.limit - self._ratio.inserts_left()
 
     def waits_for(self, got: int) -> str:
-        """Return why a write waits."""
+        """Explain why a write waits for deliveries."""
         return self._ratio.waits_for
 
     def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
-        """Return the error for a write."""
+        """Return the error for a write that exceeds the ratio."""
         remedy = "more samples must be delivered to the task first"
         return _limit_error(
             self, got, "samples_per_insert", "sample", remedy=remedy, may_fit_later=may_fit_later, note=note
@@ -227,22 +227,22 @@ class RunningBound:
         self.limit = admission.most_running
 
     def share(self, demand: Demand) -> int:
-        """Return the held units of a write."""
+        """Return the number of held units that a write adds."""
         return demand.held_counts[self._unit]
 
     def used(self) -> int:
-        """Return the held units."""
+        """Return the number of held units in the partition."""
         return self._partition.held_count(self._unit)
 
     def waits_for(self, got: int) -> str:
-        """Return why a write waits."""
+        """Explain why a write waits for rollouts in progress."""
         return (
             f"partition {self._partition.partition_id!r} would have {got} {self._unit}s held, which are still being "
             f"generated; its admission sets most_running to {self.limit}"
         )
 
     def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
-        """Return the error for a write."""
+        """Return the error for a write that exceeds the number of held units."""
         remedy = "rollout workers must finish some of them first"
         return _limit_error(
             self, got, "most_running", self._unit, remedy=remedy, may_fit_later=may_fit_later, note=note
@@ -273,7 +273,7 @@ def _limit_error(
 
 
 def bounds_of(partition: Partition) -> list[Bound]:
-    """Return the bounds in the settings of a partition."""
+    """Return all bounds that the settings of a partition define."""
     settings = partition.settings
     bounds: list[Bound] = [] if settings.max_bytes is None else [ByteBound(partition, settings.max_bytes)]
     bounds += [AdmissionBound(partition, admission) for admission in settings.admissions]
@@ -283,10 +283,10 @@ def bounds_of(partition: Partition) -> list[Bound]:
 
 
 def demand_of(partition: Partition, write: SampleWrite, value_bytes: int) -> Demand | None:
-    """Return the demand of the new samples of a write, or None if none of them is kept or starts a unit.
+    """Return the demand of a write's new samples, or None if no new sample is kept or starts a unit.
 
     Raises:
-        TqError: the partition would reject the write regardless of capacity.
+        TqError: the partition rejects the write regardless of capacity.
     """
     checked = check_write(partition, write)
     if checked.new_count == 0 or write.state is SampleState.FAILED:
@@ -311,7 +311,7 @@ def demand_of(partition: Partition, write: SampleWrite, value_bytes: int) -> Dem
 
 
 def demand_of_slots(partition: Partition, prompt_count: int, slot_count: int) -> Demand:
-    """Return the demand of the slots for `prompt_count` new prompts.
+    """Return the demand of all slots for `prompt_count` new prompts, each with `slot_count` slots.
 
     Raises:
         PartitionSealedError: the partition accepts no new samples.
@@ -325,15 +325,15 @@ def demand_of_slots(partition: Partition, prompt_count: int, slot_count: int) ->
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class WaitingWrite(contextlib.AbstractContextManager["WaitingWrite"]):
-    """A write that waits for capacity and, once admitted, holds it until the end of its `with` block.
+    """A write that waits for capacity. Once admitted, the write reserves its capacity until its `with` block ends.
 
     Attributes:
         look: returns the current demand of the write, or None; raises an error if the partition would reject the write.
-        names_keys: whether the write has keys, whose samples may be added by other writes during the wait.
+        names_keys: whether the write has keys. Other writes may add samples with these keys during the wait.
         demand: the last known demand of the write, or None.
-        seen: the marks of the queue when `demand` was determined; keys and groups may be added later.
-        since: when the write arrived or its last turn ended, see `AdmissionTurn`.
-        admitted: done when there is capacity, or never will be.
+        seen: state of the partition when `demand` was determined; more keys and groups may have been added since.
+        since: when the write arrived or its last turn ended; see `AdmissionTurn`.
+        admitted: completes when the write has capacity, or fails if it never will.
     """
 
     queue: AdmissionQueue
@@ -350,19 +350,19 @@ class WaitingWrite(contextlib.AbstractContextManager["WaitingWrite"]):
 
     @property
     def has_capacity(self) -> bool:
-        """Whether the write still holds its capacity, which a retry of the call may have taken over."""
+        """Whether the write still has its reserved capacity. A retry of the call may have taken over the capacity."""
         return self.queue.has_admitted(self)
 
 
 class AdmissionQueue:
-    """Admits writes with new samples into one partition as its bounds allow, in order of arrival.
+    """Admits writes of new samples to one partition in order of arrival, within the partition's bounds.
 
-    A write that fits overtakes writes that do not, because it may make room for them, for example by completing the
-    batch that a trainer waits for. `AdmissionTurn` prevents large puts from being delayed forever. New members of
-    existing groups need no capacity, since their groups were admitted already.
+    A write that fits overtakes writes that do not fit. The fitting write may even free capacity for the others, for
+    example by completing the batch that a trainer waits for. `AdmissionTurn` prevents large puts from being delayed
+    forever. New members of existing groups need no capacity, since their groups were admitted already.
 
-    Only the first waiting writes are examined, and only after a change. A retry replaces the call that it repeats, in
-    the queue or after admission. Confined to the event loop of its partition.
+    Only the first waiting writes are examined, and only after a change. A retry replaces the original call, in the
+    queue or after its admission. The queue is confined to the partition's event loop.
     """
 
     def __init__(
@@ -374,10 +374,10 @@ class AdmissionQueue:
         """Create an empty queue.
 
         Args:
-            partition: the partition of the writes.
+            partition: the partition that receives the writes.
             deadlock: returns why the task that must consume first ("": any task) cannot consume, or "" if it can. The
                 second argument is a claim that is known to wait, or None.
-            clock: the clock of deadlines and turns.
+            clock: clock used for deadlines and turns.
         """
         self._partition = partition
         self._deadlock = deadlock
@@ -393,36 +393,36 @@ class AdmissionQueue:
 
     @property
     def waiting_count(self) -> int:
-        """The number of waiting writes."""
+        """Number of waiting writes."""
         return len(self._waiting)
 
     def first_waits_for(self, asking: ClaimRequest | None = None) -> str:
-        """Return why the first waiting write has no capacity, given a waiting claim; "" if none waits."""
+        """Explain why the first waiting write still waits, given a waiting claim; "" if no write waits."""
         first = next(iter(self._waiting.values()), None)
         return "" if first is None or first.demand is None else self.waits_for(first.demand, asking)
 
     def waits_for(self, demand: Demand, asking: ClaimRequest | None = None) -> str:
-        """Return why there is no capacity for a demand, given a waiting claim; "" if there is capacity."""
+        """Explain why a demand exceeds the free capacity, given a waiting claim; "" if the capacity is available."""
         refusing = self._refusing(demand)
         return "" if refusing is None else refusing[0].waits_for(refusing[1]) + self._note(refusing[0], asking)
 
     async def enter(
         self, request_id: bytes, write: SampleWrite, value_bytes: int, deadline: float | None
     ) -> WaitingWrite:
-        """Return capacity for a write once all earlier ones have theirs; immediately if the write needs none.
+        """Wait for the capacity of a write, behind earlier writes; return at once if the write needs no capacity.
 
         Args:
-            request_id: id of the call, the same for its retries.
+            request_id: request_id of the call and of its retries.
             write: the write to admit.
-            value_bytes: bytes of the write's columns.
-            deadline: end of the wait, by `time.monotonic`; None: wait until the caller is cancelled.
+            value_bytes: bytes of all columns in the write.
+            deadline: end of the wait in `time.monotonic` seconds; None: wait until the caller is cancelled.
 
         Raises:
-            QuotaExceededError, AdmissionLimitError: the write exceeds a bound by itself (raised immediately), or there
-                was no capacity until the deadline (with `retry_after_seconds`).
+            QuotaExceededError, AdmissionLimitError: the write alone exceeds a bound (raised immediately), or there was
+                no capacity before the deadline (with `retry_after_seconds`).
             PartitionClearedError, UnavailableError: the partition was cleared or the service shut down during the wait.
             CallCancelledError: a retry replaced this call.
-            TqError: the partition would reject the write regardless of capacity.
+            TqError: the partition rejects the write regardless of capacity.
         """
         look = partial(demand_of, self._partition, write, value_bytes)
         return await self.enter_with(request_id, look, deadline, names_keys=write.keys is not None)
@@ -435,7 +435,7 @@ class AdmissionQueue:
         *,
         names_keys: bool = False,
     ) -> WaitingWrite:
-        """Return capacity for the demand that `look` returns; see `enter` and `WaitingWrite`."""
+        """Wait for the capacity that `look` demands; see `enter` and `WaitingWrite`."""
         entering = self._join(request_id, look, names_keys=names_keys)
         try:
             timeout = None if deadline is None else deadline - self._clock()
@@ -446,14 +446,14 @@ class AdmissionQueue:
                 raise self._too_late(entering)
             entering.admitted.result()
             return entering
-        except BaseException:  # a cancellation may arrive in the same turn as the capacity
+        except BaseException:  # a cancellation may arrive in the same iteration of the loop as the capacity
             self.leave(entering)
             raise
         finally:
-            del entering  # otherwise, an error would keep this frame and with it the partition alive
+            del entering  # otherwise, an exception's traceback would keep this frame and the partition alive
 
     def enter_now(self, request_id: bytes, look: Callable[[], Demand | None]) -> WaitingWrite:
-        """Return capacity if it is available in this step after all waiting writes; else raise like a late `enter`."""
+        """Reserve capacity behind all waiting writes, or raise the timeout error of `enter` if none is left."""
         entering = self._join(request_id, look, names_keys=False)
         if not entering.admitted.done():
             error = self._too_late(entering)
@@ -463,7 +463,7 @@ class AdmissionQueue:
         return entering
 
     def _join(self, request_id: bytes, look: Callable[[], Demand | None], *, names_keys: bool) -> WaitingWrite:
-        """Queue a write, unless it already has capacity or needs none."""
+        """Add a write to the queue, unless it already has capacity or needs none."""
         entering = WaitingWrite(
             queue=self, request_id=request_id, look=look, names_keys=names_keys, since=self._clock()
         )
@@ -490,11 +490,11 @@ class AdmissionQueue:
         return entering
 
     def has_admitted(self, admission: WaitingWrite) -> bool:
-        """Whether a write still holds its capacity."""
+        """Whether a write still has its reserved capacity."""
         return self._admitted.get(admission.request_id) is admission
 
     def leave(self, admission: WaitingWrite) -> None:
-        """Release a write's place in the queue, or its capacity, unless a retry has taken it over."""
+        """Remove a write from the queue or release its capacity, unless a retry has taken over."""
         for places in (self._waiting, self._admitted):
             if places.get(admission.request_id) is admission:
                 del places[admission.request_id]
@@ -502,7 +502,7 @@ class AdmissionQueue:
                 self.wake()
 
     def wake(self, last: WaitingWrite | None = None) -> None:
-        """Admit the writes that have capacity now; `last`, if it waits, is examined wherever it is in the queue."""
+        """Admit all examined writes that have capacity now; `last` is always examined if it waits."""
         admitted, short = sum_of(each.demand for each in self._admitted.values()), list[WaitingWrite]()
         looked_at = dict(itertools.islice(self._waiting.items(), _MOST_LOOKED_AT))
         if last is not None and last.request_id in self._waiting:
@@ -526,7 +526,7 @@ class AdmissionQueue:
         self._set_timer()
 
     def end(self, error: Callable[[], TqError]) -> None:
-        """End all current and future waits with an error."""
+        """End all current and future waits with this error."""
         self._end_error = error
         self._deadlock = lambda task_name, asking: ""  # breaks the reference cycle between the queue and its owner
         for admission in self._waiting.values():
@@ -536,7 +536,7 @@ class AdmissionQueue:
         self._set_timer()
 
     def _set_timer(self) -> None:
-        """Set a timer to examine the other writes when a turn ends."""
+        """Set a timer that examines the other writes when the current turn ends."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -545,10 +545,10 @@ class AdmissionQueue:
             self._timer = asyncio.get_running_loop().call_later(seconds, self.wake)
 
     def _fits(self, waiting: WaitingWrite, admitted: Demand, *, may_pass: bool) -> bool:
-        """Whether a write needs nothing, or fits beside the admitted writes and may pass others.
+        """Whether a write needs no capacity, or fits in addition to the admitted writes and may pass other writes.
 
-        The demand is determined again only if it may have decreased, or once it fits. Otherwise, each small clear would
-        look up all keys of a large waiting put.
+        The demand is recomputed only if it may have decreased, or when the write fits. Otherwise, each small clear
+        would cause a look-up of all keys in a large waiting put.
         """
         if self._may_take_less(waiting):
             self._update_demand(waiting)
@@ -556,11 +556,11 @@ class AdmissionQueue:
             return True
         if not may_pass or self._refusing(waiting.demand, admitted) is not None:
             return False
-        self._update_demand(waiting)  # removed rows may have made their keys new again
+        self._update_demand(waiting)  # keys of removed rows may be new again
         return waiting.demand is None or self._refusing(waiting.demand, admitted) is None
 
     def _may_take_less(self, waiting: WaitingWrite) -> bool:
-        """Whether samples of a write may now exist, their groups may have started, or the write may be rejected."""
+        """Whether the demand of a write may have changed: its samples or groups may exist, or it may be rejected."""
         if waiting.demand is None or waiting.seen is None or waiting.seen[0] != self._partition.sealed:
             return True
         added = self._partition.table.next_index - waiting.seen[1]
@@ -570,7 +570,7 @@ class AdmissionQueue:
         return added > 0 and waiting.names_keys
 
     def _update_demand(self, admission: WaitingWrite) -> None:
-        """Determine the demand of a write again if it may have changed."""
+        """Recompute the demand of a write if it may have changed."""
         table = self._partition.table
         marks = self._partition.sealed, table.next_index, table.removed_count
         if admission.seen != marks:
@@ -578,17 +578,17 @@ class AdmissionQueue:
             admission.seen = marks
 
     def _refusing(self, demand: Demand, admitted: Demand | None = None) -> tuple[Bound, int] | None:
-        """Return the bound that a write would exceed now, and the total, or None if there is capacity."""
+        """Return the bound that a write would exceed now and the resulting total, or None if there is capacity."""
         if admitted is None:
             admitted = sum_of(each.demand for each in self._admitted.values())
         for bound in self._bounds:
-            share = bound.share(demand)  # 0: a write that adds nothing never waits
+            share = bound.share(demand)  # a write with a share of 0 never waits
             if share and (total := bound.used() + share + bound.share(admitted)) > bound.limit:
                 return bound, total
         return None
 
     def _too_late(self, late: WaitingWrite) -> TqError:
-        """Return the error for a write that received no capacity in time, or that could not pass another write."""
+        """Return the error for a write that received no capacity in time or could not pass another write."""
         if late.demand is not None and (refusing := self._refusing(late.demand)) is not None:
             return refusing[0].error(refusing[1], may_fit_later=True, note=self._note(refusing[0]))
         holder = self._turn.holder
@@ -597,26 +597,26 @@ class AdmissionQueue:
             note = f"; this includes an earlier put of {front.sample_count} samples, which has waited longest"
             return refusing[0].error(refusing[1], may_fit_later=True, note=note)
         return ResourceExhaustedError(
-            "there was no capacity until the deadline", retry_after_seconds=RETRY_AFTER_SECONDS
+            "there was no capacity until the deadline; retry the put", retry_after_seconds=RETRY_AFTER_SECONDS
         )
 
     def _note(self, bound: Bound, asking: ClaimRequest | None = None) -> str:
-        """Return the cause that keeps a write waiting for a bound (earlier puts, or a deadlock), or "" if unknown."""
+        """Return why writes wait for a bound, as a note: earlier puts, or a deadlock; "" if the reason is unknown."""
         if self._admitted:
-            return f"; {len(self._admitted)} earlier puts were admitted but are not stored yet"
+            return f"; {len(self._admitted)} earlier puts have reserved capacity but are not stored yet"
         deadlock = self._deadlock(bound.task_name, asking)
         return f"; {deadlock}" if deadlock else ""
 
 
 def starvation(partition: Partition, planner: Planner, asking: ClaimRequest | None = None) -> str:
-    """Return a sentence about why a task does not consume its remaining samples; "" if unknown, or if it may do so.
+    """Return a note that explains why a task does not consume its remaining samples; "" if unknown or if it may.
 
-    Either a claim waits that only new samples can serve, or conditions exclude samples, which stay pending.
+    Either a waiting claim can be served only by new samples, or conditions exclude samples that remain pending.
 
     Args:
-        partition: the partition of the task.
+        partition: partition of the task.
         planner: planner of the task.
-        asking: a claim that is known to wait; ignored if it is for a different task.
+        asking: a claim that is known to wait; ignored if it belongs to a different task.
     """
     task, waiting = planner.task, [request for request, _ in planner.waiting_claims()]
     if asking is not None and asking.task_name == task.name:
@@ -632,15 +632,15 @@ def starvation(partition: Partition, planner: Planner, asking: ClaimRequest | No
         return ""
     ruled_out, names = int(np.count_nonzero(excluded)), {each.column for each in request.batch_spec.where}
     cause = (
-        f"{ruled_out} samples are excluded by its where ({', '.join(sorted(names))}); clear these samples, or let "
-        f"claims evict them with unmatched"
+        f"{ruled_out} samples are excluded by the conditions in where ({', '.join(sorted(names))}); clear "
+        f"these samples, or let claims evict them by setting unmatched"
     )
     if not waiting:
         return f"for task {task.name!r} {cause}" if ruled_out else ""
-    if (pending & ~ready & ~excluded).any():  # held, or a field is still missing
+    if (pending & ~ready & ~excluded).any():  # held samples, or samples that lack a field
         return ""
     return (
-        f"this is a deadlock unless samples that fit are still put, since task {task.name!r} itself waits for more "
-        f"samples, and the {int(np.count_nonzero(pending & ready))} ready ones are too "
+        f"this is a deadlock unless samples that fit are still put: task {task.name!r} itself waits for more "
+        f"samples, because its {int(np.count_nonzero(pending & ready))} ready samples are too "
         f"few{', and ' + cause if ruled_out else ''}"
     )

@@ -1,4 +1,4 @@
-"""The backlogs of tasks: ready samples and their age, computed by sweeps over the rows of a partition."""
+"""Backlogs of tasks: the number of ready samples and their versions, computed by scans of a partition's rows."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ Marks: TypeAlias = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backlog:
-    """The backlog of a task at the last sweep.
+    """The backlog of a task as of the last scan.
 
     Attributes:
-        ready_count: number of samples that claims like the last one could receive; None: no claim was seen.
-        oldest_version: the lowest version of the samples left for the task; None: none of them has a version.
-        newest_version: the highest version of all stored samples; None: none of them has a version.
+        ready_count: number of samples that a claim equal to the last one could receive; None if there was no claim.
+        oldest_version: lowest version among the samples left for the task; None if no such sample has a version.
+        newest_version: highest version among all stored samples; None if no sample has a version.
     """
 
     ready_count: int | None
@@ -49,7 +49,7 @@ class Backlog:
 
     @property
     def staleness_versions(self) -> float | None:
-        """The difference between the newest version and the oldest one left; None if no sample left has a version."""
+        """Staleness of the oldest sample left for the task, in versions; None if no sample left has a version."""
         if self.oldest_version is None:
             return None
         return 0.0 if self.newest_version is None else max(0.0, self.newest_version - self.oldest_version)
@@ -60,7 +60,7 @@ NO_BACKLOG: Final = Backlog(ready_count=None, oldest_version=None, newest_versio
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Known:
-    """The last backlog of a task, its marks at that time, and the earliest time of the next sweep."""
+    """The last backlog of a task, its marks at that time, and the earliest time for the next scan."""
 
     backlog: Backlog
     marks: Marks
@@ -68,11 +68,12 @@ class _Known:
 
 
 class Backlogs:
-    """Caches the backlogs of tasks, and recomputes them after changes.
+    """Caches the backlogs of tasks and recomputes them after changes.
 
-    Metrics and the status share the results, and the tasks of a partition share a sweep. Sweeping a large partition
-    takes a long time. A refresh therefore waits for at most 30 ms, or 250 ms if a backlog is not known yet, and the
-    sweep continues after that. A backlog is recomputed only after fifty times the duration of its sweep.
+    Metrics and the status use the same backlogs, and the tasks of a partition share a scan. Scanning a large partition
+    takes a long time, so `refresh` waits at most 30 ms, or 250 ms if a backlog is unknown. The scan continues in the
+    background. A backlog is recomputed only after fifty times the duration of its last scan, which limits scans to 2 %
+    of the time.
 
     Args:
         catalog: the partitions.
@@ -82,18 +83,18 @@ class Backlogs:
     def __init__(self, catalog: Catalog, runner: RunsPlans) -> None:
         self._catalog = catalog
         self._runner = runner
-        self._known: WeakKeyDictionary[TaskLedger, _Known] = WeakKeyDictionary()  # cleared partitions must not stay
+        self._known: WeakKeyDictionary[TaskLedger, _Known] = WeakKeyDictionary()  # weak, to free cleared partitions
         self._looks: set[asyncio.Task[None]] = set()
-        self._turn = asyncio.Lock()  # held by the running sweep
+        self._turn = asyncio.Lock()  # held by the scan in progress
         self._is_closed = False
 
     def of(self, task: TaskLedger) -> Backlog | None:
-        """Return the last known backlog of a task, or None."""
+        """Return the last known backlog of a task, or None if it is unknown."""
         known = self._known.get(task)
         return None if known is None else known.backlog
 
     async def refresh(self, wanted: Iterable[tuple[Partition, TaskLedger]]) -> None:
-        """Recompute the backlogs that are due; the sweep may continue after this returns."""
+        """Recompute all given backlogs that are due; a long scan may continue after this method returns."""
         slices, loop, wait_seconds = Slices(), asyncio.get_running_loop(), _WAIT_SECONDS
         due = defaultdict[Partition, list[TaskLedger]](list)
         for partition, task in wanted:
@@ -101,7 +102,7 @@ class Backlogs:
                 due[partition].append(task)
                 known = self._known.get(task)
                 if known is None or known.next_at < loop.time() - _MOST_AGE_SECONDS:
-                    self._known.pop(task, None)  # too old to be shown
+                    self._known.pop(task, None)  # too old to report
                     wait_seconds = _FIRST_WAIT_SECONDS
             await slices.turn()
         if due and not self._is_closed:
@@ -111,7 +112,7 @@ class Backlogs:
             await asyncio.wait((look,), timeout=wait_seconds)
 
     async def close(self) -> None:
-        """Cancel all sweeps, and do not start new ones."""
+        """Cancel all scans and start no new ones."""
         self._is_closed = True
         for look in self._looks:
             look.cancel()
@@ -131,12 +132,12 @@ class Backlogs:
                 await slices.turn()
 
     def _is_due(self, partition: Partition, task: TaskLedger) -> bool:
-        """Whether a backlog is due, since something has changed and the last sweep was long enough ago."""
+        """Whether a backlog must be recomputed: it may have changed, and the last scan was long enough ago."""
         known, now = self._known.get(task), asyncio.get_running_loop().time()
         return known is None or (known.next_at <= now and known.marks != self._marks(partition, task))
 
     def _marks(self, partition: Partition, task: TaskLedger) -> Marks:
-        """Return a value that changes whenever the backlog may have changed."""
+        """Return a value that differs whenever the backlog may have changed."""
         request = self._last_request(partition, task)
         kind = None if request is None else (request.spec, partition.resolved(request.batch_spec.where))
         removed_count = partition.table.removed_count
@@ -157,24 +158,24 @@ class Backlogs:
 
 
 def tasks_with_versions(partition: Partition) -> list[tuple[Partition, TaskLedger]]:
-    """Return the tasks of a partition that have samples left and whose versions may be known."""
+    """Return the tasks of a partition that have samples left, if the partition's versions are numbers."""
     return [(partition, task) for task in partition.tasks.values() if task.backlog and _versions(partition) is not None]
 
 
 def _versions(partition: Partition) -> tuple[NDArray[Any], NDArray[np.bool_]] | None:
-    """Return the versions of rows and a mask of the rows that have one, or None if the versions are not numbers."""
+    """Return the versions of all rows and a mask of the rows with a version, or None if versions are not numbers."""
     arrays = partition.meta.arrays(_VERSION_COLUMN)
     return None if arrays is None or arrays[0].dtype.kind not in "if" else arrays
 
 
 def _version_range(versions: NDArray[Any]) -> tuple[float, float]:
-    """Return the lowest and the highest version."""
-    versions = versions[~np.isnan(versions)]  # NaN stands for no version
+    """Return the lowest and the highest version, ignoring NaN."""
+    versions = versions[~np.isnan(versions)]  # NaN marks rows without a version
     return (versions.min().item(), versions.max().item()) if versions.size else _NO_VERSIONS
 
 
 class _Look:
-    """The backlog of one task, computed slice by slice."""
+    """Computes the backlog of one task slice by slice."""
 
     def __init__(self, partition: Partition, task: TaskLedger, readiness: Readiness | None) -> None:
         self.cost = 1 if readiness is None else max(1, len(readiness.key[1]))
@@ -185,12 +186,12 @@ class _Look:
         self._oldest, self._newest = math.inf, -math.inf
 
     def look(self, rows: slice) -> None:
-        """Count the rows of a slice."""
+        """Count the ready rows of a slice and include its versions."""
         if self._readiness is not None:
             try:
                 ready = self._readiness.ready(rows)
                 self._ready_count += int(np.count_nonzero(ready & ~self._task.skipped.data[rows]))
-            except TqError:  # a condition may not fit its column; such claims receive the error
+            except TqError:  # for example, a condition does not fit its column; such claims raise this error
                 self._readiness = None
         if (versions := _versions(self._partition)) is None:
             return
@@ -201,7 +202,7 @@ class _Look:
         self._oldest = min(self._oldest, _version_range(values[is_left])[0])
 
     def backlog(self) -> Backlog:
-        """Return the backlog counted so far."""
+        """Return the backlog of the rows examined so far."""
         return Backlog(
             ready_count=None if self._readiness is None else self._ready_count,
             oldest_version=float(self._oldest) if math.isfinite(self._oldest) else None,

@@ -1,7 +1,7 @@
-"""All partitions by name, the objects that serve them, their limits, and the calls that wait for a partition to appear.
+"""The catalog: all partitions by name, the objects that serve them, their limits, and calls waiting for a partition.
 
-`Limits` are checked when a request arrives, but not when a change is replayed, so data accepted under higher limits is
-retained. `LeaseTimer` contains the lease deadlines of one partition.
+`Limits` are checked when a request arrives but not when a change is replayed. Data accepted under higher limits is
+therefore retained. `LeaseTimer` tracks the lease deadlines of one partition.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _FREED_AT_ONCE: Final = 1 << 16  # samples
 
 _NUMBER_BYTES = 8
 _MOST_TRAINED: Final = 64  # tasks listed in one call
-# Names within a partition, by argument: the limit of their number, the plural noun, and the remedy.
+# Limits on the names in a partition, by argument: the name of the limit, the plural noun, and the remedy.
 _NAMED = {
     "fields": ("max_fields", "fields", "put data that differs between samples as an object field"),
     "custom_meta": ("max_meta_columns", "custom_meta columns", "use one column for values of one kind"),
@@ -85,16 +85,16 @@ _NAMED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The limits of one controller; each is named like its setting.
+    """The limits of one controller, named after the settings that configure them.
 
     Attributes:
         max_partitions: number of partitions.
         max_policies: number of policies.
         max_samples: number of samples in all partitions.
-        max_fields: fields per partition.
-        max_tasks: tasks per partition.
-        max_meta_columns: custom_meta columns per partition.
-        max_sample_meta_bytes: bytes of custom_meta written for one sample at once, with strings and JSON in UTF-8.
+        max_fields: number of fields per partition.
+        max_tasks: number of tasks per partition.
+        max_meta_columns: number of custom_meta columns per partition.
+        max_sample_meta_bytes: bytes of custom_meta per sample in one write, with strings and JSON encoded in UTF-8.
         max_name_length: characters of a key, or of the name of a group, rollout, field, task or custom_meta column.
     """
 
@@ -108,13 +108,13 @@ class Limits:
     max_name_length: int = 512
 
     def check_create(self, partition_id: str, settings: PartitionSettings, partition_count: int) -> None:
-        """Reject a new partition that exceeds the limit or declares too many fields or tasks."""
+        """Reject a new partition that exceeds `max_partitions` or declares too many fields or tasks."""
         self.check_count("max_partitions", "partitions", partition_count + 1, "clear partitions that are done")
         self._check_new("fields", partition_id, (), [spec.name for spec in settings.fields])
         self._check_new("tasks", partition_id, (), settings.tasks)
 
     def check_write(self, partition: Partition, write: SampleWrite) -> None:
-        """Reject a write with too many or too long names; the write may be about to create the partition."""
+        """Reject a write with too many or too long names; its partition may not exist yet."""
         self._check_longest("keys", write.keys or ())
         self._check_longest("groups", write.groups or ())
         self._check_longest("rollouts", write.rollouts or ())
@@ -124,11 +124,11 @@ class Limits:
             self.check_meta(partition, write.meta)
 
     def check_groups(self, names: Iterable[str]) -> None:
-        """Reject a write to groups whose names are too long."""
+        """Reject group names that are too long."""
         self._check_longest("groups", names)
 
     def check_meta(self, partition: Partition, columns: Sequence[MetaColumn]) -> None:
-        """Reject custom_meta that has too many columns, or is too large for one sample."""
+        """Reject custom_meta with too many columns, or with too many bytes for one sample."""
         names = [column.name for column in columns]
         self._check_new("custom_meta", partition.partition_id, partition.meta.names(), names)
         numbers = [column for column in columns if column.values.dtype.kind != "O"]
@@ -141,18 +141,18 @@ class Limits:
         largest = int(sizes.max(initial=0))
         if largest > self.max_sample_meta_bytes:
             raise InvalidArgumentError(
-                f"custom_meta of sample {int(sizes.argmax())} of the write has {largest} bytes; expected at most "
-                f"{self.max_sample_meta_bytes} (max_sample_meta_bytes). Put large values as an object field",
+                f"custom_meta of sample {int(sizes.argmax())} of this write has {largest} bytes; expected at most "
+                f"{self.max_sample_meta_bytes} (max_sample_meta_bytes). Put large values into an object field.",
                 field="custom_meta",
                 metadata=self._metadata("max_sample_meta_bytes", largest),
             )
 
     def check_task(self, partition: Partition, task_name: str) -> None:
-        """Reject a new task that exceeds the limit."""
+        """Reject a new task if its partition already has `max_tasks` tasks or its name is too long."""
         self._check_new("task_name", partition.partition_id, partition.tasks, (task_name,))
 
     def _check_new(self, what: str, partition_id: str, known: Collection[str], names: Iterable[str]) -> None:
-        """Reject names that are new to a partition if they are too long, or too many together with the known names."""
+        """Reject new names in a partition if they are too long, or too many together with the known names."""
         if new := [name for name in names if name not in known]:
             self._check_longest("name" if what == "fields" else what, new)
             limit_name, plural, remedy = _NAMED[what]
@@ -162,19 +162,19 @@ class Limits:
         longest = max(map(len, names), default=0)
         if longest > self.max_name_length:
             raise InvalidArgumentError(
-                f"{'a field' if what == 'name' else what} has a name of {longest} characters, expected at most "
-                f"{self.max_name_length} (max_name_length)",
+                f"{'a field' if what == 'name' else what} has a name of {longest} characters; expected at most "
+                f"{self.max_name_length} (max_name_length). Use shorter names.",
                 field=what,
                 metadata=self._metadata("max_name_length", longest),
             )
 
     def check_count(self, limit_name: str, what: str, got: int, remedy: str) -> None:
-        """Reject a number that exceeds its limit."""
+        """Raise LimitExceededError if a number exceeds its limit."""
         limit = getattr(self, limit_name)
         if got > limit:
             raise LimitExceededError(
-                f"there would be {got} {what}, expected at most {limit} ({limit_name}); {remedy}, or raise "
-                f"{limit_name}",
+                f"there would be {got} {what}; expected at most {limit} ({limit_name}). Remedy: {remedy}, or raise "
+                f"{limit_name}.",
                 metadata=self._metadata(limit_name, got),
             )
 
@@ -187,19 +187,19 @@ def _utf8_size(text: str) -> int:
 
 
 class LeaseTimer:
-    """Expires the leases of one partition at their deadlines, on the running loop.
+    """Expires the leases of one partition at their deadlines, on the running event loop.
 
-    Deadlines belong to this service instance and are not persisted, so a recovered or restored lease starts again. A
-    lease that ends early or is extended leaves its old entry in the heap. The entry is dropped when it is due, or when
-    such entries outnumber the leases.
+    Deadlines belong to this service instance and are not persisted. A recovered or restored lease therefore starts
+    again with its full duration. If a lease ends early or is extended, its old entry remains in the heap. Old entries
+    are dropped when they are due, or all at once when they outnumber the leases.
     """
 
     def __init__(self, tasks: Mapping[str, TaskLedger], expire: Callable[[str, bytes], object]) -> None:
         """Create a timer without leases.
 
         Args:
-            tasks: the ledgers of the partition, by name.
-            expire: called with the name of a task and the request_id of a claim whose lease has expired.
+            tasks: the partition's task ledgers, by task name.
+            expire: called with the task name and the request_id of each claim whose lease expires.
         """
         self._tasks = tasks
         self._expire = expire
@@ -208,7 +208,7 @@ class LeaseTimer:
         self._timer: asyncio.Handle | None = None
 
     def start(self, task_name: str, claim: Claim) -> None:
-        """Start the lease of a claim, which expires after its full duration from now."""
+        """Start the lease of a claim; it expires after its full duration, counted from now."""
         if claim.lease is None:
             return
         now = asyncio.get_running_loop().time()
@@ -219,16 +219,16 @@ class LeaseTimer:
             heapq.heapify(self._deadlines)
             self._most_deadlines = 2 * len(self._deadlines) + _LEAST_STALE_DEADLINES
         heapq.heappush(self._deadlines, (claim.deadline, task_name, claim.request_id))
-        if self._deadlines[0][0] == claim.deadline:  # otherwise, the timer fires earlier and is then set again
+        if self._deadlines[0][0] == claim.deadline:  # otherwise, the timer fires earlier and is then reset
             self._set_timer()
 
     def stop(self) -> None:
-        """Stop the timer, so that leases no longer expire."""
+        """Stop the timer; no more leases expire."""
         self._deadlines.clear()
         self._set_timer()
 
     def _is_leased(self, deadline: float, task_name: str, request_id: bytes) -> bool:
-        """Whether the claim of an entry still has leased rows and the same deadline."""
+        """Whether an entry is still valid: its claim has leased rows and the deadline of the entry."""
         claim = self._tasks[task_name].claims.get(request_id)
         return claim is not None and claim.leased_count > 0 and claim.deadline == deadline
 
@@ -240,7 +240,7 @@ class LeaseTimer:
             self._timer = asyncio.get_running_loop().call_at(self._deadlines[0][0], self._ring)
 
     def _ring(self) -> None:
-        """End a few of the leases that are due, since there may be thousands and the loop has other work."""
+        """Expire some of the due leases; a limit per call leaves time for other work if thousands are due."""
         now = asyncio.get_running_loop().time()
         try:
             for _ in range(_MOST_EXPIRED_A_TURN):
@@ -258,7 +258,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """The answer to a claim, and the following answers of its range. The partition is None if it does not exist yet."""
+    """The answer to a claim, and the later answers of its range. `partition` is None for a missing partition."""
 
     partition: Partition | None
     answer: Answer
@@ -266,17 +266,17 @@ class Claimed:
 
 
 class _Serving:
-    """The objects that serve one partition, created on first use. Unlike the state, they end with the process."""
+    """The objects that serve one partition, created on first use and never persisted."""
 
     def __init__(self, partition: Partition, expire: Callable[[str, bytes], object]) -> None:
         self._partition = partition
         self.planners: dict[str, Planner] = {}
         self.admission_queue = AdmissionQueue(partition, self._deadlock) if partition.settings.is_bounded else None
         self.lease_timer = LeaseTimer(partition.tasks, expire)
-        self.enders: Enders = set()  # for look-ups, and for claims that wait for a version
+        self.enders: Enders = set()  # end look-ups and claims that wait for a version
 
     def _deadlock(self, task_name: str, asking: ClaimRequest | None) -> str:
-        """Return why a task (empty: any task) cannot consume until more samples are inserted, or "" if it can."""
+        """Return why a task (empty: any task) cannot consume until more samples are inserted; "" if it can consume."""
         planners = [self.planners[task_name]] if task_name in self.planners else []
         if not task_name:
             count = self._partition.table.present_count
@@ -284,7 +284,7 @@ class _Serving:
         return next(filter(None, (starvation(self._partition, planner, asking) for planner in planners)), "")
 
     def end(self, error: Callable[[], TqError]) -> None:
-        """End all waiting and future calls with an error, and stop expiring leases."""
+        """End all waiting and future calls with this error, and stop expiring leases."""
         for planner in self.planners.values():
             planner.end(error)
         for end in self.enders:
@@ -295,21 +295,21 @@ class _Serving:
 
 
 class Catalog:
-    """The partitions of a controller, and the claims that wait for them. All methods run on its event loop.
+    """The partitions of a controller, and the claims that wait for them. All methods run on the controller's loop.
 
     Attributes:
-        machine: the state machine, which makes all changes.
-        answers: answers to mutating requests, for retries.
-        policies: the published versions, by policy name.
-        versions: the calls that wait for a version.
+        machine: the state machine, which applies all changes.
+        answers: answers to mutating requests, returned to retries.
+        policies: policies and their published versions, by policy name.
+        versions: the calls that wait for a version to be published.
         history: records when each part of the state last changed.
-        capacity_waits: the claims that wait for capacity in another partition, by request_id, each with the name of the
-            partition from which it claims.
+        capacity_waits: by request_id, each claim that waits for capacity in another partition, with the name of the
+            partition that it claims from.
         on_freed: called with cells that no longer belong to any sample, after the change that freed them was appended
             to the log.
-        on_batch: called with the name of the sampler and each batch recorded for ranks.
-        on_planned: called with the partition, the name of the task and the claim of each planned batch. The call is
-            made in the step of the event loop that made the plan, while the rows are still as planned.
+        on_batch: called with the sampler name and the statistics of each batch recorded for ranks.
+        on_planned: called with the partition, the task name and the claim of each planned batch. The listener is called
+            in the event-loop step that records the plan, while the plan's rows are unchanged.
         on_partition: called with a partition and "created", "restored" or "removed".
     """
 
@@ -330,29 +330,28 @@ class Catalog:
         self.history = ChangeHistory(self._state)
         self.answers = self._state.answers
         self._runner = runner
-        self._serving: dict[Partition, _Serving] = {}  # of existing partitions
-        self._most_samples = math.inf  # upper bound on the number of samples
-        # Calls that wait for partitions that do not exist, in order of arrival: claims, and None for look-ups.
+        self._serving: dict[Partition, _Serving] = {}  # for existing partitions only
+        self._most_samples = math.inf  # upper bound of the sample count
+        # Calls that wait for missing partitions, in order of arrival: the request of a claim, or None for a look-up.
         self._arrivals: dict[str, dict[asyncio.Future[bool], ClaimRequest | None]] = {}
         self.capacity_waits: dict[bytes, tuple[str, ClaimRequest]] = {}
         self._under_way: set[asyncio.Task[None]] = set()
-        self._retracted: list[tuple[Partition, str, bytes]] = []  # claims to retract once changes are accepted again
-        self._serving_since = math.inf  # infinite during recovery, when no sample may expire
+        self._retracted: list[tuple[Partition, str, bytes]] = []  # claims to retract when changes are accepted again
+        self._serving_since = math.inf  # infinite during recovery, when samples must not expire
         self._is_draining = False
         self._closed_prefix: str | None = None
 
     # Changes
 
     def commit(self, change: Change) -> Any:
-        """Make a change; see `StateMachine.commit`."""
+        """Apply a change; see `StateMachine.commit`."""
         return self.machine.commit(change)
 
     def run_once(self, request_id: bytes, make: Callable[[], Made], kind: type[object] = object) -> Made:
-        """Return the recorded answer of a request, or make its changes and record the answer, in one group.
+        """Return the recorded answer of a request, or apply its changes and record the answer as one group.
 
         Raises:
-            InvalidArgumentError: the id does not have 16 bytes, or the recorded answer is of a different kind because
-                the caller passed the same id to another method.
+            InvalidArgumentError: the request_id does not have 16 bytes, or was used by a request of a different kind.
         """
         recorded: Made | None = self.recorded(request_id, kind)
         if recorded is not None:
@@ -367,7 +366,7 @@ class Catalog:
         return self.answers.recorded(request_id, kind, self.machine.now_seconds())
 
     def _follow(self, step: Step) -> None:
-        """Notify listeners of a step's changes."""
+        """Notify the listeners of the changes in a step."""
         for partition in step.created:
             self._appear(partition)
             self.on_partition(partition, "created")
@@ -382,7 +381,7 @@ class Catalog:
             self.versions.wake(policy)
             for partition, serving in self._serving.items():
                 if any(planner.compares_with(policy) for planner in serving.planners.values()):
-                    step.note_change(partition)  # conditions may now hold for other samples
+                    step.note_change(partition)  # conditions on the version may now select other samples
         for partition in step.changed:
             partition.on_change()
         for partition in step.consumed:
@@ -432,15 +431,15 @@ class Catalog:
         return sum(partition.table.present_count for partition in self._partitions.values())
 
     def snapshot_cells(self) -> list[CellsSnapshot]:
-        """Return a snapshot of the cells of all samples, for `live_cells` in another thread."""
+        """Return a snapshot of the cells of all samples, which another thread can read with `live_cells`."""
         return [partition.cells.snapshot() for partition in self._partitions.values()]
 
     def get(self, partition_id: str, incarnation: bytes = b"") -> Partition:
-        """Return an existing partition, in the given incarnation (empty: any)."""
+        """Return an existing partition with the given incarnation (empty: any)."""
         return self._state.partition(partition_id, incarnation)
 
     def find(self, partition_id: str, incarnation: bytes = b"", *, missing_ok: bool) -> Partition | None:
-        """Return a partition like `get`; with `missing_ok`, return None if it does not exist in that incarnation."""
+        """Return a partition like `get`; with `missing_ok`, return None if this incarnation does not exist."""
         partition = self._partitions.get(partition_id)
         if missing_ok and (partition is None or (incarnation and incarnation != partition.incarnation)):
             check_name("partition_id", partition_id)
@@ -448,7 +447,7 @@ class Catalog:
         return self.get(partition_id, incarnation)
 
     def create(self, partition_id: str, settings: PartitionSettings) -> Partition:
-        """Return the partition with these settings; create it if it does not exist."""
+        """Create a partition with these settings, or return the existing one if its settings are the same."""
         partition = self._partitions.get(partition_id)
         if partition is None:
             created: Partition = self.machine.commit(*self._creation(partition_id, settings))
@@ -456,8 +455,8 @@ class Catalog:
         if partition.settings != settings:
             difference = partition.settings.describe_difference(settings)
             raise AlreadyExistsError(
-                f"partition {partition_id!r} exists with different settings: {difference}; create a partition before "
-                f"its first samples, and with the same settings everywhere",
+                f"partition {partition_id!r} exists with different settings: {difference}. Create a partition before "
+                f"its first samples, with the same settings in all clients.",
                 metadata={"resource_type": "partition", "resource_name": partition_id},
             )
         return partition
@@ -477,10 +476,10 @@ class Catalog:
     async def capacity_for(
         self, partition_id: str, incarnation: bytes, write: SampleWrite
     ) -> AsyncIterator[CheckedWrite | None]:
-        """Reserve capacity for a write's new rows in steps between which other work runs; write in the `with` block.
+        """Reserve capacity for the new rows of a write in short steps. The caller makes the write in the `with` block.
 
-        The write is checked first, so a rejected write uses no memory. Nothing else changes, and unused capacity is
-        returned. Yields the checked write, to be passed to `write`.
+        The write is checked first, so a rejected write uses no memory. The context yields the checked write, to be
+        passed to `write`, and returns unused capacity when it ends.
         """
         checked: CheckedWrite | None = None
         while True:
@@ -490,7 +489,7 @@ class Catalog:
                 columns = partition.cells.new_columns(checked.specs)
                 for _ in partition.table.reserve_capacity(checked.new_count, columns):
                     await asyncio.sleep(0)
-                    if self._partitions.get(partition_id) is not there:  # cleared, or created by another call
+                    if self._partitions.get(partition_id) is not there:  # cleared, or created by a different call
                         break
                 else:
                     yield checked
@@ -502,15 +501,15 @@ class Catalog:
     def write(
         self, partition_id: str, incarnation: bytes, write: SampleWrite, checked: CheckedWrite | None = None
     ) -> Written:
-        """Write samples. The first write creates the partition; a rejected write does not.
+        """Write samples. The first accepted write creates the partition.
 
-        If an admission drops samples that exceed it, this is a second change in the caller's group.
+        If an admission drops samples that exceed it, the drop is a second change in the caller's group.
 
         Args:
             partition_id: name of the partition.
             incarnation: incarnation of the partition; empty: any.
-            write: the write to apply.
-            checked: the result of an earlier check; see `capacity_for`.
+            write: the samples to write.
+            checked: result of `capacity_for`; None if the write was not checked before.
         """
         written: Written = self.machine.commit_all(self._check_write(partition_id, incarnation, write, checked))
         for admission in written.partition.settings.admissions:
@@ -519,14 +518,14 @@ class Catalog:
         return written
 
     def write_groups(self, incarnation: bytes, change: GroupsWritten) -> Written:
-        """Write the values that the samples of groups share."""
+        """Write values that all samples of a group share, for one or more groups."""
         self.get(change.partition_id, incarnation)
         self.limits.check_groups(change.names)
         written: Written = self.machine.commit(change)
         return written
 
     def _drop_overflow(self, written: Written, admission: Admission) -> None:
-        """Clear the units of lowest priority that exceed an admission, within the group of the write."""
+        """Clear the lowest-priority units that exceed an admission, in the group of the write."""
         partition, task = written.partition, written.partition.tasks[admission.task_name]
         excess = (task.outstanding_count or 0) - admission.most
         if excess > 0:
@@ -541,7 +540,7 @@ class Catalog:
     def _check_write(
         self, partition_id: str, incarnation: bytes, write: SampleWrite, checked: CheckedWrite | None
     ) -> list[tuple[Change, Any]]:
-        """Check a write unless `checked` is current; return its change, preceded by the creation of its partition."""
+        """Check a write unless `checked` is current; return its change, after the creation of a missing partition."""
         changes: list[tuple[Change, Any]] = []
         if partition_id in self._partitions or incarnation or not write.may_add_samples:
             partition = self.get(partition_id, incarnation)
@@ -556,10 +555,10 @@ class Catalog:
         return [*changes, (SamplesWritten(partition_id=partition_id, write=write), checked)]
 
     def _check_samples(self, new_count: int) -> None:
-        """Reject new samples that exceed the limit.
+        """Reject new samples if the total would exceed `max_samples`.
 
-        There may be thousands of partitions, so samples are recounted only if those added since the last count could
-        exceed the limit.
+        Counting the samples of thousands of partitions is slow. Samples are therefore recounted only if the samples
+        added since the last count could exceed the limit.
         """
         if new_count and self._most_samples + new_count > self.limits.max_samples:
             self._most_samples = self.sample_count()
@@ -568,45 +567,46 @@ class Catalog:
         self._most_samples += new_count
 
     def knows_keys(self, partition_id: str, incarnation: bytes, keys: Sequence[str]) -> bool:
-        """Whether samples of a partition have or had all these keys; False if the partition does not exist."""
+        """Whether samples of a partition have or had all of these keys; False if the partition does not exist."""
         partition = self.find(partition_id, incarnation, missing_ok=True)
         return partition is not None and bool((partition.key_index.find(keys) >= 0).all())
 
     def remove(self, partition_id: str, incarnation: bytes, *, missing_ok: bool = False) -> int:
-        """Remove a partition; return the number of samples it had."""
+        """Remove a partition and return its sample count."""
         if self.find(partition_id, incarnation, missing_ok=missing_ok) is None:
             return 0
         count: int = self.commit(PartitionCleared(partition_id=partition_id))
         return count
 
     def admission_queue(self, partition_id: str) -> AdmissionQueue | None:
-        """Return the queue of writes of new samples, or None if the partition does not exist or is unbounded."""
+        """Return a partition's queue of writes of new samples, or None if the partition is missing or unbounded."""
         partition = self._partitions.get(partition_id)
         return None if partition is None else self._serving_of(partition).admission_queue
 
     def waiting_put_count(self, partition_id: str) -> int:
-        """Return the number of writes of new samples waiting for capacity."""
+        """Return the number of writes of new samples that wait for capacity in a partition."""
         queue = self.admission_queue(partition_id)
         return 0 if queue is None else queue.waiting_count
 
     # Policies
 
     def policy(self, name: str) -> Policy:
-        """Return a policy, which must have a published version."""
+        """Return the policy with this name; raise an error unless a version of the policy is published."""
         return self._state.policy(name)
 
     def publish(self, published: VersionPublished, trained: Sequence[tuple[str, str, int]]) -> None:
-        """Publish a version, and record its trainers' progress: partition, task and last batch of each.
+        """Publish a version, and record the progress of its trainers, each as (partition, task, last trained batch).
 
         Raises:
-            TqError: one of these changes is rejected, so none is made.
+            TqError: one of the changes is rejected; no change is made.
         """
         if len(trained) > _MOST_TRAINED:
             raise InvalidArgumentError(
-                f"trained lists {len(trained)} tasks; expected at most {_MOST_TRAINED}. Call advance for the others",
+                f"trained lists {len(trained)} tasks; expected at most {_MOST_TRAINED}. Call advance for the others.",
                 field="trained",
             )
-        # Each change is prepared against the state before all of them. Making a change again has no effect.
+        # Each change is prepared against the same initial state, so a task must not appear twice. A repeated call has
+        # no effect.
         check_unique("trained", [f"{task_name} of {partition_id}" for partition_id, task_name, _ in trained])
         if published.policy not in self.policies:
             self.limits.check_count("max_policies", "policies", len(self.policies) + 1, "remove policies that are done")
@@ -622,22 +622,22 @@ class Catalog:
     # Snapshots
 
     def snapshot(self) -> list[PartitionSnapshot]:
-        """Return a snapshot of all partitions, for another thread to read."""
+        """Return a snapshot of all partitions, which another thread can read."""
         return [partition.snapshot() for partition in self._partitions.values()]
 
     @contextlib.contextmanager
     def closed(self, prefix: str) -> Iterator[None]:
-        """Reject new partitions with this name prefix within the `with` block, except adopted ones.
+        """Within the `with` block, reject new partitions with this name prefix, except adopted ones.
 
         Raises:
-            PreconditionError: such partitions already exist.
+            PreconditionError: partitions with this prefix already exist.
         """
         count = sum(name.startswith(prefix) for name in self._partitions)
         if count or self._closed_prefix is not None:
             which = f" whose names begin with {prefix!r}" if prefix else ""
             raise PreconditionError(
-                f"the service has {count} partitions{which}; expected 0 before a restore. Clear them, start another "
-                f"service, or replace them (replace)"
+                f"the service has {count} partitions{which}; expected 0 before a restore. Clear these partitions, "
+                f"restore into another service, or set replace."
             )
         self._closed_prefix = prefix
         try:
@@ -646,7 +646,7 @@ class Catalog:
             self._closed_prefix = None
 
     def adopt(self, restored: Sequence[Partition], policies: Iterable[Policy] = ()) -> None:
-        """Add partitions and policies in one step, without calling listeners for changes."""
+        """Add restored partitions and policies in one step, without notifying listeners of individual changes."""
         self._most_samples = math.inf
         for policy in policies:
             self._state.policies[policy.name] = policy
@@ -657,11 +657,11 @@ class Catalog:
             self.on_partition(partition, "restored")
 
     def prepare_replacement(self, restored: Sequence[Partition]) -> None:
-        """Reject changes until `end_replacement`, because partitions are about to replace existing ones.
+        """Reject changes until `end_replacement`, because restored partitions are about to replace existing ones.
 
-        A restored partition whose incarnation already exists receives a new one. Samples put since the checkpoint had
-        global indexes that other samples will receive, and a partition with a different name may come from the same
-        checkpoint.
+        A restored partition receives a new incarnation if its incarnation already exists. Metadata from before the
+        restore could otherwise refer to the wrong samples, because global indexes assigned since the checkpoint are
+        reused. An existing partition with a different name may also be from the same checkpoint.
         """
         self.machine.refusal = _replacement_error
         known = {partition.incarnation for partition in self._partitions.values()}
@@ -670,18 +670,18 @@ class Catalog:
                 partition.incarnation = os.urandom(16)
 
     def end_replacement(self) -> None:
-        """Accept changes again, after making those that were postponed. Without a replacement, do nothing."""
+        """Accept changes again, and make the postponed changes. If no replacement is in progress, do nothing."""
         self.machine.refusal = None
         retracted, self._retracted = self._retracted, []
         for each in retracted:
             self.retract(*each)
 
     def replace(self, restored: Sequence[Partition], prefix: str, policies: Iterable[Policy] = ()) -> None:
-        """Replace the partitions with this name prefix in one step; calls that wait on them receive an error.
+        """Replace the partitions with this name prefix in one step; calls waiting for the old partitions get an error.
 
         Policies with the prefix are also replaced, but calls that wait for a version continue to wait.
 
-        The step is not logged, since the log continues from the snapshot with the new partitions.
+        The log does not record this step, because the log continues from a snapshot that contains the new partitions.
         """
         freed: list[Freed] = []
         replaced = [each for name, each in self._partitions.items() if name.startswith(prefix)]
@@ -699,7 +699,7 @@ class Catalog:
     # Claims
 
     def planner(self, partition: Partition, task_name: str) -> Planner:
-        """Return the planner of a task, created on first use."""
+        """Return the planner of a task; create it on first use."""
         planners = self._serving_of(partition).planners
         if task_name not in planners:
             task = self.task(partition, task_name)
@@ -710,7 +710,7 @@ class Catalog:
         return planners[task_name]
 
     def task(self, partition: Partition, task_name: str) -> TaskLedger:
-        """Return the ledger of a task, created on first use."""
+        """Return the ledger of a task; create it on first use."""
         task = partition.tasks.get(task_name)
         if task is None:
             self.limits.check_task(partition, task_name)
@@ -718,7 +718,7 @@ class Catalog:
         return task
 
     def _forget_unused(self, partition: Partition, task_name: str) -> None:
-        """Forget a task after one of its calls was rejected, if nothing is recorded for it and no other call waits."""
+        """Forget a task whose call was rejected, if nothing is recorded for the task and no other call waits for it."""
         planner = self.known_planner(partition, task_name)
         is_over = planner is None or self._is_draining or self.machine.refusal is not None
         if is_over or planner is None or not planner.is_idle or not partition.tasks[task_name].is_unused:
@@ -729,7 +729,7 @@ class Catalog:
             del self._serving_of(partition).planners[task_name]
 
     def _commit_in(self, partition: Partition, change: Change, prepared: Any = None) -> Any:
-        """Commit a change to a partition unless it was cleared, since a new partition may have its name by now."""
+        """Commit a change to a partition unless it was cleared, since a new partition may have the same name."""
         if self._partitions.get(partition.partition_id) is not partition:
             return None
         return self.machine.commit(change, prepared)
@@ -742,14 +742,14 @@ class Catalog:
             planner.retract(request_id)
 
     def known_planner(self, partition: Partition, task_name: str) -> Planner | None:
-        """Return the planner of a task, or None if this process has received no call for the task."""
+        """Return the planner of a task, or None if this process has received no calls for the task."""
         serving = self._serving.get(partition)
         return None if serving is None else serving.planners.get(task_name)
 
     # Leases
 
     def start_leases(self) -> None:
-        """Start expiring recovered or restored leases and samples, each after its full duration."""
+        """Start the timers of recovered or restored leases and samples; each gets its full duration."""
         self._serving_since = self.machine.now_seconds()
         for partition in self._partitions.values():
             for task in partition.tasks.values():
@@ -762,15 +762,15 @@ class Catalog:
         self._serving_of(partition).lease_timer.start(task_name, claim)
 
     def _expire(self, partition: Partition, task_name: str, request_id: bytes) -> None:
-        if self.machine.refusal is not None:  # the lease starts again, as after a restart
+        if self.machine.refusal is not None:  # no change is accepted, so the lease starts again
             self._start_lease(partition, task_name, partition.tasks[task_name].claims[request_id])
             return
         self.commit(LeaseExpired(partition_id=partition.partition_id, task_name=task_name, request_id=request_id))
 
     def expire_samples(self) -> Iterator[tuple[str, int]]:
-        """Release the samples that have reached the maximum age set by their partition, one partition at a time.
+        """Release samples that have reached their partition's maximum age, one partition at a time.
 
-        Call this periodically. Yields the name of each partition and the number of released samples.
+        Call this periodically. Yields each partition name and the number of samples released from that partition.
         """
         for partition in self.partitions():
             release, now = partition.settings.release, self.machine.now_seconds()
@@ -786,7 +786,7 @@ class Catalog:
     # Waiting
 
     def waiting_claims(self, partition: Partition, task_name: str) -> list[tuple[ClaimRequest, int]]:
-        """Return one waiting claim per set of equal claims, and the size of the set; empty `task_name`: all tasks."""
+        """Return one waiting claim per group of equal claims, and the group size; empty `task_name`: all tasks."""
         planners = self._serving_of(partition).planners
         names = [task_name] if task_name else list(planners)
         waiting = [each for name in names if name in planners for each in planners[name].waiting_claims()]
@@ -801,18 +801,18 @@ class Catalog:
         return self._arrivals.keys()
 
     def awaiting(self, partition_id: str) -> list[ClaimRequest | None]:
-        """Return the calls that wait for a missing partition, in order of arrival: claims, and None for look-ups."""
+        """Return the calls waiting for a missing partition, oldest first: requests of claims, and None for look-ups."""
         return list(self._arrivals.get(partition_id, {}).values())
 
     def waiting_count(self, partition: Partition, task_name: str) -> int:
-        """Return the number of calls waiting for a task."""
+        """Return the number of calls that wait for samples of a task."""
         planner = self.known_planner(partition, task_name)
         count = 0 if planner is None else planner.waiting_count
         others = (*self.versions.claims(partition), *self._awaiting_capacity(partition))
         return count + sum(request.task_name == task_name for request in others)
 
     def _awaiting_capacity(self, partition: Partition) -> list[ClaimRequest]:
-        """Return the claims of a partition that wait for capacity in another partition."""
+        """Return the claims from this partition that wait for capacity in another partition."""
         return [request for name, request in self.capacity_waits.values() if name == partition.partition_id]
 
     async def claim(
@@ -823,14 +823,15 @@ class Catalog:
         max_wait_seconds: float,
         while_waiting: WhileWaiting = nullcontext,
     ) -> Claimed:
-        """Return a claim; wait for the partition and its samples, up to `max_wait_seconds` in total.
+        """Claim samples; wait for the partition and its samples, up to `max_wait_seconds` in total.
 
         Args:
             partition_id: name of the partition.
             incarnation: incarnation of the partition; empty: any.
             request: the claim to serve.
-            max_wait_seconds: time after which the answer is `NotYet`.
-            while_waiting: context held while the call waits. If entering it fails, the call fails without any change.
+            max_wait_seconds: time after which the call returns `NotYet`.
+            while_waiting: context entered while the call waits. If the context cannot be entered, the call fails and
+                changes nothing.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + max_wait_seconds
@@ -838,8 +839,8 @@ class Catalog:
             check_name("partition_id", partition_id)
             check_passed_on("incarnation", incarnation)
             raise StaleIncarnationError(
-                f"partition {partition_id!r} of incarnation {incarnation.hex()} was cleared; discard all metadata of "
-                f"it",
+                f"partition {partition_id!r} of incarnation {incarnation.hex()} was cleared. Discard all metadata of "
+                f"this incarnation.",
                 metadata={"partition_id": partition_id, "got": incarnation.hex()},
             )
         partition = await self.arrival(partition_id, deadline, request, while_waiting)
@@ -850,8 +851,8 @@ class Catalog:
         if name in partition.settings.releasing_tasks and request.rank is None and request.lease is None:
             raise PreconditionError(
                 f"task {name!r} of partition {partition_id!r} claims samples without a lease; expected a lease, since "
-                f"the partition releases samples once this task has acknowledged them. Claim with a lease, and "
-                f"acknowledge finished samples",
+                f"the partition releases samples after this task has acknowledged them. Claim with a lease, and "
+                f"acknowledge finished samples.",
                 metadata={"task_name": name},
             )
         if name not in partition.tasks:
@@ -874,7 +875,7 @@ class Catalog:
         except TqError:
             self._forget_unused(partition, name)
             raise
-        # If the epoch has ended since, no batches of the next epoch follow.
+        # If the epoch has ended in the meantime, do not answer for batches of the next epoch.
         is_followed = request.batch_count > 1 and isinstance(answer, RankPlan) and planner.task.epoch == epoch
         if not is_followed:
             return Claimed(partition, answer)
@@ -888,14 +889,14 @@ class Catalog:
         claim: ClaimRequest | None = None,
         while_waiting: WhileWaiting = nullcontext,
     ) -> Partition | None:
-        """Return a partition once it exists, or None if it does not exist by a deadline of the loop's clock.
+        """Wait for a partition to exist and return it; return None if the deadline (in the loop's time) passes first.
 
         Raises:
             UnavailableError: the server is shutting down.
         """
         loop = asyncio.get_running_loop()
         while (partition := self._partitions.get(partition_id)) is None:
-            check_name("partition_id", partition_id)  # do not wait for a name that is never valid
+            check_name("partition_id", partition_id)  # an invalid name can never appear, so do not wait for it
             self.check_not_draining()
             with while_waiting():
                 arrival: asyncio.Future[bool] = loop.create_future()
@@ -914,11 +915,11 @@ class Catalog:
         return partition
 
     def enders(self, partition: Partition) -> Enders:
-        """Return the functions to call with an error when the partition is cleared or the server shuts down."""
+        """Return the set of functions that end calls when the partition is cleared or the server shuts down."""
         return self._serving_of(partition).enders
 
     def drain(self) -> None:
-        """End all waiting and future calls, so that their clients turn to the next server."""
+        """End all waiting and future calls with an error, which makes clients retry on the next server."""
         self._is_draining = True
         for serving in self._serving.values():
             serving.end(_draining_error)
@@ -929,13 +930,13 @@ class Catalog:
                     arrival.set_exception(_draining_error())
 
     def check_not_draining(self) -> None:
-        """Reject a call that would wait while the server is shutting down."""
+        """Raise UnavailableError if the server is shutting down, instead of letting a call wait."""
         if self._is_draining:
             raise _draining_error()
 
 
 async def _free(partition: Partition) -> None:
-    """Free the memory of a cleared partition in steps, since millions of objects would block the loop for a second."""
+    """Free a cleared partition's memory in steps; freeing millions of objects at once would block the event loop."""
     for _ in partition.free():
         await asyncio.sleep(0)
 
@@ -950,14 +951,14 @@ async def _wake_all(arrivals: Iterable[asyncio.Future[bool]]) -> None:
 
 def _cleared_error(partition_id: str) -> PartitionClearedError:
     return PartitionClearedError(
-        f"partition {partition_id!r} was cleared while the call waited; repeat the call to wait for the next "
-        f"incarnation",
+        f"partition {partition_id!r} was cleared while the call waited. Repeat the call to wait for the next "
+        f"incarnation.",
         metadata={"partition_id": partition_id},
     )
 
 
 def _replacement_error() -> UnavailableError:
-    return UnavailableError("a restored checkpoint is replacing partitions; retry")
+    return UnavailableError("a restored checkpoint is replacing partitions; retry the call")
 
 
 def _draining_error() -> UnavailableError:

@@ -1,7 +1,7 @@
-"""Explains why claims wait: the ready samples, and the requirements that the others do not meet.
+"""Explanations of waiting claims: how many samples are ready, and which requirements the other samples do not meet.
 
-An explanation requires a sweep over all rows, so it is made only on request. Plans and explanations use the same list
-of requirements (`Readiness.requirements`), and `Lack` contains the sentences.
+An explanation scans all rows, so it is computed only on request. Plans and explanations share one list of requirements
+(`Readiness.requirements`). `Lack` contains the sentence for each unmet requirement.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from tq_service.state.partition import Partition
 from tq_service.state.plan import ClaimRequest, Indexes, LengthSource, NotBefore
 from tq_service.state.table import HELD, LIVE
 
-_SHARED_ROWS: Final = 65_536  # explanations of larger partitions are shared
+_SHARED_ROWS: Final = 65_536  # in larger partitions, equal claims share an explanation
 _FRESH_SECONDS: Final = 1.0
 _MOST_NAMED_GROUPS: Final = 3
 
 
 class Explainer:
-    """Explains waits. Within a second, calls with the same spec share one sweep if there are many rows.
+    """Explains why claims wait. In large partitions, calls with equal claims within a second share one scan.
 
     Args:
-        catalog: the partitions and the waiting claims.
+        catalog: the partitions and their waiting claims.
         runner: returns the length that a sampler needs.
     """
 
@@ -50,12 +50,12 @@ class Explainer:
         self._recent: dict[object, asyncio.Task[WaitReason]] = {}
 
     async def explain(self, partition_id: str, request: ClaimRequest, names: Collection[str]) -> WaitReason:
-        """Return why a claim is not answered yet.
+        """Return the reason why a claim has not been answered yet.
 
         Args:
-            partition_id: the partition, which need not exist.
-            request: the claim.
-            names: partitions that the caller may know of.
+            partition_id: name of the partition, which may be missing.
+            request: the claim to explain.
+            names: names of the partitions that the caller may know about.
         """
         partition = self._catalog.find(partition_id, missing_ok=True)
         if partition is None:
@@ -66,13 +66,14 @@ class Explainer:
     async def waiting(
         self, partition_id: str, task_name: str = "", *, names: Collection[str] | None, most: int | None = None
     ) -> list[WaitReason]:
-        """Return why the claims of a partition wait, one reason per set of equal claims.
+        """Return the reasons why the claims of a partition wait, one reason per set of equal claims.
 
         Args:
-            partition_id: the partition, which need not exist.
-            task_name: only claims of this task; empty: of all tasks.
-            names: partitions that the caller may know of; None: report only the fields and tasks of the claims.
-            most: maximum number of reasons, which are those of the earliest claims; None: all.
+            partition_id: name of the partition, which may be missing.
+            task_name: name of the task whose claims are explained; empty: claims of all tasks.
+            names: names of the partitions that the caller may know about; None: report only the fields and tasks of the
+                claims.
+            most: maximum number of reasons, for the earliest claims; None: unlimited.
         """
         partition = self._catalog.find(partition_id, missing_ok=True)
         if partition is None:
@@ -87,7 +88,7 @@ class Explainer:
         return [replace(await self._reason(partition, request), waiting_count=count) for request, count in waiting]
 
     async def _arrivals(self, partition_id: str, task_name: str) -> list[WaitReason]:
-        """Return the calls that wait for a missing partition, one reason per set of equal calls."""
+        """Return the calls that wait for a missing partition, one unexplained reason per set of equal calls."""
         alike, slices = Counter[tuple[str, tuple[str, ...]]](), Slices()
         for claim in self._catalog.awaiting(partition_id):
             alike[("", ()) if claim is None else (claim.task_name, claim.spec.data_fields)] += 1
@@ -95,7 +96,7 @@ class Explainer:
         return [_unexplained(*asked, count) for asked, count in alike.items() if task_name in {"", asked[0]}]
 
     async def _reason(self, partition: Partition, request: ClaimRequest) -> WaitReason:
-        """Return why a claim of a partition waits."""
+        """Return the reason why a claim waits for samples of an existing partition."""
         if (text := self._lacking_version(request.not_before)) is not None:
             return WaitReason(
                 code=WaitCode.VERSION_NOT_PUBLISHED,
@@ -114,14 +115,14 @@ class Explainer:
         demand = demand_of_slots(slots, request.spec.min_batch_size, request.spec.admit.slot_count)
         if not (waits_for := queue.waits_for(demand)):
             return reason
-        text = f"{reason.ready_count} prompts are ready, and there is no capacity for their slots: {waits_for}"
+        text = f"{reason.ready_count} prompts are ready, but there is no capacity for their slots: {waits_for}"
         return replace(reason, code=WaitCode.NO_CAPACITY, text=text)
 
     async def _look_once(self, partition: Partition, request: ClaimRequest) -> WaitReason:
-        """Return the reason for a wait; with many rows, a recent reason may be shared."""
+        """Return the reason why a claim waits; in a large partition, the reason may be up to a second old."""
         if partition.table.count <= _SHARED_ROWS:
             return await self._look(partition, request)
-        # The key does not contain the partition, since that would keep it in memory after a clear.
+        # The key does not contain the partition, because a reference would keep a cleared partition in memory.
         key = partition.incarnation, request.task_name, request.spec, request.rank and request.rank.batch_index
         if key not in self._recent:
             self._recent[key] = asyncio.ensure_future(self._look(partition, request))
@@ -129,19 +130,19 @@ class Explainer:
         return await asyncio.shield(self._recent[key])
 
     def _lacking_version(self, wanted: NotBefore | None) -> str | None:
-        """Return a sentence about the version that a claim waits for, or None if it waits for none."""
+        """Return a sentence about the version that a claim waits for, or None if it does not wait for a version."""
         if wanted is None or self._catalog.versions.is_published(wanted.policy, wanted.version):
             return None
         policy = self._catalog.policies.get(wanted.policy)
         if policy is None:
             known = nearest(wanted.policy, self._catalog.policies)
             return (
-                f"it waits for version {wanted.version} of policy {wanted.policy!r}, but no version is published; "
-                f"{known}"
+                f"the claim waits for version {wanted.version} of policy {wanted.policy!r}, but no version is "
+                f"published; {known}"
             )
         return (
-            f"it waits for version {wanted.version} of policy {wanted.policy!r}, but the published version is "
-            f"{policy.version}; its trainer must publish the next versions"
+            f"the claim waits for version {wanted.version} of policy {wanted.policy!r}, but the published version is "
+            f"{policy.version}; the trainer must publish the next versions"
         )
 
     async def _look(self, partition: Partition, request: ClaimRequest) -> WaitReason:
@@ -152,13 +153,13 @@ class Explainer:
 
 
 class Explanation:
-    """The counts for one kind of claim, collected slice by slice.
+    """The explanation of one kind of claim, computed slice by slice.
 
     Args:
         partition: partition of the task.
-        task: the claiming task.
-        request: one of the claims.
-        length: the length that its sampler needs.
+        task: ledger of the claiming task.
+        request: one of the equal claims.
+        length: the length that the claim's sampler needs, or None.
     """
 
     def __init__(
@@ -171,13 +172,13 @@ class Explanation:
         self._readiness = Readiness(partition, task, request.batch_spec, length)
         self._unit: BatchUnit = request.batch_spec.batch_unit
         self._left_count = 0
-        self._lacking: Counter[tuple[Lack, str]] = Counter()  # by kind and name, as in `NotReady`
-        self._ungrouped: Counter[str] = Counter()  # by field that groups share: samples without a group that lack it
+        self._lacking: Counter[tuple[Lack, str]] = Counter()  # counts by kind and name, as in `NotReady`
+        self._ungrouped: Counter[str] = Counter()  # by group-scoped field: samples that lack it and have no group
         self._state = HELD if request.batch_spec.held else LIVE
-        self._ready: list[Indexes] = []  # global indexes, since positions may change between slices
+        self._ready: list[Indexes] = []  # global indexes, because positions may change between slices
 
     def look(self, rows: slice) -> None:
-        """Count the rows of a slice."""
+        """Count the ready rows of a slice, and the rows that do not meet each requirement."""
         partition, task = self._partition, self._task
         states, left = partition.state.data[rows], task.is_pending(rows)
         live = left & (states == self._state)
@@ -197,7 +198,7 @@ class Explanation:
         self._ready.append(partition.table.index.data[rows][ready])
 
     async def reason(self, slices: Slices, queue: AdmissionQueue | None) -> WaitReason:
-        """Return why the claim waits, as far as this can be told from the partition and its queue of puts."""
+        """Return the reason why the claim waits, derived from the partition and its queue of puts."""
         task, request = self._task, self._request
         lacks = [
             NotReady(kind=lack.kind, name=name, sample_count=count, example=self._of_groups(lack, name))
@@ -206,7 +207,7 @@ class Explanation:
         ]
         if task.leased_count:
             first = math.inf
-            for claim in list(task.leases.values()):  # leases may change between turns
+            for claim in list(task.leases.values()):  # a copy, because leases may change between turns
                 first = min(first, claim.deadline)
                 await slices.turn()
             seconds = 0.0 if first == math.inf else max(0.0, first - asyncio.get_running_loop().time())
@@ -214,7 +215,7 @@ class Explanation:
         ready_count, split = await self._groups()
         if split is not None:
             lacks.append(split)
-        # All batches up to and including the claimed one are needed.
+        # A rank is served only after all earlier batches, so the samples for these batches are needed too.
         batches = 1 if request.rank is None else max(1, request.rank.batch_index - task.next_batch_index + 1)
         needed_count = batches * request.plan_request.min_size
         if (awaited := self._awaited()) is not None:
@@ -241,7 +242,7 @@ class Explanation:
         )
 
     def _of_groups(self, lack: Lack, name: str) -> str:
-        """Return why samples lack a field that groups share; "" for other fields."""
+        """Return why samples lack a field that their group shares; "" for other fields."""
         if lack is not Lack.FIELD or name not in self._partition.cells.shared:
             return ""
         count = self._ungrouped[name]
@@ -249,7 +250,7 @@ class Explanation:
         return f"their groups lack a value, which a put of groups sets{never}"
 
     def _cause(self, ready_count: int, needed_count: int, lacks: Sequence[NotReady]) -> tuple[WaitCode, str]:
-        """Return the code and the sentence of the reason."""
+        """Return the code and the text of the reason."""
         partition_id, fields = self._partition.partition_id, self._partition.cells.fields
         task_of = f"task {self._task.name!r} of partition {partition_id!r}"
         if not self._partition.inserted_count:
@@ -279,7 +280,7 @@ class Explanation:
         return code, "; ".join([text, *map(_sentence, lacks)])
 
     def _awaited(self) -> NotReady | None:
-        """Return the samples that a plan must wait for because they would become too stale, or None."""
+        """Return the samples that plans wait for because the samples would otherwise become too stale, or None."""
         partition, outstanding = self._partition, self._task.outstanding
         if outstanding is None or outstanding.admission.max_staleness is None:
             return None
@@ -308,7 +309,7 @@ class Explanation:
         if lost := self._lacking[Lack.LOST, ""]:
             are_lost = _sentence(NotReady(kind=Lack.LOST.kind, sample_count=lost))
             return (
-                f"nothing is left for {task_of}: it has consumed {task.consumed_count} samples{leased}, and "
+                f"no samples remain for {task_of}: it has consumed {task.consumed_count} samples{leased}, and "
                 f"{are_lost}; put more, seal the partition, or clear the samples that task {task.name!r} skips"
             )
         text = (
@@ -316,13 +317,13 @@ class Explanation:
             f"{self._partition.partition_id!r}{leased}"
         )
         if self._partition.sealed:
-            return f"{text}; expired leases return samples, and the task ends once all are acknowledged"
+            return f"{text}; expired leases return samples, and the task ends when all samples are acknowledged"
         return f"{text}, and the partition is open; put more, or seal the partition if it is complete"
 
     # Groups
 
     def _grouping(self) -> Grouping | None:
-        """Return the groups that are delivered intact, or None if samples are delivered individually."""
+        """Return the groups that must be delivered complete, or None if samples are delivered individually."""
         sampler = self._request.sampler
         size = getattr(sampler, "n_samples_per_prompt", None)
         keeps_named = hasattr(sampler, "n_samples_per_prompt") and self._partition.groups.in_use
@@ -334,18 +335,18 @@ class Explanation:
         return grouping_of(self._partition, self._task, size, blocks, take_incomplete=is_taking, unit=unit)
 
     async def _groups(self) -> tuple[int, NotReady | None]:
-        """Return the number of ready samples or groups, and the samples in groups that are only partly ready."""
+        """Return the number of ready samples or groups, and the ready samples in groups that are only partly ready."""
         ready = np.concatenate([np.zeros(0, np.int64), *self._ready])
         grouping, had_named = self._grouping(), self._partition.groups.in_use
         if grouping is None:
             return ready.size, None
         positions = self._partition.table.find(ready)
         ready, positions = ready[positions >= 0], positions[positions >= 0]
-        # In a thread, since this sorts all ready samples; the thread does not read the partition.
+        # Sort all ready samples in a thread, which does not access the partition.
         ids, first, counts = await asyncio.to_thread(
             np.unique, grouping.ids(positions), return_index=True, return_counts=True
         )
-        if self._partition.groups.in_use != had_named:  # changed since, so the ids are no longer those of groups
+        if self._partition.groups.in_use != had_named:  # the ids no longer identify groups, so start again
             return await self._groups()
         is_whole = counts == grouping.needed(ids, no_more=self._partition.sealed)
         ready_count = int(np.count_nonzero(is_whole) if self._unit != "sample" else counts[is_whole].sum())
@@ -358,18 +359,18 @@ class Explanation:
         return ready_count, NotReady(kind=Lack.GROUP.kind, sample_count=int(counts[split].sum()), example=example)
 
     def _example(self, ids: Indexes, index: int, ready_count: int, block_size: int | None) -> str:
-        """Describe the first of the given groups that are not ready, or list those that wait for a size.
+        """Describe the first group that is not completely ready, or list the groups without a declared size.
 
         Args:
-            ids: ids of the groups.
-            index: global index of a sample of the first group.
-            ready_count: number of the first group's ready samples.
-            block_size: number of members of a group without a declared size.
+            ids: ids of the groups that are not completely ready.
+            index: global index of a sample in the first group.
+            ready_count: number of ready samples in the first group.
+            block_size: number of members of a group without a declared size, or None.
         """
         groups = self._partition.groups
         slot = int(ids[0])
         if not groups.in_use or slot < 0:
-            return f"{ready_count} samples of the group of index {index} are ready"
+            return f"{ready_count} samples are ready in the group of index {index}"
         kind, name = "group", groups.slots.occupants[slot]
         if groups.parent[slot] >= 0:
             kind = "rollout"
@@ -408,9 +409,9 @@ class Explanation:
 
 
 def _evicted(task: TaskLedger) -> str:
-    """Return the evictions of a task as the end of a sentence, or "" without evictions."""
+    """Return a clause about the evictions of a task, or "" if nothing was evicted."""
     counts = [
-        (task.unmatched_count, "that their where excludes"),
+        (task.unmatched_count, "excluded by where"),
         (task.too_small_count, "with too few members left"),
         (task.late_count, "that would have become too stale"),
         (task.overflow_count, "of the lowest priority, to admit new ones"),

@@ -1,18 +1,18 @@
-"""The changes since a revision, in partitions, their samples and tasks, for calls that watch them.
+"""The history of changes: which partitions, samples and tasks have changed since a revision, for watching clients.
 
 Revisions number the states of this service instance that clients have seen. A change belongs to the next revision. Each
-row stores the revision of its last write in a column of its partition, and each task has a number:
+row stores the revision of its last write in a column of its partition, and each task has such a number:
 
-    7 is given out .. rows 3, 4 of "a" are written, a task of "b" claims: 8 .. 8 is given out .. row 4 is written: 9
+    7 is issued .. rows 3, 4 of "a" are written, a task of "b" claims: 8 .. 8 is issued .. row 4 is written: 9
     a watcher at 7 asks: it receives rows 3, 4 of "a" as they are now, and the task of "b"; then it is at 9
 
-A watcher's state is therefore a single number. A late watcher receives the latest state of everything that changed
-since its number, once. Only blocks of a partition with changed rows are searched.
+The state of a watcher is therefore a single number. A watcher that is behind receives the latest state of everything
+that has changed since its number, once. Only blocks of a partition with changed rows are searched.
 
-Removed rows and partitions can no longer be read, so their names are kept in a bounded log. A watcher that missed rows
-dropped from the log receives their partition again from the start. If a removed partition was dropped from the log,
-earlier watchers must start over (CompactedError). The history is not persisted: a restart begins a new one. Nothing is
-recorded before the first revision is given out.
+Removed rows and partitions can no longer be read, so a bounded log records their names. If the log has dropped removed
+rows that a watcher has not seen, the watcher receives their partition again from the start. If the log has dropped a
+removed partition, earlier watchers must start over (CompactedError). The history is not persisted, so a restart begins
+a new one. Nothing is recorded before the first revision is issued.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from tq_service.state.partition import Partition
 from tq_service.state.plan import Indexes
 from tq_service.state.table import CLEARED, RowTable, distinct
 
-MOST_GONE_ROWS: Final = 1 << 20  # in the log
+MOST_GONE_ROWS: Final = 1 << 20  # maximum size of the log of removed rows
 ROWS_OF_A_PART: Final = 1 << 12
-_GONE_ROWS: Final = 8  # size of a log entry without its rows, in rows
+_GONE_ROWS: Final = 8  # size of a log entry in addition to its rows, counted in rows
 _BLOCK_SHIFT: Final = 13  # a block has 8,192 rows
 _FIRST: Final = 1
 _COLUMN: Final = "revision"
 
 Removed: TypeAlias = tuple[Indexes, NDArray[Any] | None]
-"""Global indexes of removed rows, and their keys; None if none had a key."""
+"""Global indexes of removed rows, and their keys (None if no row had a key)."""
 
 
 @dataclass(slots=True, eq=False)
 class _Past:
-    """The revisions of a partition.
+    """The revisions of a partition and its parts.
 
     Attributes:
-        made_at: revision of its creation; the partition is new to earlier watchers.
-        rows_at: revision of the last change of its rows or its summary.
-        block_at: revision of the last write to each block of rows, by block number: index >> 13.
+        made_at: revision that created the partition; earlier watchers have not seen it.
+        rows_at: revision of the last change of any row or of the summary.
+        block_at: revision of the last write to each block of rows, by block number (index >> 13).
         tasks_at: revision of the last change of any task.
-        task_at: the same per task; the key None stands for a change that affects the status of all tasks.
-        forgotten_at: revision of the latest removed rows that have been forgotten.
+        task_at: revision of the last change of each task; key None: the last change that affected all tasks.
+        forgotten_at: revision of the latest removed rows dropped from the log.
     """
 
     partition_id: str
@@ -69,7 +69,7 @@ class _Past:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Gone:
-    """Removed rows, or a removed partition."""
+    """Log entry for removed rows, or for a removed partition."""
 
     revision: int
     past: _Past
@@ -82,13 +82,13 @@ class _Gone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """The scope of a watch.
+    """The partitions and parts that a watch covers.
 
     Attributes:
-        prefix: prefix of the names of the watched partitions.
-        is_shown: returns whether the caller may know of a partition.
-        has_samples: whether samples are watched.
-        has_tasks: whether tasks are watched.
+        prefix: name prefix of the watched partitions.
+        is_shown: returns whether the caller may know about a partition.
+        has_samples: whether the watch includes samples.
+        has_tasks: whether the watch includes tasks.
     """
 
     prefix: str
@@ -97,19 +97,19 @@ class Watched:
     has_tasks: bool = True
 
     def covers(self, partition_id: str) -> bool:
-        """Whether a partition is watched."""
+        """Whether the watch includes a partition."""
         return partition_id.startswith(self.prefix) and self.is_shown(partition_id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionChanges:
-    """The changes in a partition.
+    """The changes in a partition since a revision.
 
     Attributes:
-        partition: the partition; None: this incarnation no longer exists.
+        partition: the partition; None if this incarnation no longer exists.
         removed: removed rows.
-        since: rows written after this revision have changed; 0: all rows.
-        blocks: the blocks that contain these rows; None: any block.
+        since: rows last written after this revision are included; 0 for all rows.
+        blocks: numbers of the blocks that may contain such rows; None for all blocks.
         task_names: names of changed tasks.
     """
 
@@ -122,7 +122,7 @@ class PartitionChanges:
     task_names: Collection[str] = ()
 
     def written(self) -> Iterator[Indexes]:
-        """Yield the global indexes of written rows, a few thousand at a time."""
+        """Yield the global indexes of written rows in arrays of up to 4,096."""
         if self.partition is None:
             return
         table, found = self.partition.table, np.zeros(0, np.int64)
@@ -139,17 +139,17 @@ class PartitionChanges:
 
 
 class ChangeHistory:
-    """The revisions of one instance of the service. Confined to its event loop.
+    """The history of one service instance. Confined to the instance's event loop.
 
     Args:
-        state: the state with all partitions.
+        state: the state that contains all partitions.
 
     Attributes:
-        instance_id: identifies the history, 16 random bytes.
-        number: the revision of the last change.
-        given_out: the last revision given out; 0: none, so that no changes need to be recorded.
-        forgotten_at: the revision of the latest removed partition that has been forgotten.
-        on_change: called after each change.
+        instance_id: 16 random bytes that identify this history.
+        number: revision of the last change.
+        given_out: last issued revision; 0 if none was issued, in which case no changes are recorded.
+        forgotten_at: revision of the latest removed partition dropped from the log.
+        on_change: called after each recorded group of changes.
     """
 
     def __init__(self, state: State) -> None:
@@ -158,7 +158,7 @@ class ChangeHistory:
         self.number = _FIRST
         self.on_change: Callable[[], None] = lambda: None
         self.given_out = 0
-        self._pasts: dict[Partition, _Past] = {}  # in the order of their last changes
+        self._pasts: dict[Partition, _Past] = {}  # ordered by last change
         self._gone: deque[_Gone] = deque()
         self._gone_row_count = 0
         self.forgotten_at = 0
@@ -166,7 +166,7 @@ class ChangeHistory:
     # Changes
 
     def note(self, step: Step) -> None:
-        """Record a group of changes."""
+        """Record a group of changes under the next revision."""
         number = self.number = self.given_out + 1
         for partition in step.created:
             self._past(partition, made_at=number).rows_at = number
@@ -182,7 +182,7 @@ class ChangeHistory:
             elif task_name in partition.tasks:
                 past.task_at[task_name] = number
             else:
-                past.task_at.pop(task_name, None)  # the task was forgotten
+                past.task_at.pop(task_name, None)  # the task no longer exists
         for partition, rows, keys in step.removed:
             past = self._past(partition)
             past.rows_at = past.tasks_at = past.task_at[None] = number
@@ -196,7 +196,7 @@ class ChangeHistory:
         self.on_change()
 
     def _past(self, partition: Partition, made_at: int = _FIRST) -> _Past:
-        """Return the past of a partition, and mark it as the latest to change."""
+        """Return the revisions of a partition, and mark the partition as the last one changed."""
         past = self._pasts.pop(partition, None) or _Past(partition.partition_id, partition.incarnation, made_at)
         self._pasts[partition] = past
         return past
@@ -215,20 +215,20 @@ class ChangeHistory:
     # Revisions
 
     def mark(self) -> int:
-        """Give out the current revision; return its number."""
+        """Issue the current revision and return its number."""
         self.given_out = self.number
         return self.number
 
     def revision(self) -> Revision:
-        """Give out and return the current revision."""
+        """Issue and return the current revision."""
         return Revision(instance_id=self.instance_id, number=self.mark())
 
     def number_of(self, revision: Revision) -> int:
-        """Return the number of a client's revision.
+        """Return the number of a revision received from a client.
 
         Raises:
-            CompactedError: the revision is from another service instance.
-            InvalidArgumentError: the revision is invalid.
+            CompactedError: the revision was issued by another service instance.
+            InvalidArgumentError: the revision was not issued by this instance, or is malformed.
         """
         if revision.instance_id != self.instance_id and len(revision.instance_id) == len(self.instance_id):
             raise CompactedError(
@@ -239,17 +239,17 @@ class ChangeHistory:
         if revision.instance_id != self.instance_id or not 1 <= revision.number <= self.given_out:
             raise InvalidArgumentError(
                 f"revision has an instance_id of {len(revision.instance_id)} bytes and the number {revision.number}; "
-                f"expected {len(self.instance_id)} bytes and 1 to {self.given_out}. Send a revision as it was "
-                f"returned, or omit it to start with the full state",
+                f"expected {len(self.instance_id)} bytes and 1 to {self.given_out}. Send a revision exactly as it "
+                f"was returned, or omit it to start with the full state.",
                 field="revision",
             )
         return revision.number
 
     def since(self, since: int, selection: Watched) -> list[PartitionChanges]:
-        """Return the changes since a revision, removed partitions first, or the full state if `since` is 0.
+        """Return the changes since a revision (removed partitions first), or the full state if `since` is 0.
 
         Raises:
-            CompactedError: some of the changes have been forgotten.
+            CompactedError: the log has dropped some of these changes.
         """
         if not since:
             there = [(name, each) for name, each in self._state.partitions.items() if selection.covers(name)]
@@ -257,7 +257,7 @@ class ChangeHistory:
             return [_changes_of(each, past, 0, selection) for (_, each), past in zip(there, pasts, strict=True)]
         if self.forgotten_at > since:
             raise CompactedError(
-                f"revision {since} is too old, since changes up to {self.forgotten_at} have been forgotten; list "
+                f"revision {since} is too old, because changes up to {self.forgotten_at} were dropped; list "
                 f"again, or watch without a revision to start with the full state",
                 metadata={"got": str(since), "oldest": str(self.forgotten_at)},
             )
@@ -283,14 +283,14 @@ class ChangeHistory:
         return [*cleared, *reversed(changed)]
 
     def is_there(self, partition: Partition) -> bool:
-        """Whether a partition still exists; if not, a later change reports its removal."""
+        """Whether a partition still exists. If not, a later change reports its removal."""
         return self._state.partitions.get(partition.partition_id) is partition
 
 
 def _changes_of(
     partition: Partition, past: _Past, since: int, selection: Watched, removed: Sequence[Removed] = ()
 ) -> PartitionChanges:
-    """Return the changes in a partition, or its full state if it is new to the watcher."""
+    """Return the changes in a partition, or its full state if the watcher has not seen it."""
     blocks: list[int] | None = []
     if selection.has_samples and past.rows_at > since:
         blocks = sorted(block for block, at in past.block_at.items() if at > since)
@@ -310,7 +310,7 @@ def _changes_of(
 
 
 def _write_revision(table: RowTable, rows: Indexes | range, number: int) -> Iterable[int]:
-    """Set the revision of the rows that still exist; return their blocks."""
+    """Set the revision of all given rows that still exist, and return the numbers of their blocks."""
     revisions = table.columns.get(_COLUMN) or table.unsaved_column(_COLUMN, np.int64, 0)
     if isinstance(rows, range):
         revisions.write(slice(table.position_from(rows.start), table.position_from(rows.stop)), number)
@@ -322,6 +322,6 @@ def _write_revision(table: RowTable, rows: Indexes | range, number: int) -> Iter
 
 
 def _slices_of(table: RowTable, blocks: Iterable[int]) -> Iterator[slice]:
-    """Yield the positions of the rows of blocks, each computed when it is requested."""
+    """Yield the table positions of each block, computed when they are requested."""
     for block in blocks:
         yield slice(table.position_from(block << _BLOCK_SHIFT), table.position_from((block + 1) << _BLOCK_SHIFT))

@@ -1,11 +1,11 @@
-"""Selections of samples, which are read in pages, awaited, or cleared in parts; and pages of names.
+"""Selections of samples that are listed in pages, awaited, or cleared in parts; and pages of names.
 
-A page of samples is limited in count and in metadata size, so that producing it is quick. Its token encodes the start
-of the next page and the partition's incarnation. The token is not a secret, since its holder could request any page
-anyway.
+Pages are limited in sample count and metadata size, so producing a page is quick. The token of a
+page encodes its start and the partition's incarnation. The token is not a secret, since its holder could request any
+page anyway.
 
-`LookupWait` waits until enough samples are found. `Clearing` clears the samples of a selection in parts, with a turn
-for other calls between the parts; `ClearingFields` clears only some of their fields.
+`LookupWait` waits until enough samples are found. `Clearing` clears the samples of a selection in parts, and lets other
+calls run between the parts. `ClearingFields` clears only some fields of these samples.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from tq_service.state.plan import Condition, Indexes, LeasedClaim
 from tq_service.state.table import FAILED, as_slice, distinct
 from tq_service.wait_clock import Waiting
 
-_MOST_OF_A_PAGE: Final = 16_384  # samples
+_MOST_OF_A_PAGE: Final = 16_384  # samples per page
 _MOST_NAMES_OF_A_PAGE: Final = 1_000  # names have up to 512 characters, each of up to 4 bytes
 MOST_NAMED: Final = 65_536  # samples or groups per request
-_MOST_CHARACTERS: Final = 1 << 19  # of keys, groups, text and JSON of custom_meta; at most 2 MiB
-_MOST_NUMBERS: Final = 1 << 17  # of custom_meta; at most 1.3 MB
-_LOOKED_AT_ONCE: Final = 16_384  # rows
-_MOST_UNSEEN: Final = 65_536  # rows, repeated writes included: bounds memory by the number of stored rows
-_CLEARED_AT_ONCE: Final = 1 << 15  # samples
-_PUTS_CLEARED_AT_ONCE: Final = 128  # with cells of these samples; a few milliseconds if each sample has its own put
+_MOST_CHARACTERS: Final = 1 << 19  # characters of keys, groups and custom_meta text per page; at most 2 MiB
+_MOST_NUMBERS: Final = 1 << 17  # custom_meta numbers per page; at most 1.3 MB
+_LOOKED_AT_ONCE: Final = 16_384  # rows per step
+_MOST_UNSEEN: Final = 65_536  # rows, counting repeated writes; limits memory to the number of stored rows
+_CLEARED_AT_ONCE: Final = 1 << 15  # samples per step
+_PUTS_CLEARED_AT_ONCE: Final = 128  # puts per step; takes a few milliseconds if each sample has its own put
 
-_MOST_SCANNED: Final = 131_072  # rows, when scanning for members of groups or for conditions
+_MOST_SCANNED: Final = 131_072  # rows scanned per page for members of groups or for conditions
 _NONE: Final = np.zeros(0, np.int64)
 
 
@@ -59,9 +59,9 @@ class Part:
     """Consecutive samples of a selection.
 
     Attributes:
-        positions: positions of the samples in the table `(n,)`.
-        places: for each sample, the place of a part that starts with it `(n,)`.
-        next_place: the place of the next part; None: this is the last part.
+        positions: table positions of the samples `(n,)`.
+        places: place of each sample in the selection `(n,)`; a later part can start at any of these places.
+        next_place: place where the next part starts; None for the last part.
     """
 
     positions: Indexes
@@ -69,7 +69,7 @@ class Part:
     next_place: int | None
 
     def first(self, count: int) -> Part:
-        """Return the part reduced to its first `count` samples."""
+        """Return a part that contains only the first `count` samples."""
         if count >= self.positions.size:
             return self
         return Part(positions=self.positions[:count], places=self.places[:count], next_place=int(self.places[count]))
@@ -77,21 +77,23 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The samples that a request selects.
+    """The samples selected by a request.
 
-    Samples given by index or key are in the order of `indexes`, then of `keys`. Otherwise, the selection consists of
-    the members of `groups` and `rollouts`, or of all samples, in order of insertion. A selection is read in parts,
-    since it may have millions of samples. A place is a position among the given indexes and keys, or a global index.
+    Samples given by index or key are ordered as in `indexes`, then as in `keys`. Without indexes and keys, the
+    selection contains the members of `groups` and `rollouts`, or all samples, in order of insertion. A selection may
+    contain millions of samples, so it is read in parts. A place is an offset in the given indexes and keys, or a global
+    index.
 
     Attributes:
         indexes: global indexes `(n,)`.
-        keys: keys.
-        groups: names of groups, whose members are selected.
-        rollouts: names of rollouts, whose samples are selected.
+        keys: keys of samples.
+        groups: names of groups whose members are selected.
+        rollouts: names of rollouts whose samples are selected.
         is_all: whether all samples are selected.
-        skipped_by: name of a task that will never receive the samples; empty: any samples. Only with `is_all`.
-        left_for: name of a task that may still receive the samples, which no worker of any task has leased; empty: any
-            samples.
+        skipped_by: name of a task; selects only samples that the task will never receive. Empty: no such condition.
+            Requires `is_all`.
+        left_for: name of a task; selects only samples that the task may still receive and that no task has leased.
+            Empty: no such condition.
         where: further conditions that the samples must satisfy.
 
     Raises:
@@ -111,38 +113,38 @@ class Selection:
     def __post_init__(self) -> None:
         if self.skipped_by and not self.is_all:
             raise InvalidArgumentError(
-                f"skipped_by is {self.skipped_by!r}, but samples or groups are set too; pass only one of them",
+                f"skipped_by is {self.skipped_by!r}, but samples or groups are set too; set only one of them",
                 field="skipped_by",
             )
         for name in ("groups", "rollouts"):
             if getattr(self, name) and (self.named_count or self.is_all):
                 raise InvalidArgumentError(
-                    f"{name} and samples are both set; pass either samples (by index or key) or their {name}",
+                    f"{name} and samples are both set; set either samples (by index or key) or their {name}",
                     field=name,
                 )
 
     @property
     def named_count(self) -> int:
-        """The number of samples given by index or key, including missing ones."""
+        """Number of samples given by index or key, including missing samples."""
         return self.indexes.size + len(self.keys)
 
     @property
     def has_conditions(self) -> bool:
-        """Whether a given sample may fail to be selected, now or later."""
+        """Whether the selection has conditions that a given sample may fail, now or later."""
         return bool(self.where or self.skipped_by or self.left_for)
 
     @property
     def is_named(self) -> bool:
-        """Whether samples are given individually; the list may be empty."""
+        """Whether the selection is a list of samples, which may be empty."""
         return not self.is_of_groups and not self.is_all
 
     @property
     def is_of_groups(self) -> bool:
-        """Whether the members of groups and rollouts are selected."""
+        """Whether the selection contains the members of groups or rollouts."""
         return bool(self.groups or self.rollouts)
 
     def part(self, partition: Partition, place: int, size: int) -> Part:
-        """Return the part at a place: `size` given samples, or `size` rows if no conditions are checked."""
+        """Return the part that starts at a place: `size` listed samples, `size` rows, or more if rows are filtered."""
         if self.is_named:
             return self._named(partition, place, place + size)
         is_filtered = self.is_of_groups or self.has_conditions
@@ -167,7 +169,7 @@ class Selection:
         return Part(positions=positions, places=table.index[positions], next_place=next_place)
 
     def among(self, partition: Partition, positions: Indexes) -> Indexes:
-        """Return those of the given samples that are selected."""
+        """Return the selected samples among the given ones."""
         if self.is_named:
             named = np.concatenate([partition.table.find(self.indexes), partition.key_index.positions_of(self.keys)])
             positions = positions[np.isin(positions, named)]
@@ -178,14 +180,14 @@ class Selection:
                 ("rollout", groups.rollout_slot_of.find(self.rollouts)),
             )
             for unit, slots in units:
-                wanted = np.zeros(groups.slots.count + 1, np.bool_)  # the last slot stands for samples without a group
+                wanted = np.zeros(groups.slots.count + 1, np.bool_)  # the last element is for samples without a group
                 wanted[slots[slots >= 0]] = True
                 is_member |= wanted[groups.of_unit(unit, rows)]
             positions = positions[is_member]
         return self.satisfying(partition, positions)
 
     def satisfying(self, partition: Partition, positions: Indexes) -> Indexes:
-        """Return the samples that satisfy all conditions, `skipped_by` and `left_for`."""
+        """Return the given samples that satisfy `where`, `skipped_by` and `left_for`."""
         if self.skipped_by:
             positions = positions[partition.known_task(self.skipped_by).is_lost(positions)]
         if self.left_for:
@@ -201,7 +203,7 @@ class Selection:
         return mask
 
     def missing(self, partition: Partition, start: int, stop: int | None) -> tuple[list[str], Indexes]:
-        """Return the keys and indexes in a range of places that no sample has."""
+        """Return the selected keys and indexes without a sample, in a range of places."""
         count, indexes = self.indexes.size, self.indexes[start:stop]
         keys = self.keys[max(0, start - count) : None if stop is None else max(0, stop - count)]
         unknown = np.flatnonzero(partition.key_index.positions_of(keys) < 0).tolist()
@@ -210,16 +212,16 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """A page of samples of a partition.
+    """A page of a partition's samples.
 
     Attributes:
         partition: partition of the samples.
-        positions: positions of the samples in the table `(n,)`.
-        missing_keys: keys of the page that no sample has.
-        missing_indexes: indexes of the page that no sample has.
-        missing_groups: groups without members in the partition; only on the first page.
-        missing_rollouts: rollouts without samples; only on the first page.
-        next_place: the place of the next page in the selection; None: this is the last page.
+        positions: table positions of the samples `(n,)`.
+        missing_keys: keys in the page's range without a sample.
+        missing_indexes: indexes in the page's range without a sample.
+        missing_groups: selected groups without members in the partition; only on the first page.
+        missing_rollouts: selected rollouts without samples; only on the first page.
+        next_place: place in the selection where the next page starts; None for the last page.
     """
 
     partition: Partition
@@ -232,22 +234,22 @@ class Page:
 
     @property
     def next_token(self) -> str:
-        """The token of the next page, or "" on the last page."""
+        """Token of the next page, or "" on the last page."""
         return "" if self.next_place is None else f"{self.partition.incarnation.hex()}-{self.next_place}"
 
 
 def find_page(
     catalog: Catalog, partition_id: str, selection: Selection, *, size: int, token: str, missing_ok: bool = False
 ) -> Page | None:
-    """Return a page of samples.
+    """Return a page of the selected samples, or None if a missing partition is permitted.
 
     Args:
-        catalog: the catalog of the partition.
-        partition_id: the partition.
-        selection: the samples, the same for all pages.
-        size: maximum number of samples on the page; 0: the maximum of any page.
-        token: the token of the page, or "" for the first page.
-        missing_ok: whether to return None for the first page of a partition that does not exist.
+        catalog: the catalog with the partition.
+        partition_id: name of the partition.
+        selection: the selected samples; must be equal for all pages.
+        size: maximum number of samples on the page; 0 for the largest permitted page.
+        token: token of the page, or "" for the first page.
+        missing_ok: whether to return None if the partition does not exist when the first page is requested.
 
     Raises:
         PartitionNotFoundError: the partition does not exist.
@@ -265,8 +267,8 @@ def find_page(
     incarnation, place = _read_token(token)
     if incarnation and partition_id not in catalog.names():
         raise StaleIncarnationError(
-            f"partition {partition_id!r} of incarnation {incarnation.hex()} was cleared while it was being listed; "
-            f"discard the pages received so far",
+            f"partition {partition_id!r} of incarnation {incarnation.hex()} was cleared while it was being listed. "
+            f"Discard the pages received so far.",
             metadata={"partition_id": partition_id, "got": incarnation.hex()},
         )
     partition = catalog.find(partition_id, incarnation, missing_ok=missing_ok and not incarnation)
@@ -294,9 +296,9 @@ def _unknown(names: Sequence[str], slots: Indexes) -> list[str]:
 def first_known(
     catalog: Catalog, partition_id: str, incarnation: bytes, rows: Indexes
 ) -> tuple[Partition, Indexes] | None:
-    """Return the partition of the given samples, and as many of the first samples as fit on a page.
+    """Return the partition of the given samples, and the leading samples that fit on one page.
 
-    Return None if the partition, or one of these samples, no longer exists.
+    Return None if the partition or one of the leading samples no longer exists.
     """
     partition = catalog.find(partition_id, incarnation, missing_ok=True)
     if partition is None:
@@ -306,14 +308,14 @@ def first_known(
 
 
 def find_names(names: Iterable[str], *, of: str, size: int, token: str) -> tuple[list[str], str]:
-    """Return a page of names in sorted order, and the token of the next page, or "" on the last page.
+    """Return a page of names in sorted order, and the token of the next page ("" on the last page).
 
     Args:
         names: all names, in any order.
-        of: name of the list. A token of a different list is rejected.
-        size: maximum number of names on the page; 0: the maximum of any page.
-        token: the token of the page, or "" for the first page. A token consists of a checksum and the first name of the
-            page, which need no longer exist.
+        of: kind of the listed names. Tokens of a different list are rejected.
+        size: maximum number of names on the page; 0 for the largest permitted page.
+        token: token of the page, or "" for the first page. A token consists of a checksum and the first name of the
+            page, which may have been removed since.
 
     Raises:
         InvalidArgumentError: the size or the token is invalid.
@@ -327,7 +329,7 @@ def find_names(names: Iterable[str], *, of: str, size: int, token: str) -> tuple
 
 
 def name_token(of: str, name: str) -> str:
-    """Return the token of the page that starts with a name in a list."""
+    """Return the token of the page of a list that starts with the given name."""
     return f"{zlib.crc32(f'{of}/{name}'.encode()):08x}-{name}"
 
 
@@ -337,17 +339,17 @@ def _page_size(size: int, most: int) -> int:
 
 
 def _check_named(name: str, count: int) -> None:
-    """Reject a request for more samples or groups than one answer may cover."""
+    """Reject a list of samples or groups that is too long for one request."""
     if count > MOST_NAMED:
         raise InvalidArgumentError(
-            f"{name} has {count} entries; expected at most {MOST_NAMED}. Split them among several calls",
+            f"{name} has {count} entries; expected at most {MOST_NAMED}. Split them among several calls.",
             field=name,
             metadata={"got": str(count), "limit": str(MOST_NAMED)},
         )
 
 
 def _read_token(token: str) -> tuple[bytes, int]:
-    """Return the incarnation and the first place of a page from its token."""
+    """Return the partition's incarnation and the start of the page that a token encodes."""
     if not token:
         return b"", 0
     incarnation, _, place = token.partition("-")
@@ -360,16 +362,16 @@ def _read_token(token: str) -> tuple[bytes, int]:
 
 
 def no_page_token(token: str) -> InvalidArgumentError:
-    """Return the error for a token that does not belong to the list."""
+    """Return the error for a token that was not issued for this list."""
     return InvalidArgumentError(
-        f"page_token is {token[:64]!r}, which does not belong to this list; send the next_page_token of the previous "
-        f"page with the other fields unchanged, or omit page_token for the first page",
+        f"page_token is {token[:64]!r}, which does not belong to this list; expected the next_page_token of the "
+        f"previous page, with the other fields unchanged. Omit page_token for the first page.",
         field="page_token",
     )
 
 
 def fitting_count(partition: Partition, positions: Indexes) -> int:
-    """Return the number of leading samples that fit into one answer with their metadata, at least one."""
+    """Return how many of the first samples fit in one answer with their metadata; at least one."""
     columns = [column for name in partition.meta.names() if (column := partition.meta.read(name, positions))]
     number_count = sum(column.values.dtype.kind != "O" for column in columns)
     count = min(positions.size, _MOST_NUMBERS // max(1, number_count))
@@ -392,7 +394,7 @@ def _lengths(names: Sequence[str | None]) -> Indexes:
 
 
 def check_fields(partition: Partition, names: Sequence[str]) -> None:
-    """Refuse fields that a partition never had."""
+    """Raise FieldNotFoundError if the partition never had one of the fields."""
     for name in names:
         if partition.cells.last_spec(name) is None:
             known = nearest(name, partition.cells.fields)
@@ -411,18 +413,18 @@ def locate(
     skip_missing: bool,
     skip_missing_fields: bool,
 ) -> tuple[Indexes, Sequence[str]]:
-    """Return the positions of the samples that have cells of all given fields, and these fields.
+    """Return the positions of the samples that have cells in all given fields, and these fields.
 
     Args:
-        partition: the partition of the samples.
-        names: the fields.
-        indexes: global indexes of the samples, unless keys are given.
+        partition: partition of the samples.
+        names: names of the fields.
+        indexes: global indexes of the samples; empty if keys are given.
         keys: keys of the samples.
         skip_missing: whether to omit missing samples and samples with missing cells.
         skip_missing_fields: whether to omit fields that do not exist or that some samples lack.
 
     Raises:
-        FieldNotFoundError: a field never existed. If it has lost its cells, the error names the samples instead.
+        FieldNotFoundError: the partition never had a field. Not raised for a field whose cells were all cleared.
         KeyNotFoundError, SampleNotFoundError, CellNotFoundError: a required sample or cell is missing.
         InvalidArgumentError: too many samples are given, or samples are given both by index and by key.
     """
@@ -431,7 +433,7 @@ def locate(
     _check_named("keys", len(keys))
     _check_named("global_indexes", indexes.size)
     if keys and indexes.size:
-        raise InvalidArgumentError("samples are given both by index and by key; pass only one of them", field="keys")
+        raise InvalidArgumentError("samples are given both by index and by key; set only one of them", field="keys")
     rows = indexes
     if keys:
         known = partition.key_index.positions_of(list(keys))
@@ -439,7 +441,7 @@ def locate(
             key = keys[int(np.argmax(known < 0))]
             raise KeyNotFoundError(
                 f"partition {partition.partition_id!r} has no key {key!r}; {nearest(key, partition.key_index)}; "
-                f"omit it with skip_missing",
+                f"set skip_missing to omit it",
                 metadata={"partition_id": partition.partition_id, "key": key},
             )
         rows = partition.table.index[known[known >= 0]]
@@ -457,7 +459,7 @@ def locate(
 
 
 def _missing_cell(partition: Partition, names: Sequence[str], rows: Indexes) -> CellNotFoundError:
-    """Return the error for samples that lack a field; it reports failed samples first, which will never have it."""
+    """Return the error for samples that lack a field; it names a failed one if possible, since it never gets data."""
     failed = rows[partition.state[partition.table.find(rows)] == FAILED]
     row = (failed if failed.size else rows)[:1]
     position = partition.table.find(row)
@@ -466,11 +468,11 @@ def _missing_cell(partition: Partition, names: Sequence[str], rows: Indexes) -> 
     if failed.size:
         why = " and never will, since the sample has failed and data put for it is dropped"
     else:
-        why = f" yet, or no longer ({rows.size} samples lack a field); a claim waits for it"
+        why = f" yet, or no longer ({rows.size} samples lack a field); a claim would wait for the data"
     return CellNotFoundError(
-        f"sample {int(row[0])}{'' if key is None else f' (key {key!r})'} of partition {partition.partition_id!r} has "
-        f"no {', '.join(map(repr, lacking))}{why}; omit the sample with skip_missing, or its fields with "
-        f"skip_missing_fields",
+        f"sample {int(row[0])}{'' if key is None else f' (key {key!r})'} of partition {partition.partition_id!r} "
+        f"has no {', '.join(map(repr, lacking))}{why}. Set skip_missing to omit such samples, or "
+        f"skip_missing_fields to omit their missing fields.",
         metadata={
             "partition_id": partition.partition_id,
             "global_index": str(row[0]),
@@ -480,24 +482,24 @@ def _missing_cell(partition: Partition, names: Sequence[str], rows: Indexes) -> 
 
 
 class LookupWait:
-    """Waits until a look-up finds enough samples; a context manager.
+    """Context manager that waits until a look-up finds enough samples.
 
-    The wait does not poll. It collects rows as they are written, and checks them once there are enough to reach the
-    number if all of them matched. Filling a partition row by row therefore causes a few checks of some rows, not one
-    check of all rows per written row. Cleared rows are discounted when the number seems to be reached.
+    The wait collects rows as they are written instead of polling. Rows are checked only when there are enough to reach
+    `min_count` if all of them match. Filling a partition row by row therefore causes a few checks of some rows, instead
+    of a check of all rows per written row. Cleared rows are discounted when `min_count` appears to be reached.
 
     Args:
-        partition: the partition of the samples.
+        partition: partition of the samples.
         selection: the samples to wait for.
-        min_count: the number of samples to wait for.
+        min_count: number of samples to wait for.
     """
 
     def __init__(self, partition: Partition, selection: Selection, min_count: int) -> None:
         self._partition = partition
-        # Conditions use the versions published now, since rows are checked immediately.
+        # Conditions on policy versions refer to the versions published when the wait starts.
         self._selection = selection = replace(selection, where=partition.resolved(selection.where))
         self._min_count = min_count
-        self._found: set[int] = set()  # global indexes; some may have been cleared since
+        self._found: set[int] = set()  # global indexes; some samples may have been cleared since they were found
         if selection.is_named:
             present = np.unique(selection.part(partition, 0, selection.named_count).positions)
         else:
@@ -523,14 +525,14 @@ class LookupWait:
         self._is_due.set()
 
     async def until_enough(self, deadline: float) -> bool:
-        """Wait until there are enough samples or never will be (True), or until a deadline of the loop's clock (False).
+        """Wait until enough samples exist or never will (True), or until a deadline in the loop's time (False).
 
-        Samples stored at the time of the call are always checked, however long that takes; later samples only until the
-        deadline.
+        All samples that exist when the call starts are checked, even after the deadline. Later samples are checked only
+        until the deadline.
 
         Raises:
-            TqError: the wait was ended.
-            InvalidArgumentError: a condition does not fit its column.
+            TqError: the wait was ended by `end`.
+            InvalidArgumentError: a condition does not fit the type of its column.
         """
         loop, stored_count = asyncio.get_running_loop(), self._unseen_count
         while True:
@@ -563,14 +565,14 @@ class LookupWait:
 
     @property
     def _is_in_vain(self) -> bool:
-        """Whether there are too few samples and no more will be inserted."""
+        """Whether the partition has too few samples and is sealed, which makes the wait useless."""
         count = self._partition.table.present_count
         if self._selection.is_named:
             count = min(count, self._selection.named_count)
         return self._partition.sealed and count < self._min_count
 
     def _look(self) -> int:
-        """Check some written rows, oldest first; return their number."""
+        """Check some of the written rows, oldest first, and return how many were checked."""
         taken: list[Indexes | range] = []
         left = _LOOKED_AT_ONCE
         while self._unseen and left:
@@ -591,7 +593,7 @@ class LookupWait:
         return indexes.size
 
     def _has_enough(self) -> bool:
-        """Whether there are enough samples, regardless of rows that have been rewritten since they were checked."""
+        """Whether enough samples were found, even if all rows rewritten since their check no longer match."""
         least = self._min_count + sum(len(rows) for rows in self._unseen if not isinstance(rows, range))
         if len(self._found) >= least:
             self._forget_cleared()
@@ -607,12 +609,12 @@ async def wait_for_samples(
 ) -> bool:
     """Wait until a partition exists and has `min_count` of the selected samples; return whether the wait timed out.
 
-    The wait also ends when the number can no longer be reached.
+    The wait also ends when the partition can no longer reach `min_count`.
 
     Raises:
         PartitionClearedError: the partition was cleared during the wait.
         UnavailableError: the server is shutting down.
-        InvalidArgumentError: a condition does not fit its column.
+        InvalidArgumentError: a condition does not fit the type of its column.
     """
     deadline = asyncio.get_running_loop().time() + max_wait_seconds
     partition = await catalog.arrival(partition_id, deadline)
@@ -629,18 +631,18 @@ async def wait_for_samples(
 
 @dataclass(slots=True)
 class Clearing:
-    """Clears samples in parts; missing samples are ignored.
+    """Clears samples in parts, ignoring missing samples.
 
-    The conditions of the selection are checked for a sample in the step that clears it.
+    Each sample is tested against the selection's conditions in the step that clears it.
 
     Args:
-        catalog: the catalog of the partition.
-        partition_id: the partition.
-        incarnation: incarnation of the partition; empty: the current one at the first part.
+        catalog: the catalog with the partition.
+        partition_id: name of the partition.
+        incarnation: incarnation of the partition; empty for the incarnation that exists when the first part is cleared.
         selection: the samples to clear.
-        claim: the leased claim to which the samples belong. It must hold all samples before any is cleared, and those
-            of each part in the step that clears the part. None: no claim is checked.
-        missing_ok: whether a partition that does not exist, or no longer exists, counts as having nothing to clear.
+        claim: the leased claim that the samples must belong to. Membership is checked for all samples at the start, and
+            for each part when the part is cleared. None: no claim is checked.
+        missing_ok: whether to succeed without clearing anything if the partition does not exist or was cleared.
     """
 
     catalog: Catalog
@@ -649,13 +651,13 @@ class Clearing:
     selection: Selection
     claim: LeasedClaim | None = None
     missing_ok: bool = False
-    _place: int | None = 0  # of the next part
-    _part: Indexes = field(default_factory=_NONE.copy)  # the rest of the current part
+    _place: int | None = 0  # place of the next part
+    _part: Indexes = field(default_factory=_NONE.copy)  # remaining samples of the current part
     _last: Indexes = field(default_factory=_NONE.copy)
     _done_count: int = 0
 
     async def begin(self) -> None:
-        """Clear all but the last part.
+        """Clear all parts except the last one.
 
         Raises:
             LeaseExpiredError, InvalidArgumentError: see `check_claim`.
@@ -670,14 +672,14 @@ class Clearing:
             self._last = self._next_part()
 
     def finish(self) -> int:
-        """Clear the last part and groups without samples; return the total number of cleared samples."""
+        """Clear the last part, and groups without samples; return the total number of cleared samples."""
         self._change()
         if self.selection.groups and not self.selection.has_conditions:
             self._remove_groups()
         return self._done_count
 
     def _remove_groups(self) -> None:
-        """Remove the groups of the selection that never had samples."""
+        """Remove the selected groups that never had samples."""
         if self.catalog.find(self.partition_id, self.incarnation, missing_ok=self.missing_ok) is not None:
             self.catalog.commit(GroupsRemoved(partition_id=self.partition_id, names=list(self.selection.groups)))
 
@@ -686,29 +688,29 @@ class Clearing:
             self._done_count += self._commit(self._last)
 
     def _commit(self, rows: Indexes) -> int:
-        """Clear the samples of a part; return the number that existed."""
+        """Clear the samples of one part and return how many of them existed."""
         change = SamplesCleared(partition_id=self.partition_id, global_indexes=rows, claim=self.claim)
         return self.catalog.commit(change) or 0
 
     def _next_part(self) -> Indexes:
-        """Return the next samples to clear, at most as many as one step may clear."""
+        """Return the next samples to clear, limited to the maximum per step."""
         partition = self.catalog.find(self.partition_id, self.incarnation, missing_ok=self.missing_ok)
         if partition is None:
             self._place, self._part = None, self._part[:0]
             return self._part
-        self.incarnation = partition.incarnation  # a partition created later under this name is a different one
+        self.incarnation = partition.incarnation  # ignore any later partition with the same name
         table = partition.table
         if not self._part.size and self._place is not None:
             part = self.selection.part(partition, self._place, _CLEARED_AT_ONCE).first(_CLEARED_AT_ONCE)
             self._place = part.next_place
-            self._part = np.sort(table.index[part.positions])  # keeps samples of one put adjacent
+            self._part = np.sort(table.index[part.positions])  # makes the samples of a put adjacent
         positions = table.find(self._part)
         count = partition.cells.count_of_runs(positions, _PUTS_CLEARED_AT_ONCE)
         taken, positions, self._part = self._part[:count], positions[:count], self._part[count:]
         return self._meant(partition, taken, positions)
 
     def _meant(self, partition: Partition, rows: Indexes, positions: Indexes) -> Indexes:
-        """Return the rows that are selected now, given their positions (-1 if missing)."""
+        """Return the rows that still satisfy the selection, given their positions (-1 for missing rows)."""
         if not self.selection.has_conditions:
             return rows
         meant: Indexes = partition.table.index[self.selection.satisfying(partition, positions[positions >= 0])]
@@ -716,19 +718,19 @@ class Clearing:
 
 
 class Failing(Clearing):
-    """Fails samples in parts; missing and failed samples are ignored. See `Clearing`."""
+    """Marks samples as failed in parts, ignoring missing and failed samples. See `Clearing`."""
 
     def _remove_groups(self) -> None:
-        """Keep groups without samples, since they have nothing to fail."""
+        """Keep groups without samples, because they contain nothing to fail."""
 
     def _commit(self, rows: Indexes) -> int:
-        """Fail the samples of a part."""
+        """Mark the samples of one part as failed."""
         write = SampleWrite(row_count=rows.size, global_indexes=rows, state=SampleState.FAILED, claim=self.claim)
         self.catalog.commit(SamplesWritten(partition_id=self.partition_id, write=write))
         return rows.size
 
     def _meant(self, partition: Partition, rows: Indexes, positions: Indexes) -> Indexes:
-        """Return the rows that are selected now and have not failed."""
+        """Return the rows that still satisfy the selection and have not failed."""
         there = self.selection.satisfying(partition, distinct(positions[positions >= 0], partition.table.count))
         meant: Indexes = partition.table.index[there[partition.state[there] != FAILED]]
         return meant
@@ -736,14 +738,14 @@ class Failing(Clearing):
 
 @dataclass
 class ClearingFields(Clearing):
-    """Clears the cells of some fields in parts; the samples stay. See `Clearing`.
+    """Clears the cells of some fields in parts, and keeps the samples. See `Clearing`.
 
     Args:
-        field_names: the fields, each once. Fields that groups share are cleared for the groups of the selection, which
-            then must be all that it names.
+        field_names: names of the fields, without repetition. For a field that groups share, the selection must consist
+            of groups, and the cells of these groups are cleared.
 
     Raises:
-        InvalidArgumentError: no field is named.
+        InvalidArgumentError: `field_names` is empty.
     """
 
     field_names: Sequence[str] = ()
@@ -753,11 +755,11 @@ class ClearingFields(Clearing):
             raise InvalidArgumentError("data_fields is empty; name the fields to clear", field="data_fields")
 
     async def begin(self) -> None:
-        """Clear all but the last part.
+        """Clear all parts except the last one.
 
         Raises:
-            FieldNotFoundError: a field never existed, and `missing_ok` is not set.
-            InvalidArgumentError: groups share a field, and the selection names something else than groups.
+            FieldNotFoundError: the partition never had a field, and `missing_ok` is not set.
+            InvalidArgumentError: groups share a field, and the selection does not consist of groups alone.
             LeaseExpiredError, InvalidArgumentError: see `check_claim`.
         """
         partition = self.catalog.find(self.partition_id, self.incarnation, missing_ok=self.missing_ok)
@@ -771,18 +773,18 @@ class ClearingFields(Clearing):
         await super().begin()
 
     def _check_shared(self, partition: Partition, name: str) -> None:
-        """Refuse to clear the cells that groups share for only some of their samples."""
+        """Raise InvalidArgumentError if cells shared by groups would be cleared for only some samples of a group."""
         selection = self.selection
         if not selection.groups or selection.rollouts or selection.has_conditions:
             raise InvalidArgumentError(
-                f"field {name!r} of partition {partition.partition_id!r} has group scope, got samples, rollouts or "
-                f"conditions; name groups and nothing else, since the value is cleared for all samples of a group",
+                f"field {name!r} of partition {partition.partition_id!r} has group scope; got samples, rollouts or "
+                f"conditions. Its value is cleared for all samples of a group, so name groups and nothing else.",
                 field="data_fields",
                 metadata={"field_name": name},
             )
 
     async def _clear_groups(self) -> None:
-        """Clear the cells that the samples of each group share."""
+        """Clear the cells that the members of each selected group share."""
         names = list(self.selection.groups)
         for start in range(0, len(names), _PUTS_CLEARED_AT_ONCE):
             if self.catalog.find(self.partition_id, self.incarnation, missing_ok=self.missing_ok) is None:
@@ -791,7 +793,7 @@ class ClearingFields(Clearing):
             await asyncio.sleep(0)
 
     def _commit(self, rows: Indexes, groups: Sequence[str] = ()) -> int:
-        """Clear the cells of the samples of a part, or of groups; return how many existed."""
+        """Clear the cells of the samples in one part, or of groups; return the number of cleared cells."""
         change = CellsCleared(
             partition_id=self.partition_id,
             field_names=self.field_names,
@@ -802,4 +804,4 @@ class ClearingFields(Clearing):
         return self.catalog.commit(change) or 0
 
     def _remove_groups(self) -> None:
-        """Keep groups without samples: only their cells are cleared."""
+        """Keep groups without samples, because only cells are cleared."""

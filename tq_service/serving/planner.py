@@ -1,18 +1,18 @@
-"""Plans the batches of one (partition, task), one at a time, and answers the waiting claims.
+"""The planner of one (partition, task): plans batches one at a time and answers the waiting claims.
 
     claim -> recorded before, or planned at once: answered
           -> joins the line of claims with the same spec -> its turn -> planned on the event loop: answered, or a miss
                                                                      -> planned off the loop, one at a time
 
-Lines take turns in order of arrival, regardless of what they claim. A line that cannot be served is skipped and has
-another turn after a change. If a sampler cannot plan on the event loop immediately, its plan is made off the loop, for
-one line at a time. A slow plan yields, so that the next one can start. Commits, status, replays and claims that can be
-planned immediately never wait for an off-loop plan.
+Lines take turns in order of arrival, regardless of their claims. A line that cannot be served is skipped and gets
+another turn after a change. If a sampler cannot plan immediately on the event loop, its plan is made off the loop, for
+one line at a time. An off-loop plan that takes too long yields to the next plan. Commits, status
+requests, replays and claims that can be planned immediately never wait for an off-loop plan.
 
-A plan is recorded on the loop, in the same step that checks that all its rows are still ready. If a plan has lost rows,
-the line is planned again. To prevent others from overtaking a slow sampler forever, the next plan of its line skips as
-many ready rows as others are likely to take in the meantime. Later lines wait for that plan if the line's last plan was
-quick.
+The loop checks in one step that all rows of a plan are still ready, and records the plan. If a plan has lost rows, its
+line is planned again. Quicker lines could then overtake a slow sampler forever. The next plan of the slow line
+therefore skips as many ready rows as other lines are likely to claim during that plan. Later lines wait for that plan
+if the last plan of the line was quick.
 
 `WaitQueue` contains the lines and selects the next one; `Planner` makes and records their plans.
 """
@@ -75,32 +75,32 @@ from tq_service.wait_clock import Waiting, WhileWaiting
 _STEPS_A_TURN = 16
 _TURN_SECONDS = 0.002
 _ANSWERS_WITHOUT_REST = 128
-_LINES_A_TURN: Final = 16  # lines that are examined after a change
-_MOST_RANKS: Final = 128  # ranks whose token counts are kept
+_LINES_A_TURN: Final = 16  # after a scan of all lines, at least one turn per 16 lines precedes the next scan
+_MOST_RANKS: Final = 128  # ranks whose token counts are reported for a batch
 _MOST_BATCHES_A_TURN = 64
-_MOST_PLAN_SECONDS = 0.25  # of a plan off the loop, before other lines have their turns and the next plan may start
-_CLOSED_AT_ONCE = 1 << 12  # changed rows whose gaps one step closes
-_MOST_BATCHES_AHEAD = 256  # loaders claim prefetch_factor * num_workers ahead; all batches before that are planned too
-_RANGE_SECONDS: Final = 0.004  # of CPU time, after which a step plans no further batch of a range
+_MOST_PLAN_SECONDS = 0.25  # time after which an off-loop plan yields to other lines and the next off-loop plan
+_CLOSED_AT_ONCE = 1 << 12  # maximum number of changed rows per step when gaps are closed
+_MOST_BATCHES_AHEAD = 256  # loaders claim prefetch_factor * num_workers ahead; all earlier batches are planned too
+_RANGE_SECONDS: Final = 0.004  # CPU time per step for planning further batches of a range
 _RATE_SECONDS: Final = 10.0
-_PINNED_SECONDS: Final = 0.01  # between checks whether the last reader has unpinned the table
-_FEW_ROWS = 1 << 13  # rows up to which the event loop itself looks for the end
+_PINNED_SECONDS: Final = 0.01  # interval between checks whether the table is still pinned
+_FEW_ROWS = 1 << 13  # maximum number of rows searched on the event loop for the end of a task
 
 
 @dataclass(frozen=True, slots=True)
 class NotYet:
-    """The answer if nothing could be delivered during the wait. It is never recorded."""
+    """The answer to a claim if nothing could be delivered during its wait. This answer is never recorded."""
 
 
 Answer = RankPlan | Claim | EndCounts | NotYet
 
 
 class LoopYielder:
-    """Shares the event loop among thousands of waiting calls (served or not) and all other work.
+    """Shares the event loop fairly between thousands of waiting calls and all other work.
 
-    The yielder yields to the loop after every few steps, or after a slow step. After many answered calls, it also
-    pauses for as long as they took. Most of the cost is in sending the answers, and a server that only sends accepts
-    one new call per turn of the loop, so new calls would accumulate.
+    The yielder yields to the loop after a few steps or a slow step. After many answers, it also pauses for as long as
+    these steps took. Most of their cost is in sending the answers. While the server only sends, it accepts one new call
+    per iteration of the loop, so new calls would accumulate.
     """
 
     __slots__ = ("_answer_count", "_last", "_step_count")
@@ -110,7 +110,7 @@ class LoopYielder:
         self._last = time.perf_counter()
 
     async def step(self, *, has_answered: bool = True) -> None:
-        """Count a call that was answered, or that had its turn without a plan."""
+        """Count a call that was answered or whose turn produced no plan, and yield to the loop if necessary."""
         self._step_count += 1
         self._answer_count += has_answered
         if self._step_count % _STEPS_A_TURN and time.perf_counter() - self._last < _TURN_SECONDS:
@@ -123,11 +123,11 @@ class LoopYielder:
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """One waiting call. Its answer is set once, by whichever comes first: a claim, an error, or the end of its wait.
+    """One waiting call. The first of three events sets its answer: a claim, an error, or the end of its wait.
 
     Attributes:
-        is_poll: whether the call ends after its first turn.
-        arrival: number of the call in the queue.
+        is_poll: whether the call does not wait for changes, but ends after its first turn.
+        arrival: sequence number that orders calls by arrival in the queue.
     """
 
     request: ClaimRequest
@@ -153,7 +153,7 @@ class Waiter:
         return self.request.batch_index
 
     def end(self, outcome: Answer | TqError) -> None:
-        """Answer the call, or end it with an error, unless it is over."""
+        """Answer the call, or end it with an error, if it is still waiting."""
         if not self.is_waiting:
             return
         if isinstance(outcome, TqError):
@@ -163,7 +163,7 @@ class Waiter:
 
 
 class LineState(Enum):
-    """The event for which a line waits.
+    """The event that a line waits for.
 
     PARKED --something has changed--> QUEUED --its turn--> PARKED, or served and QUEUED again
                                                 |must be awaited
@@ -178,17 +178,16 @@ class LineState(Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Line:
-    """The calls with one spec, in order of arrival. A plan for one of these calls serves any of them.
+    """The waiting calls with one claim spec, in order of arrival. A plan made for one of them can serve any of them.
 
-    A line exists while a call waits in it or a plan is made for it. The record of unsuccessful searches therefore needs
-    no limit, since the waiting calls keep their requests anyway, and they are counted.
+    A line exists while a call waits in it or a plan is made for it. The number of lines is
+    bounded, because each line has waiting calls, and these are limited.
 
     Attributes:
         last_miss: the reason why the last search found no plan.
-        polls: those of its calls that are polls.
-        is_waited_for: whether later lines wait for this line's next plan off the event loop, because the last one was
-            quick.
-        look_past: number of ready rows that such a plan leaves to other lines, which were quicker before.
+        polls: calls of the line that are polls.
+        is_waited_for: whether later lines wait for this line's next off-loop plan, because its last one was quick.
+        look_past: number of ready rows that the next off-loop plan leaves to quicker lines.
     """
 
     spec: ClaimSpec
@@ -213,17 +212,17 @@ class Line:
 
     @property
     def order(self) -> float:
-        """The position among the lines, which is the arrival of the line's first call."""
+        """Arrival number of the line's first call, which determines the line's turn; infinity for an empty line."""
         first = self.first()
         return math.inf if first is None else first.arrival
 
     @property
     def batch_index(self) -> int:
-        """The lowest batch index for which ranks of the line wait."""
+        """Lowest batch index that a rank in this line waits for; -1 for an empty line or queue workers."""
         return min((waiter.batch_index for waiter in self._waiters), default=-1)
 
     def first(self) -> Waiter | None:
-        """Return the first call that still waits, or None."""
+        """Return the first call that is still waiting, or None."""
         while self._waiters:
             waiter = next(iter(self._waiters))
             if waiter.is_waiting:
@@ -243,7 +242,7 @@ class Line:
         self.polls.pop(waiter, None)
 
     def expire(self, polls: Iterable[Waiter]) -> None:
-        """End the wait of polls."""
+        """End the given polls with `NotYet`."""
         for poll in polls:
             poll.end(NotYet())
             self.remove(poll)
@@ -252,14 +251,14 @@ class Line:
 class WaitQueue:
     """The lines of waiting claims, served in order of arrival of their first calls.
 
-    After a change (`is_stale`), the lines that may be served now are queued again, including lines skipped before. If
-    changes never stop, each scan of all lines is followed by at least as many turns as were due. The cost per turn
-    therefore stays low even with many lines.
+    After a change (`is_stale`), all lines that can now be served are queued again, including skipped lines. If changes
+    never stop, each scan of all lines is followed by at least as many turns as were due. The cost per turn therefore
+    stays low even with many lines.
 
     Attributes:
-        by_spec: the lines. A call that is answered immediately joins none of them.
-        planning: the line whose plan is being made off the event loop and has not yet yielded.
-        is_stale: whether something has changed since the last scan of all lines.
+        by_spec: lines by claim spec. A call that is answered immediately joins no line.
+        planning: the line whose off-loop plan is in progress and has not yielded yet.
+        is_stale: whether a change occurred since the last scan of all lines.
     """
 
     def __init__(self) -> None:
@@ -267,7 +266,7 @@ class WaitQueue:
         self.planning: Line | None = None
         self.is_stale = False
         self._last_arrival = 0
-        self._turns: list[tuple[float, Line]] = []  # a heap; no two lines have the same order
+        self._turns: list[tuple[float, Line]] = []  # a heap; the order of each line is unique
         self._heavy: dict[Line, None] = {}
         self._turns_left = 0
 
@@ -280,11 +279,11 @@ class WaitQueue:
 
     @property
     def ranked_lines(self) -> list[Line]:
-        """The lines of ranks."""
+        """The lines of ranks, as opposed to queue workers."""
         return [line for line in self.by_spec.values() if line.is_ranked]
 
     def join(self, waiter: Waiter, miss: Miss) -> Line:
-        """Add a waiter whose search found no plan, and return its line."""
+        """Add a waiter whose search found no plan to the line of its spec, and return the line."""
         spec = waiter.request.spec
         line = self.by_spec.get(spec)
         if line is None:
@@ -298,14 +297,14 @@ class WaitQueue:
         waiter.arrival = self._last_arrival
 
     def forget_if_unused(self, line: Line) -> None:
-        """Remove a line without waiting claims and without a plan in progress."""
+        """Remove a line if no claim waits in it and no plan for it is in progress."""
         if not line and line.state is not LineState.PLANNING and self.by_spec.get(line.spec) is line:
             del self.by_spec[line.spec]
 
     # Turns
 
     def put(self, line: Line) -> None:
-        """Queue a parked line for a turn, unless no claim waits in it."""
+        """Queue a parked line for a turn if a claim waits in it."""
         if line.state is LineState.PARKED and line.first() is not None:
             line.state = LineState.QUEUED
             heapq.heappush(self._turns, (line.order, line))
@@ -317,16 +316,16 @@ class WaitQueue:
 
     @property
     def holder(self) -> Line | None:
-        """The line for whose plan later lines wait."""
+        """The line whose off-loop plan later lines must wait for, or None."""
         return self.planning if self.planning is not None and self.planning.is_waited_for else None
 
     @property
     def has_turn(self) -> bool:
-        """Whether a line may have a turn now."""
+        """Whether a line is queued and allowed to take its turn now."""
         return bool(self._turns) and (self.holder is None or self._turns[0][0] < self.holder.order)
 
     def next(self, may_be_served: Callable[[Line], bool]) -> Line | None:
-        """Park and return the line whose turn it is; None if no line has a turn and nothing is stale."""
+        """Park and return the line whose turn is next; None if no line has a turn and nothing has changed."""
         while self.is_stale or self.has_turn:
             if self.is_stale and (self._turns_left <= 0 or not self.has_turn):
                 self.is_stale = False
@@ -341,11 +340,11 @@ class WaitQueue:
                 if line.order <= order:
                     self._turns_left -= 1
                     return line
-                self.put(line)  # its first calls have left, so claims in other lines may have arrived earlier
+                self.put(line)  # the calls of other lines may have arrived before the next call of this line
         return None
 
     def next_heavy(self) -> Line | None:
-        """Return the next line that needs a plan off the event loop, or None if there is none or one is in progress."""
+        """Return the next line that needs an off-loop plan; None if no line needs one or such a plan is in progress."""
         if self.planning is not None or not self._heavy:
             return None
         line = min(self._heavy, key=lambda each: each.order)
@@ -356,14 +355,14 @@ class WaitQueue:
         return self.planning
 
     def defer(self, line: Line) -> None:
-        """Move a line behind all claims that are waiting now."""
+        """Move a line behind all claims that are currently waiting."""
         first = line.first()
         if first is not None:
             self._give_number(first)
 
 
 def describe_batch(batch_index: int, plan: RecordedPlan, lengths: Indexes | None) -> RecentBatch:
-    """Return the statistics of a batch.
+    """Return token counts, imbalance and padding of a planned batch.
 
     Args:
         batch_index: index of the batch.
@@ -376,7 +375,7 @@ def describe_batch(batch_index: int, plan: RecordedPlan, lengths: Indexes | None
     tokens, total = np.diff(sums[ends], prepend=0).tolist(), int(sums[-1])
     if plan.steps:
         padding = sum(pack.padding_tokens for steps in plan.steps for packs in steps for pack in packs)
-    else:  # the samples of a micro-batch are padded to the longest of them
+    else:  # each sample is padded to the longest sample of its micro-batch
         largest, ranks = plan.micro_batch_size or max(plan.sizes), zip(plan.sizes, ends, strict=True)
         starts = np.concatenate([np.arange(end - size, end, largest) for size, end in ranks])
         padding = int(np.maximum.reduceat(lengths, starts) @ np.diff(starts, append=lengths.size)) - total
@@ -391,7 +390,8 @@ def describe_batch(batch_index: int, plan: RecordedPlan, lengths: Indexes | None
 class DeliveryRate:
     """Delivery rate of a task, computed from a sum whose terms decay by a factor of e every 10 seconds.
 
-    Memory and time do not depend on the number of deliveries. Times are in seconds of one monotonic clock.
+    Memory and time per call do not depend on the number of deliveries. Times are in seconds of a single monotonic
+    clock.
     """
 
     __slots__ = ("_at_seconds", "_count")
@@ -400,12 +400,12 @@ class DeliveryRate:
         self._count = self._at_seconds = 0.0
 
     def add(self, count: int, at_seconds: float) -> None:
-        """Count delivered samples."""
+        """Add `count` samples that were delivered at `at_seconds`."""
         self._count = self._left(at_seconds) + count
         self._at_seconds = at_seconds
 
     def per_second(self, at_seconds: float) -> float:
-        """Return the recent number of samples per second."""
+        """Return the recent delivery rate, in samples per second."""
         return self._left(at_seconds) / _RATE_SECONDS
 
     def _left(self, at_seconds: float) -> float:
@@ -416,34 +416,37 @@ _log = logging.getLogger(__name__)
 
 
 class RunsPlans(Protocol):
-    """Runs samplers and isolates them, so that a failing or hanging sampler affects only its own request."""
+    """Runs samplers in isolation: a sampler that fails or hangs affects only the claim it runs for."""
 
     def length(self, sampler: Sampler) -> LengthSource | None:
-        """Return the length that a sampler needs; this raises only TqError."""
+        """Return the length that a sampler needs, or None if it needs none; raises only TqError."""
         ...
 
     def run_inline(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
-        """Return a well-formed plan or None, without waiting.
+        """Run a sampler on the event loop and return its well-formed plan, or None.
 
         Raises:
-            MustBeAwaited: the sampler does not run on the event loop.
-            TqError: the sampler failed or raised it itself.
+            MustBeAwaited: the sampler cannot run on the event loop.
+            TqError: the sampler failed, or raised this error itself.
         """
         ...
 
     async def run(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
-        """Return a well-formed plan or None, off the event loop and within a time limit; this raises only TqError."""
+        """Run a sampler off the event loop within a time limit; return a well-formed plan or None.
+
+        Raises only TqError.
+        """
         ...
 
 
 class Planner:
-    """Serves the claims of one task.
+    """Plans batches for one task and answers its claims.
 
     Attributes:
         task: ledger of the task.
-        last_request: the latest claim, or None if this process has received none.
-        deliveries: the rate of samples that this process has delivered.
-        step_times: by rank, the breakdown of the trainer's time in its last steps.
+        last_request: the latest claim received by this process, or None.
+        deliveries: delivery rate of this process, in samples per second.
+        step_times: by rank, the time breakdown of the trainer's latest steps.
     """
 
     def __init__(
@@ -456,16 +459,17 @@ class Planner:
         group: Callable[[], AbstractContextManager[None]],
         on_batch: Callable[[str, RecentBatch], None],
     ) -> None:
-        """Start serving a task.
+        """Create the planner of a task.
 
         Args:
             partition: partition of the task.
             task: ledger of the task.
             runner: runs samplers.
-            commit: applies a change to the partition, given the result of its `prepare`, or None. It has no effect once
-                the partition is cleared.
-            group: combines the changes of a `with` block into one group; see `StateMachine.group`.
-            on_batch: called with the name of the sampler and each batch recorded for ranks.
+            commit: applies a change to the partition. The second argument is the result of the change's `prepare`, or
+                None. Changes to a cleared partition are ignored.
+            group: returns a context manager that combines the changes of its block into one group; see
+                `StateMachine.group`.
+            on_batch: called with the sampler name and the statistics of each batch recorded for ranks.
         """
         self._partition = partition
         self.task = task
@@ -478,11 +482,11 @@ class Planner:
         self.step_times: dict[int, StepTimes] = {}
         self._names: dict[str, Any] = {"partition_id": partition.partition_id, "task_name": task.name}
         self._starts = ScanStarts(partition, task.name)
-        self._epoch = task.epoch  # to which the waiting calls belong
+        self._epoch = task.epoch  # epoch of the waiting calls
         self._queue = WaitQueue()
-        self._to_answer: deque[tuple[Waiter, TqError | None]] = deque()  # calls to be answered, with an error if any
+        self._to_answer: deque[tuple[Waiter, TqError | None]] = deque()  # calls to end, each with an error or None
         self._dispatching: asyncio.Task[None] | None = None
-        self._plans: set[asyncio.Task[Any] | None] = set()  # all plans in progress off the loop
+        self._plans: set[asyncio.Task[Any] | None] = set()  # all off-loop plans in progress
         self._gone: Callable[[], TqError] | None = None
 
     @property
@@ -496,16 +500,16 @@ class Planner:
         return not self._queue.by_spec
 
     def close(self) -> None:
-        """Stop serving calls. The planner must be idle."""
+        """Stop listening to row changes. The planner must be idle."""
         self._starts.close()
 
     def waiting_claims(self) -> list[tuple[ClaimRequest, int]]:
-        """Return the first claim of each line and the number of claims in the line, in order of arrival."""
+        """Return the first claim of each line and the number of claims in that line, in order of arrival."""
         lines = sorted(self._queue.by_spec.values(), key=lambda line: line.order)
         return [(first.request, len(line)) for line in lines if (first := line.first()) is not None]
 
     def compares_with(self, policy: str) -> bool:
-        """Whether the batch of a waiting or planned claim depends on the published version of a policy."""
+        """Whether the published version of a policy affects the batch of a waiting or planned claim."""
         specs, outstanding = self._queue.by_spec, self.task.outstanding
         if specs and outstanding is not None and outstanding.bounds_staleness_by(policy):
             return True
@@ -513,15 +517,15 @@ class Planner:
         return any(published is not None and published.policy == policy for published in conditions)
 
     def wake(self) -> None:
-        """Reexamine all waiting claims after a change. A planner is notified of changes only while claims wait."""
-        if self._epoch != self.task.epoch:  # calls may belong to the previous epoch
+        """Search again for all waiting claims after a change. The partition calls this only while claims wait."""
+        if self._epoch != self.task.epoch:  # waiting calls may belong to the previous epoch
             self._epoch = self.task.epoch
             self._enqueue_answers(self._queue)
         self._queue.is_stale = True
         self._advance()
 
     def end(self, error: Callable[[], TqError]) -> None:
-        """End all waiting and future calls with an error."""
+        """End all waiting and future calls with this error."""
         self._gone = error
         for plan in filter(None, self._plans):
             plan.cancel()
@@ -533,7 +537,7 @@ class Planner:
     async def claim(
         self, request: ClaimRequest, max_wait_seconds: float, while_waiting: WhileWaiting = nullcontext
     ) -> Answer:
-        """Return the recorded answer, or wait for one inside `while_waiting()`; `NotYet` on timeout."""
+        """Return the recorded answer of a claim, or wait for one inside `while_waiting()`; `NotYet` on timeout."""
         self.last_request = request
         recorded = self._recorded(request)
         if recorded is not None:
@@ -556,16 +560,17 @@ class Planner:
             return await self._wait(request, found, max_wait_seconds)
 
     def following(self, request: ClaimRequest, *, may_plan: bool) -> list[RankPlan | EndCounts]:
-        """Return the answers of a range after its first, up to the first that is not ready or is rejected.
+        """Return the answers of a range after its first batch, up to the first batch that is not ready or is rejected.
 
-        If `may_plan`, batches that can be planned in this step of the event loop are planned, in one group of changes.
+        If `may_plan` is set, batches that can be planned in this step of the event loop are planned, as one group of
+        changes.
         """
         if may_plan and self._gone is None and not self._has_turns(request.spec):
             with self._group():
                 self._plan_following(request)
             self._advance()
         answers: list[RankPlan | EndCounts] = []
-        with suppress(TqError):  # a call for that batch receives it
+        with suppress(TqError):  # the error is raised to the client that claims this batch
             for each in request.following():
                 answer = self._recorded(each)
                 if isinstance(answer, RankPlan | EndCounts):
@@ -575,31 +580,32 @@ class Planner:
         return answers
 
     def _plan_following(self, request: ClaimRequest) -> None:
-        """Plan the batches of a range after its first, until one requires waiting; runs within a group."""
+        """Plan the batches of a range after its first one, until one cannot be planned at once; runs within a group."""
         task, last = self.task, request.batch_index + request.batch_count - 1
-        began_at = time.thread_time()  # CPU time, since a process that waits for a CPU delays nobody by planning
+        began_at = time.thread_time()  # CPU time, because waiting for a CPU does not block other calls
         while request.batch_index < (batch_index := task.next_batch_index) <= last and task.end is None:
             try:
                 found = self._find_at_once(request)
                 if not isinstance(found, Planned | EndFound):
                     return
                 self._record(request, found)
-            except TqError:  # a call for that batch receives it
+            except TqError:  # the error is raised to the client that claims this batch
                 return
             is_late = time.thread_time() - began_at > _RANGE_SECONDS
             if is_late or task.next_batch_index == batch_index:  # the task has ended, or the partition was cleared
                 return
 
     def _has_turns(self, spec: ClaimSpec) -> bool:
-        """Whether a call must take its turn in a line, because others have their turns now or wait with the same spec.
+        """Whether a call must join a line, because lines are being served or claims with the same spec are waiting.
 
-        Otherwise, all waiting claims wait for a change, so this call cannot take a turn from them.
+        If neither is the case, all waiting claims wait for a change, so serving this call immediately does not delay
+        them.
         """
         is_serving = self._dispatching is not None or self._queue.holder is not None
         return is_serving or spec in self._queue.by_spec
 
     async def _wait(self, request: ClaimRequest, miss: Miss | None, max_wait_seconds: float) -> Answer:
-        """Wait for an answer. `miss` is the reason why there is none yet; None: it must be planned off the loop."""
+        """Wait for an answer. `miss` is why no plan was found; None if the claim must be planned off the loop."""
         loop = asyncio.get_running_loop()
         removed_count = self._partition.table.removed_count
         if self.is_idle:
@@ -622,7 +628,7 @@ class Planner:
                 self.task.check_present(answer.rows)
             if (
                 isinstance(answer, Claim) and answer.lease and self.task.claims.get(answer.request_id) is not answer
-            ):  # the claim ended after it was recorded, in an earlier turn of the loop
+            ):  # the claim ended between its recording and this step of the loop
                 self.task.recorded(request)  # raises an error if the claim was released or has expired
                 raise LeaseExpiredError(
                     f"the lease of this claim of task {self.task.name!r} ended before its answer was sent; claim "
@@ -639,23 +645,23 @@ class Planner:
                 timer.cancel()
             line.remove(waiter)
             self._forget_if_unused(line)
-            del waiter  # otherwise, an error would keep this frame and with it the partition alive
+            del waiter  # otherwise, an exception's traceback would keep this frame and the partition alive
 
     def _forget_if_unused(self, line: Line) -> None:
-        """Remove a line that is not needed, and with the last line stop listening to changes."""
+        """Remove a line that is no longer needed; if no lines remain, stop listening to changes."""
         self._queue.forget_if_unused(line)
         if self.is_idle:
             self._partition.on_change.discard(self.wake)
 
     def has_planned(self, request: ClaimRequest) -> bool:
-        """Whether the batch that a rank claims has been planned, or no more batches will be planned."""
+        """Whether the batch claimed by a rank has been planned, or the task has ended."""
         is_planned = request.rank is not None and request.rank.batch_index < self.task.next_batch_index
         return is_planned or self.task.end is not None
 
     def retract(self, request_id: bytes) -> None:
-        """Release a queue claim whose answer did not reach its client, unless a retry received the same answer.
+        """Release a queue claim whose answer did not reach its client, unless a retry received the answer.
 
-        The client may retry under the same request_id. A named claim is kept, because others share it.
+        The client may retry under the same request_id. A named claim is not released, because other workers share it.
         """
         claim = self.task.claims.get(request_id)
         if claim is None or claim.name:
@@ -665,16 +671,17 @@ class Planner:
             self._commit(ClaimReleased(**self._names, request_id=request_id, is_final=False), None)
 
     def _recorded(self, request: ClaimRequest) -> RankPlan | Claim | EndCounts | None:
-        """Return the recorded answer of a call, or None. For a queue claim, count the call as answered.
+        """Return the recorded answer to a call, or None. For a queue claim, also count the call as answered.
 
         Raises:
-            TqError: the call cannot be answered.
+            TqError: the call is rejected.
         """
         self.task.check_epoch(request.epoch)
         recorded = self.task.recorded(request)
         most = self.task.next_batch_index + _MOST_BATCHES_AHEAD
         if recorded is None and request.rank is not None and request.rank.batch_index > most:
-            # No rank reaches such an index by counting, and all batches before it would be planned and consumed.
+            # A rank that counts its batches cannot reach such an index, and every batch before it would be planned and
+            # consumed.
             raise InvalidArgumentError(
                 f"batch_index is {request.rank.batch_index}; expected at most {most}, which is {_MOST_BATCHES_AHEAD} "
                 f"more than the next batch_index of task {self.task.name!r} in partition "
@@ -690,7 +697,7 @@ class Planner:
     # Turns of lines
 
     def _advance(self) -> None:
-        """Start plans: on the loop for lines that have a turn, and off the loop for the next line that needs it."""
+        """Start the dispatcher if lines have turns, and the next off-loop plan if a line needs one."""
         queue = self._queue
         if (heavy := queue.next_heavy()) is not None:
             asyncio.get_running_loop().create_task(self._plan_off_loop(heavy))
@@ -718,15 +725,15 @@ class Planner:
             self._dispatching = None
 
     def _may_be_served(self, line: Line) -> bool:
-        """Whether a search could find a plan that the last search did not find."""
+        """Whether the state has changed since the line's last search, which makes a new search worthwhile."""
         return not line.last_miss.is_current(self._partition, self.task)
 
     def _enqueue_answers(self, waiters: Iterable[Waiter], error: TqError | None = None) -> None:
-        """Queue calls for an answer: an error, the recorded answer, or a rejection. A few are answered at a time."""
+        """Queue calls to be ended with an error, their recorded answer, or a rejection; a few are ended per step."""
         self._to_answer.extend((waiter, error) for waiter in waiters)
 
     def _answer(self, waiter: Waiter, error: TqError | None = None) -> bool:
-        """End a call with an error, its recorded answer, or a rejection; return whether the call is over."""
+        """End a call with an error, its recorded answer, or a rejection; return whether the call has ended."""
         if self._gone is not None:
             error = self._gone()
         if waiter.is_waiting:
@@ -740,12 +747,12 @@ class Planner:
         return not waiter.is_waiting
 
     def _look(self, line: Line, first: Waiter) -> None:
-        """Process a line's turn: plan for its first call, on the loop or off it."""
+        """Serve the first call of a line: plan on the event loop, or queue the line for an off-loop plan."""
         if self._answer(first):
             self._queue.put(line)
             return
         earlier = line
-        if first.batch_index > self.task.next_batch_index:  # other lines may fix the arguments of earlier batches
+        if first.batch_index > self.task.next_batch_index:  # other lines may determine the plans of earlier batches
             others = [each for each in self._queue.ranked_lines if each.state is not LineState.PARKED and each.first()]
             earlier = min([line, *others], key=lambda each: each.batch_index)
         if earlier is not line:
@@ -768,16 +775,16 @@ class Planner:
             self._advance()
 
     def _conclude(self, line: Line, first: Waiter, found: Found, polls: Iterable[Waiter]) -> None:
-        """Serve a line with the result of its search, in the same step of the loop, or skip it.
+        """Serve a line with the result of its search in the current step of the loop, or park the line.
 
-        A rank may wait for a batch far ahead. After many batches, its line therefore lets others take their turns, and
-        its polls end.
+        A rank may wait for a batch far ahead, so its line may need many plans. After every 64 batches, the line
+        therefore moves behind the other lines, and its polls end.
 
         Args:
             line: the line to serve.
             first: the first call of the line.
-            found: the result of the search.
-            polls: polls of the line that had arrived when the search started.
+            found: result of the search.
+            polls: polls that were in the line when the search started.
         """
         if isinstance(found, Planned | EndFound):
             try:
@@ -796,13 +803,13 @@ class Planner:
             return
         line.last_miss = found
         line.expire(polls)
-        if line.polls:  # that arrived while the plan was made
+        if line.polls:  # which arrived while the plan was made
             self._queue.put(line)
-        # Changes during the plan are handled in the next round, after the turns of the other lines.
+        # Changes that occurred during the search are handled in the next round, after the turns of the other lines.
         self._queue.is_stale |= self._may_be_served(line)
 
     def _fail(self, line: Line, error: TqError) -> None:
-        """Fail the first queue worker of a line, or all ranks that wait for one batch, since all would fail alike."""
+        """Fail a line's first queue worker, or all ranks waiting for its lowest batch, since each would fail too."""
         first, batch_index = line.first(), line.batch_index
         if line.is_ranked:
             self._enqueue_answers((each for each in line if each.batch_index == batch_index), error)
@@ -818,12 +825,12 @@ class Planner:
     # Recording
 
     def _record(self, request: ClaimRequest, found: Planned | EndFound) -> Answer:
-        """Record the result of a search and its evictions; return the answer to the call that caused it.
+        """Record the result of a search and its evictions; return the answer to the claim that it ran for.
 
-        This runs within a group. A batch or an end applies to all ranks: waiting claims for it are answered, and claims
-        that disagree are rejected.
+        This method runs within a group. A recorded batch or end applies to all ranks. Waiting claims of the batch are
+        therefore answered, and claims with a different `dp_size` are rejected.
         """
-        self._queue.is_stale = True  # other lines may have reached their end now
+        self._queue.is_stale = True  # other lines may have reached the end too
         if request.rank is None:
             return self._record_for_worker(request, found)
         task, spec, batch_index, is_end = self.task, request.spec, self.task.next_batch_index, False
@@ -836,7 +843,7 @@ class Planner:
             batch = SamplesClaimed(**self._names, batch_spec=spec.batch_spec, plan=found.plan)
             self._commit(batch, (self._partition, task, found.positions))
             answer = found.plan.part(request.rank.dp_rank)
-            if task.next_batch_index != batch_index:  # otherwise, the partition was cleared
+            if task.next_batch_index != batch_index:  # false if the commit found the partition cleared
                 self.deliveries.add(found.plan.rows.size, time.monotonic())
                 described = describe_batch(batch_index, found.plan, found.lengths)
                 if found.readiness.bound is not None:
@@ -844,17 +851,17 @@ class Planner:
                     described = replace(described, staleness=found.readiness.bound.staleness_of(positions))
                 task.recent_batches.append(described)
                 self._on_batch(spec.batch_spec.sampler, described)
-            self._evict(request, found.evicted)  # last, since positions change
+            self._evict(request, found.evicted)  # last, because evictions change the positions of rows
         for line in self._queue.ranked_lines:
             disagrees = line.spec.dp_size != spec.dp_size
             self._enqueue_answers(each for each in line if each.batch_index == batch_index or is_end or disagrees)
         return answer
 
     def _record_for_worker(self, request: ClaimRequest, found: Planned | EndFound) -> Claim | EndCounts:
-        """Record the answer of a queue worker. An end applies only to this worker, or to all with the same claim name.
+        """Record the answer of a queue worker. An end applies to the worker, or to all workers sharing its claim name.
 
         Raises:
-            TqError: slots of prompts could not be created, so the prompts are not claimed.
+            TqError: the slots for prompts could not be created, so the prompts were not claimed.
         """
         name = request.claim_name
         if name:
@@ -892,7 +899,7 @@ class Planner:
         return claim
 
     def _evict(self, request: ClaimRequest, evicted: Evicted | None) -> bool:
-        """Fail or clear the samples that a claim evicts; return False if there were none or the partition is gone."""
+        """Fail or clear the samples that a claim evicts; return False if nothing was evicted."""
         if evicted is None:
             return False
         spec, bounded = request.batch_spec, self._partition.settings.bounded_admission
@@ -909,11 +916,11 @@ class Planner:
     # Plans
 
     def length(self, request: ClaimRequest) -> LengthSource | None:
-        """Return the length that the sampler of a claim needs."""
+        """Return the length that a claim's sampler needs, or None if it needs none."""
         return self._runner.length(request.sampler)
 
     def _find_at_once(self, request: ClaimRequest) -> Found | None:
-        """Search for a plan or the end in this step of the event loop; return None if that must happen off the loop."""
+        """Search for a plan or the end in this step of the event loop; return None if this needs an off-loop search."""
         sampler = request.sampler
         while True:
             search = Search(self._partition, self.task, self._starts, request, self.length(request))
@@ -925,14 +932,14 @@ class Planner:
             except MustBeAwaited:
                 return None
             found = self._keep_groups(search, search.conclude(plan))
-            # After the evictions there may be a plan, or the end.
+            # Search again, because evictions may make a plan possible or lead to the end of the task.
             if isinstance(found, Planned) or not self._evict(request, search.evicted):
                 return found
 
     async def _find_off_loop(self, request: ClaimRequest, look_past: int) -> Found:
-        """Search for a plan or the end, while the positions of rows stay fixed.
+        """Search off the loop for a plan or the end, with the table pinned.
 
-        There is no await between the check of the plan's rows and the return, so the caller can record the plan.
+        No `await` follows the check of the plan's rows, so the caller can record the plan.
         """
         sampler = request.sampler
         new_search = partial(Search, self._partition, self.task, self._starts, request, self.length(request))
@@ -957,17 +964,17 @@ class Planner:
         return NOT_LOOKED
 
     def _keep_groups(self, search: Search, found: Found) -> Found:
-        """Record a change in how the task keeps groups complete; return `found`."""
+        """Record a change in how the task keeps groups complete, and return `found`."""
         task, kept = self.task, search.kept_groups
         is_of_use = isinstance(found, Planned | EndFound)
-        # A miss does not change what is recorded; otherwise, two waiting claims that differ would wake each other
-        # forever.
+        # A miss must not change the recorded kind of groups; otherwise, two waiting claims with different kinds would
+        # wake each other forever.
         if (is_of_use or (task.kept_groups is None and found != NOT_LOOKED)) and kept != task.kept_groups:
             self._commit(GroupsKept(**self._names, kept_groups=kept), (self._partition, task, True))
         return found
 
     async def _plan_off_loop(self, line: Line) -> None:
-        """Plan for a line off the loop, then record the plan for its first claim in one step of the event loop."""
+        """Make an off-loop plan for a line, then record it for the line's first claim in one step of the event loop."""
         loop, task, plan = asyncio.get_running_loop(), self.task, asyncio.current_task()
         self._plans.add(plan)
         timer = loop.call_later(_MOST_PLAN_SECONDS, self._yield_turn, line)
@@ -979,7 +986,7 @@ class Planner:
                 started_at, consumed_count = loop.time(), task.consumed_count
                 if (first := line.first()) is not None and not self._answer(first):
                     found = await self._find_off_loop(first.request, line.look_past)
-                # Twice the number that others took, to be in time even if the next plan takes longer.
+                # Twice the number of rows claimed by other lines, because the next plan may take longer.
                 line.look_past = 2 * max(0, task.consumed_count - consumed_count)
                 line.is_waited_for = loop.time() - started_at < _MOST_PLAN_SECONDS
             finally:
@@ -996,21 +1003,22 @@ class Planner:
         finally:
             self._plans.discard(plan)
             timer.cancel()
-            self._queue.is_stale |= line.is_ranked  # other ranks may have waited for it
+            self._queue.is_stale |= line.is_ranked  # lines of other ranks may have waited for this batch
             self._forget_if_unused(line)
             self._yield_turn(line)
             self._advance()
 
     def _yield_turn(self, line: Line) -> None:
-        """Stop other lines from waiting for this line's plan, which may still be in progress."""
+        """Let other lines take their turns without waiting for this line's plan, which may still be in progress."""
         if self._queue.planning is line:
             self._queue.planning = None
             self._advance()
 
     async def _close_gaps(self) -> None:
-        """Close gaps of the table if there are many, in short steps, after all plans of the partition have ended.
+        """Close the gaps of a table with many gaps, in short steps; wait while running plans pin the table.
 
-        Otherwise, plans that always overlap would let the table grow without bound. Plans have a time limit.
+        Without this wait, plans that always overlap would let the table grow without bound. The wait ends because plans
+        have a time limit.
         """
         table = self._partition.table
         while table.has_many_gaps:

@@ -1,8 +1,9 @@
-"""Slots: samples leased to rollout workers before they are generated, alone or with claimed prompts.
+"""Slots: samples leased to rollout workers before generation, created alone or together with claimed prompts.
 
-Slots of prompts are created in the step that claims the prompts. A waiting call holds nothing. The call first waits for
-prompts and then, if there is no capacity for their slots, in the queue of the other partition. Once it has capacity, it
-searches for prompts again, and releases the capacity if other calls took them.
+Slots of prompts are created in the step that claims the prompts. A waiting call reserves neither prompts nor slots. The
+call first waits for prompts. If their slots do not fit, the call then waits in the admission queue of the slots'
+partition. When the call has capacity, it searches for prompts again. If other calls have claimed the prompts, it
+releases the capacity.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ from tq_service.wait_clock import WhileWaiting
 
 
 def start_version(catalog: Catalog, partition: Partition, policy: str) -> int | None:
-    """Return the version with which slots are stamped, or None if they are not stamped.
+    """Return the policy version recorded as the `start_version` of new slots, or None if none is recorded.
 
     Raises:
         PolicyNotFoundError: no version of the policy is published.
-        InvalidArgumentError: the staleness limit of the partition counts versions of a different policy.
+        InvalidArgumentError: the partition's staleness limit counts versions of a different policy.
     """
     bounded = partition.settings.bounded_admission
     if bounded is not None and policy not in {"", bounded.policy}:
         raise InvalidArgumentError(
-            f"policy is {policy!r}; expected {bounded.policy!r}, whose versions the max_staleness of task "
-            f"{bounded.task_name!r} of partition {partition.partition_id!r} counts. Omit policy",
+            f"policy is {policy!r}; expected {bounded.policy!r}, because max_staleness of task {bounded.task_name!r} "
+            f"in partition {partition.partition_id!r} counts versions of that policy. Omit policy.",
             field="policy",
         )
     named = policy if bounded is None else bounded.policy
@@ -57,10 +58,10 @@ def start_version(catalog: Catalog, partition: Partition, policy: str) -> int | 
 def make_slots(
     catalog: Catalog, partition: Partition, write: SampleWrite, *, task_name: str, request_id: bytes, lease: LeaseTerms
 ) -> Claim:
-    """Add slots and lease them to a worker, within a group of changes.
+    """Add slots to a partition and lease them to a worker, within a group of changes.
 
     Raises:
-        TqError: the partition rejects the slots. The partition is unchanged, except that the task may be new.
+        TqError: the partition rejects the slots. The partition is unchanged, except that the task may have been added.
     """
     catalog.task(partition, task_name)
     written = catalog.write(partition.partition_id, partition.incarnation, write)
@@ -77,7 +78,7 @@ def make_slots(
 
 
 class PromptClaims:
-    """Serves claims of prompts together with their slots; see `Admit`.
+    """Serves claims of prompts that also create slots for the prompts; see `Admit`.
 
     Args:
         catalog: the partitions.
@@ -94,20 +95,20 @@ class PromptClaims:
         max_wait_seconds: float,
         while_waiting: WhileWaiting = nullcontext,
     ) -> Claimed:
-        """Return a claim of prompts once there is capacity for the requested slots; see `Catalog.claim`.
+        """Claim prompts when there is capacity for the requested slots; see `Catalog.claim`.
 
         Raises:
             PartitionNotFoundError, PolicyNotFoundError: the partition or the policy of the slots does not exist.
-            AdmissionLimitError, QuotaExceededError: the slots exceed the bounds even of an empty partition.
+            AdmissionLimitError, QuotaExceededError: the slots would exceed the bounds even of an empty partition.
             AlreadyExistsError: samples or a group with the name of a prompt already exist.
-            InvalidArgumentError: a prompt has no key, or both partitions are the same.
+            InvalidArgumentError: a prompt has no key, or prompts and slots are in the same partition.
         """
         admit, lease = request.spec.admit, request.lease
         if admit is None or lease is None:
             return await self._catalog.claim(partition_id, incarnation, request, max_wait_seconds, while_waiting)
         if admit.partition_id == partition_id:
             raise InvalidArgumentError(
-                f"admit has partition_id {partition_id!r}, the partition of the prompts; expected a different one",
+                f"admit has partition_id {partition_id!r}, the prompts' partition; expected a different partition",
                 field="admit.partition_id",
             )
         prompts = _Prompts(self._catalog, partition_id, request, admit, lease)
@@ -124,7 +125,7 @@ class PromptClaims:
             except PartitionSealedError:
                 return self._end(partition_id, request.task_name)
             except (AdmissionLimitError, QuotaExceededError) as error:
-                if error.retry_after_seconds is None or (queue := prompts.queue) is None:  # the slots will never fit
+                if error.retry_after_seconds is None or (queue := prompts.queue) is None:  # the slots can never fit
                     raise
             try:
                 with while_waiting(), self._waiting(partition_id, request):
@@ -143,14 +144,14 @@ class PromptClaims:
                 return claimed
 
     def _end(self, partition_id: str, task_name: str) -> Claimed:
-        """Return the end, for a call whose prompts can no longer receive slots."""
+        """Return the end of the task for a call whose prompts can no longer get slots."""
         partition = self._catalog.get(partition_id)
         task = self._catalog.task(partition, task_name)
         return Claimed(partition, EndCounts(consumed_count=task.consumed_count, kept_count=task.kept_count))
 
     @contextlib.contextmanager
     def _waiting(self, partition_id: str, request: ClaimRequest) -> Iterator[None]:
-        """Make a claim that waits for capacity visible to explanations."""
+        """Include a claim in explanations while it waits for capacity."""
         waits = self._catalog.capacity_waits
         waits[request.request_id] = partition_id, request
         try:
@@ -161,14 +162,14 @@ class PromptClaims:
 
 
 class _Prompts:
-    """Creates the slots of the prompts of one call.
+    """Creates slots for the prompts of one call.
 
     Args:
         catalog: the partitions.
-        partition_id: the partition of the prompts.
-        request: the call.
-        admit: the slots that the call requests.
-        lease: the lease of the prompts.
+        partition_id: name of the prompts' partition.
+        request: the claim of the prompts.
+        admit: the slots that the claim requests.
+        lease: lease terms of the prompts.
     """
 
     def __init__(
@@ -191,15 +192,15 @@ class _Prompts:
 
     @property
     def queue(self) -> AdmissionQueue | None:
-        """The queue for capacity for slots, or None if the partition is unbounded."""
+        """The admission queue of the slots' partition, or None if the partition is unbounded."""
         return self._catalog.admission_queue(self._slots.partition_id)
 
     def demand(self, prompt_count: int) -> Callable[[], Demand]:
-        """Return a function that computes the demand of the slots of `prompt_count` prompts."""
+        """Return a function that computes the demand of slots for `prompt_count` prompts."""
         return partial(demand_of_slots, self._slots, prompt_count, self._admit.slot_count)
 
     def make(self, rows: Indexes, capacity: WaitingWrite | None = None) -> None:
-        """Create the slots of some prompts; `capacity` is the capacity held for them, or None."""
+        """Create the slots of the given prompts; `capacity` is the capacity reserved for these slots, or None."""
         slots, queue = self._slots, self.queue
         write = self._write(slots, rows)
         if queue is not None and (capacity is None or not capacity.has_capacity):
@@ -215,13 +216,13 @@ class _Prompts:
             )
 
     def _write(self, slots: Partition, rows: Indexes) -> SampleWrite:
-        """Return the write that creates the slots of some prompts."""
+        """Return the write that creates the slots of the given prompts."""
         prompts, count = self._catalog.get(self._partition_id), self._admit.slot_count
         keys = prompts.key[prompts.positions_of(rows)].tolist()
         if None in keys:
             raise InvalidArgumentError(
-                f"sample {int(rows[keys.index(None)])} of partition {self._partition_id!r} has no key, which is "
-                f"needed to name its slots; put prompts with keys",
+                f"sample {int(rows[keys.index(None)])} of partition {self._partition_id!r} has no key; expected a key, "
+                f"which names the slots of the prompt. Put prompts with keys.",
                 field="admit",
             )
         known = slots.groups.find(keys) if count > 1 else np.zeros(0, np.int64)
@@ -229,7 +230,7 @@ class _Prompts:
             name = keys[int(np.argmax(known >= 0))]
             raise AlreadyExistsError(
                 f"partition {slots.partition_id!r} already has a group {name!r}, the name of a prompt that needs "
-                f"slots; clear the samples of the group first",
+                f"slots. Clear the samples of this group first.",
                 metadata={"resource_type": "group", "resource_name": name, "partition_id": slots.partition_id},
             )
         return SampleWrite(
@@ -245,10 +246,10 @@ class _Prompts:
 
 
 def admitted_slots(catalog: Catalog, partition: Partition, task_name: str, claim: Claim) -> tuple[Partition, Claim]:
-    """Return the slots created with a claim of prompts, and their partition.
+    """Return the partition of the slots created with a claim of prompts, and the claim that leases these slots.
 
     Raises:
-        SamplesClearedError: some of the slots were cleared.
+        SamplesClearedError: some of these slots were cleared.
     """
     name = "" if claim.lease is None else claim.lease.shared_with
     slots = catalog.find(name, missing_ok=True)
@@ -256,8 +257,8 @@ def admitted_slots(catalog: Catalog, partition: Partition, task_name: str, claim
     made = None if task is None else task.claims.get(claim.request_id)
     if slots is None or task is None or made is None:
         raise SamplesClearedError(
-            f"the slots of this claim of task {task_name!r} have been cleared; release its prompts, and claim again "
-            f"under a new request_id",
+            f"the slots of this claim of task {task_name!r} have been cleared. Release the prompts of the claim, and "
+            f"claim again under a new request_id.",
             metadata={
                 "task_name": task_name,
                 "next_batch_index": str(partition.tasks[task_name].next_batch_index),

@@ -1,4 +1,4 @@
-"""The status of partitions and their tasks, as reported to clients."""
+"""The status of partitions and tasks, as reported to clients."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from tq_service.state.plan import Indexes
 from tq_service.state.table import DEAD_LETTERED, DROPPED, FAILED, HELD, LIVE, UNCLAIMED, is_open
 from tq_service.step_times import StepTimes
 
-_MOST_DEAD_LETTERED: Final = 100  # named in a status
-_MOST_LEASES: Final = 20  # listed in a status
-_MOST_UNITS: Final = 1_024  # per answer
-_MOST_CHARACTERS: Final = 1 << 19  # of their names; at most 2 MiB
-_CLAIM_ID_BYTES: Final = 4  # of a request_id: enough to find a claim in the call log, but too few to acknowledge it
+_MOST_DEAD_LETTERED: Final = 100  # dead-lettered samples listed in a status
+_MOST_LEASES: Final = 20  # leases listed in a status
+_MOST_UNITS: Final = 1_024  # evicted units per answer
+_MOST_CHARACTERS: Final = 1 << 19  # characters in the names of evicted units per answer; at most 2 MiB
+_CLAIM_ID_BYTES: Final = 4  # of the request_id: enough to find a claim in the call log, too few to acknowledge it
 
 
 _NOTHING_CONSUMED: Final = ConsumptionStatus(
@@ -47,10 +47,10 @@ _NOTHING_CONSUMED: Final = ConsumptionStatus(
 
 
 def consumption_of(partition: Partition | None, task_name: str, *, missing_ok: bool = False) -> ConsumptionStatus:
-    """Return the consumption status of a task; without a partition, nothing is consumed.
+    """Return the consumption status of a task. In a missing partition, nothing is consumed.
 
     Raises:
-        TaskNotFoundError: the task is not declared, or it has not claimed yet and `missing_ok` is false.
+        TaskNotFoundError: the task is not declared, or has not claimed anything yet and `missing_ok` is false.
     """
     if partition is None:
         return _NOTHING_CONSUMED
@@ -98,14 +98,14 @@ def consumption_states(
 
 
 def _skipped_count(partition: Partition, task: TaskLedger) -> int:
-    """Return the number of samples that a task will never receive, as far as known."""
+    """Return the number of samples that a task is known to never receive."""
     if task.end is not None:
         return task.end.skipped_count
     return partition.inserted_count - task.consumed_count - task.backlog
 
 
 def _is_complete(partition: Partition, task: TaskLedger) -> bool:
-    """Return whether a task has no samples left or, with rounds, none of the rounds that have begun."""
+    """Whether no samples are left for a task; in a partition with rounds, no samples of the rounds that have begun."""
     if task.end is None:
         return partition.is_whole and task.backlog == 0 and task.leased_count == 0
     known_count = task.end.consumed_count + task.end.skipped_count
@@ -113,11 +113,11 @@ def _is_complete(partition: Partition, task: TaskLedger) -> bool:
 
 
 def production_of(partition: Partition | None, names: Sequence[str], *, missing_ok: bool = False) -> ProductionStatus:
-    """Return the number of samples that have all the given fields; without a partition, 0.
+    """Return how many samples have data in all given fields; 0 for a missing partition.
 
     Raises:
-        InvalidArgumentError: no field is given.
-        FieldNotFoundError: the partition lacks one of the fields, and `missing_ok` is false.
+        InvalidArgumentError: `names` is empty.
+        FieldNotFoundError: the partition lacks a field, and `missing_ok` is false.
     """
     if not names:
         raise InvalidArgumentError("data_fields is empty; name at least one field", field="data_fields")
@@ -128,7 +128,7 @@ def production_of(partition: Partition | None, names: Sequence[str], *, missing_
     fields = [partition.cells.fields[name] for name in names if name in partition.cells.fields]
     if len(fields) < len(names):
         produced = 0
-    elif len(fields) == 1:  # counted on write
+    elif len(fields) == 1:  # the count is maintained by writes
         produced = fields[0].row_count
     else:
         positions = partition.table.present_positions()
@@ -151,9 +151,9 @@ def summary_of(partition: Partition) -> PartitionSummary:
 
 
 def description_of(catalog: Catalog, backlogs: Backlogs, partition: Partition) -> PartitionDescription:
-    """Return the description of a partition with its fields and tasks, consistent at one moment.
+    """Return a consistent description of a partition with its fields and tasks.
 
-    Only versions may be older: they are those that `Backlogs.refresh` last found.
+    Versions alone may be older: they are from the last scan by `Backlogs.refresh`.
     """
     with_versions = {task for _, task in tasks_with_versions(partition)}
     return PartitionDescription(
@@ -202,11 +202,11 @@ def status_of(
     """Return the status of a task.
 
     Args:
-        catalog: the catalog of the partition.
-        partition: the partition of the task.
+        catalog: the catalog with the partition.
+        partition: partition of the task.
         task: ledger of the task.
-        backlog: the versions of the task's samples, as last found.
-        leases: the first of the task's claims that lease samples.
+        backlog: versions of the task's samples, as found by the last scan.
+        leases: leases to list, oldest first.
     """
     dead_lettered = partition.table.index[task.dead_lettered()[:_MOST_DEAD_LETTERED]]
     planner = catalog.known_planner(partition, task.name)
@@ -247,18 +247,18 @@ def status_of(
 
 
 def _step_times(by_rank: Mapping[int, StepTimes], dp_size: int) -> StepTimes | None:
-    """Return the sum of the current ranks' times; there may have been more ranks earlier."""
+    """Return the sum of the step times of all current ranks, ignoring ranks of an earlier, larger `dp_size`."""
     return StepTimes.sum(times for rank, times in by_rank.items() if rank < dp_size)
 
 
 def evicted_by(task: TaskLedger, after: int, limit: int) -> EvictedUnits:
-    """Return the units that a task's claims evicted after a serial, as many as fit into one answer.
+    """Return the units evicted by a task's claims after the given serial, up to the size limit of an answer.
 
     Raises:
-        InvalidArgumentError: a number is out of range.
+        InvalidArgumentError: `after` or `limit` is out of range.
     """
     check_range("after", after, 0)
-    check_range("limit", limit, 0, _MOST_UNITS, hint="; 0 is the most")
+    check_range("limit", limit, 0, _MOST_UNITS, hint="; 0 is the maximum")
     units = task.evicted_after(after, limit or _MOST_UNITS)
     sizes = accumulate(len(unit.group or "") + len(unit.key or "") for unit in units)
     fitting = [unit for unit, size in zip(units, sizes, strict=True) if size <= _MOST_CHARACTERS]
@@ -267,11 +267,11 @@ def evicted_by(task: TaskLedger, after: int, limit: int) -> EvictedUnits:
 
 
 def _leases_of(task: TaskLedger) -> tuple[ClaimLease, ...]:
-    """Return the claims of a task that lease samples, oldest first."""
+    """Return the oldest leases of a task, oldest first."""
     now, leases = asyncio.get_running_loop().time(), list[ClaimLease]()
     for claim in islice(task.leases.values(), _MOST_LEASES):
         ago, left = now - claim.delivered_at, claim.deadline - now
-        if not math.isfinite(claim.deadline):  # the service is shutting down; its successor restarts the leases
+        if not math.isfinite(claim.deadline):  # the service is shutting down, and its successor restarts all leases
             ago, left = 0.0, 0.0 if claim.lease is None else claim.lease.seconds
         leases.append(
             ClaimLease(

@@ -1,7 +1,7 @@
-"""Sweeps over all rows of a partition to answer questions, in slices between which other work runs.
+"""Sweeps: scans of all rows in a partition, in short slices between which other work runs.
 
-Questions asked together share the slices. Nothing is pinned, so rows may be added, removed and moved between two
-slices, and counts are as of the time of each slice. A row that remains is neither missed nor counted twice.
+Several questions can share a sweep. The table is not pinned, so rows may be added, removed and moved between slices.
+Each count reflects the time of its slice. A row that exists during the entire sweep is examined exactly once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final, Protocol
 from tq_service.state.table import RowTable
 
 _SLICE_SECONDS: Final = 0.001
-_SLICE_ROWS: Final = 1 << 14  # for one question of cost 1
+_SLICE_ROWS: Final = 1 << 14  # rows per slice for a single question of cost 1
 _LEAST_ROWS: Final = 1 << 10
 
 
@@ -27,28 +27,28 @@ class Slices:
         self._began_at = time.perf_counter()
 
     async def turn(self) -> None:
-        """End the slice if it has lasted long enough; call this after each small unit of work."""
+        """Yield to the event loop if the slice has lasted a millisecond; call this after each small unit of work."""
         if time.perf_counter() - self._began_at >= _SLICE_SECONDS:
             await asyncio.sleep(0)
             self._began_at = time.perf_counter()
 
 
 class Question(Protocol):
-    """A question about rows.
+    """A question about rows that a sweep answers.
 
     Attributes:
-        cost: duration relative to most questions; conditions on text take 0.1 us per row.
+        cost: duration relative to a simple question; a condition on text takes 0.1 us per row.
     """
 
     cost: int
 
     def look(self, rows: slice) -> None:
-        """Examine the rows of a slice, as they are now."""
+        """Examine the current contents of the rows in a slice."""
         ...
 
 
 async def sweep(table: RowTable, questions: Sequence[Question], slices: Slices) -> float:
-    """Ask questions about all rows; return the seconds of event loop time used."""
+    """Ask questions about all rows of a table; return the event-loop time used, in seconds."""
     used_seconds = 0.0
     size = max(_LEAST_ROWS, _SLICE_ROWS // max(1, sum(question.cost for question in questions)))
     for rows in table.slices(size) if questions else ():

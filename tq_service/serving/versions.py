@@ -19,54 +19,54 @@ Enders: TypeAlias = set[Callable[[Callable[[], TqError]], None]]
 
 @dataclass(slots=True, eq=False)
 class VersionWait:
-    """One waiting call.
+    """A call that waits for a version.
 
     Attributes:
-        at_least: the lowest version that ends the wait.
+        at_least: lowest version that ends the wait.
     """
 
     at_least: int
     reached: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def end(self, error: Callable[[], TqError]) -> None:
-        """End the wait with an error, unless it has ended."""
+        """End the wait with an error, unless it has already ended."""
         if not self.reached.done():
             self.reached.set_exception(error())
 
 
 class VersionWaits:
-    """The calls that wait for versions. Confined to one event loop.
+    """The calls that wait for versions of policies. Confined to one event loop.
 
     Args:
-        policies: the published versions. `wake` must be called after each change.
+        policies: policies with their published versions. Call `wake` after each change.
     """
 
     def __init__(self, policies: Policies) -> None:
         self._policies = policies
-        self._waiting: dict[str, dict[VersionWait, None]] = {}  # by policy
-        self._claims: dict[Partition, dict[VersionWait, ClaimRequest]] = {}  # those of the calls that are claims
+        self._waiting: dict[str, dict[VersionWait, None]] = {}  # by policy name
+        self._claims: dict[Partition, dict[VersionWait, ClaimRequest]] = {}  # waits of claims
         self._end_error: Callable[[], TqError] | None = None
 
     def wake(self, policy: str) -> None:
-        """End the waits for versions up to the published one."""
+        """End all waits for the published version of a policy or an earlier one."""
         for wait in self._waiting.get(policy, ()):
             if self.is_published(policy, wait.at_least) and not wait.reached.done():
                 wait.reached.set_result(None)
 
     def end(self, error: Callable[[], TqError]) -> None:
-        """End all current and future waits with an error."""
+        """End all current and future waits with this error."""
         self._end_error = error
         for waits in self._waiting.values():
             for wait in waits:
                 wait.end(error)
 
     def is_published(self, policy: str, at_least: int) -> bool:
-        """Whether this or a later version of a policy is published."""
+        """Whether a policy's published version is at least the given one."""
         known = self._policies.get(policy)
         return known is not None and known.version >= at_least
 
     def claims(self, partition: Partition) -> list[ClaimRequest]:
-        """Return the claims of a partition that wait for a version, in order of arrival."""
+        """Return the claims from a partition that wait for a version, in order of arrival."""
         return list(self._claims.get(partition, {}).values())
 
     async def until(
@@ -79,18 +79,18 @@ class VersionWaits:
         claim: tuple[Partition, ClaimRequest] | None = None,
         enders: Enders | None = None,
     ) -> Policy | None:
-        """Return a policy once this version or a later one is published, or its state at the deadline (None: unknown).
+        """Wait for a version of a policy; return the policy as of the end of the wait (None if it does not exist).
 
         Args:
             policy: name of the policy.
-            at_least: the version to wait for.
-            deadline: time on the clock of the event loop.
-            while_waiting: context held while the call waits.
-            claim: the waiting claim and its partition; None if the call is not a claim.
-            enders: a set that contains, during the wait, the function that ends the wait with an error.
+            at_least: lowest version that ends the wait.
+            deadline: end of the wait, in the event loop's time.
+            while_waiting: context entered while the call waits.
+            claim: partition and request of the waiting claim; None if the call is not a claim.
+            enders: set that contains the function that ends the wait with an error, while the call waits.
 
         Raises:
-            TqError: the wait was ended.
+            TqError: the wait was ended with this error.
         """
         loop = asyncio.get_running_loop()
         if self.is_published(policy, at_least) or loop.time() >= deadline:
@@ -119,7 +119,7 @@ class VersionWaits:
 
 
 def _remove(waits_by: dict[Any, dict[VersionWait, Any]], key: object, wait: VersionWait) -> None:
-    """Remove a wait, and with the last wait the entry of its policy or partition."""
+    """Remove a wait, and also the entry of its policy or partition if this was the last wait."""
     del waits_by[key][wait]
     if not waits_by[key]:
         del waits_by[key]
