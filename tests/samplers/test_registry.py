@@ -336,7 +336,7 @@ async def test_a_module_that_the_service_does_not_find_may_be_found_by_the_clien
         await SamplerRegistry(allow_import=True).resolve("no_such_module_here:X")
     assert caught.value.message == (
         "sampler: 'no_such_module_here:X' cannot be imported by the service: ModuleNotFoundError: No module named "
-        "'no_such_module_here'; is it installed where the service runs, or on the service's PYTHONPATH?"
+        "'no_such_module_here'; install it where the service runs, or add it to the service's PYTHONPATH"
     )
 
 
@@ -351,7 +351,7 @@ async def test_an_unknown_name_shows_all_samplers_the_nearest_first(entry_point)
 async def test_entry_points_are_loaded_on_first_use(entry_point):
     registry = SamplerRegistry()
     summaries = {info.name: info.summary for info in registry.describe()}
-    assert summaries["newest"] == "Of an installed package: plug_in_samplers:Newest."
+    assert summaries["newest"] == "From an installed package: plug_in_samplers:Newest."
     assert "plug_in_samplers" not in sys.modules
     sampler = await registry.resolve("newest", {"count": 4})
     assert sampler.count == 4
