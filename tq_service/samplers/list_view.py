@@ -89,7 +89,7 @@ class ListView(PartitionView):
         self._cells.write(rows, 0)
 
     def rollout_names(self, rows: Indexes) -> list[str | None]:
-        """Return None for each row, since this view has no rollouts."""
+        """Return None for each row, since this view does not have rollouts."""
         return [None] * len(rows)
 
     def lengths(self, rows: Indexes) -> Indexes:
