@@ -281,7 +281,7 @@ class _Differencing:
 
     Merged partial solutions are stored in a heap. A single item is a partial solution with one column, whose spread is
     the item's length. Single items are stored in a separate descending array, so several of them can be merged at once.
-    Most merges of the free-size method are of this kind.
+    Most merges with free sizes are such merges.
     """
 
     def __init__(self, lengths: Int64s, k: int) -> None:
