@@ -1,4 +1,4 @@
-"""Logging configuration: where log lines and the audit log are written, and in which format."""
+"""Logging configuration: destination and format of log lines and of the audit log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AUDIT_LOGGER = "tq_service.audit"
 
 
 class _TextFormatter(logging.Formatter):
-    """Formats a record as one readable line; escapes the message so that names from clients cannot forge log lines."""
+    """Formats a record as one readable line; escapes the message, so names from clients cannot forge log lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's name)
         record.message = "".join(
@@ -86,5 +86,5 @@ def configure_logging(level: str, style: str, audit_file: Path | None = None) ->
 
 
 def _moment(record: logging.LogRecord) -> str:
-    """Return the UTC time at which a record was logged, in ISO 8601 format."""
+    """Return the time of a record in UTC, in ISO 8601 format."""
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"

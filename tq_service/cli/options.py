@@ -45,7 +45,7 @@ _ANSWER_SECONDS: Final = 5.0
 _COMPLETION_SECONDS: Final = 1.0
 _MOST_COMPLETIONS: Final = 100
 
-Prefix = Annotated[str, typer.Argument(help="List only names that begin with this.", show_default=False)]
+Prefix = Annotated[str, typer.Argument(help="List only names that begin with this prefix.", show_default=False)]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 

@@ -135,7 +135,7 @@ def _above_mean(of_ranks: NDArray[Any]) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The ranks, groups and limits with which all samplers are compared.
+    """The ranks, groups and limits for comparing samplers.
 
     Attributes:
         dp_size: number of ranks.

@@ -47,7 +47,7 @@ EXAMPLES = """\
 def command(
     partitions: Partitions = None,
     prefix: Annotated[
-        str, typer.Option(help="Show only partitions whose names begin with this.", show_default=False)
+        str, typer.Option(help="Show only partitions whose names begin with this prefix.", show_default=False)
     ] = "",
     watch: Annotated[
         float | None,

@@ -34,7 +34,7 @@ def new(
     role: Annotated[list[str], typer.Option(help="Role: read, produce, consume, admin or service; may be repeated.")],
     prefix: Annotated[
         list[str] | None,
-        typer.Option(help="Prefix of the partition names that the token may access; may be repeated. Default: all."),
+        typer.Option(help="Restrict the token to partitions whose names begin with this; may be repeated."),
     ] = None,
     expires: Annotated[
         str | None,

@@ -32,7 +32,7 @@ def command(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free port.")] = 8080,
     prefix: Annotated[
-        str, typer.Option(help="Show only partitions whose names begin with this.", show_default=False)
+        str, typer.Option(help="Show only partitions whose names begin with this prefix.", show_default=False)
     ] = "",
     root_path: Annotated[
         str,
