@@ -193,7 +193,7 @@ async def test_an_option_with_a_type_of_its_own_is_left_to_the_constructor():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, r"sampler 'picky' needs 'count', got no options"),
+        ({}, r"sampler 'picky' requires 'count', got no options"),
         ({"count": 2.5}, r"'picky', option 'count': got 2.5, expected a whole number"),
         ({"count": True}, r"option 'count': got true, expected a whole number"),
         ({"count": "2"}, r'option .count.: got "2", expected a whole number'),
@@ -203,7 +203,7 @@ async def test_an_option_with_a_type_of_its_own_is_left_to_the_constructor():
         ({"count": 2, "flag": 1}, r"option 'flag': got 1, expected a truth value"),
         ({"count": 2, "label": 5}, r"option 'label': got 5, expected text or null"),
         ({"count": 2, "mode": "c"}, r'option .mode.: got "c", expected one of a, b'),
-        ({"count": 2, "share": 2.0}, r"'picky' refuses .*share: got 2.0, expected at most 1"),
+        ({"count": 2, "share": 2.0}, r"'picky' rejected the options .*share: got 2.0, expected at most 1"),
     ],
 )
 async def test_wrong_options_are_named(config, message):

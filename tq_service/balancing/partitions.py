@@ -340,7 +340,9 @@ class _Differencing:
 
     def _absorb(self, partial: _Partial) -> _Partial:
         """Merge single items into the lightest column while the item and `partial` have the widest spreads."""
-        columns = list(zip(partial.sums.tolist(), partial.ids.tolist(), strict=True))  # ascending, so a heap already
+        columns = list(
+            zip(partial.sums.tolist(), partial.ids.tolist(), strict=True)
+        )  # sorted in ascending order, so already a heap
         heaviest, widest_in_heap = columns[-1][0], -self._heap[0][0] if self._heap else 0
         lengths, ids = self._single_lengths, self._single_ids
         while self._next < ids.size:

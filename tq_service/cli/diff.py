@@ -31,9 +31,11 @@ def command(
     partition: Partition = None,
     epoch: Epoch = None,
     incarnation: Incarnation = None,
-    other: Annotated[str | None, typer.Option(help="Recording of the second step. Default: PLACE.")] = None,
+    other: Annotated[
+        str | None, typer.Option(help="Recording of the second step. Default: that of the first step.")
+    ] = None,
     other_partition: Annotated[
-        str | None, typer.Option(help="Partition of the second step. Default: --partition.")
+        str | None, typer.Option(help="Partition of the second step. Default: that of the first step.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -38,7 +38,7 @@ _TLS_FILES: Final = {
     "key": "Private key (PEM) of the client certificate.",
 }
 
-_WHOLE: Final = 10_000  # length limit in characters that no help text reaches
+_WHOLE: Final = 10_000  # length limit in characters, higher than the length of any help text
 _START_SECONDS: Final = 1.0
 _ASK_AGAIN_SECONDS: Final = 0.1
 _ANSWER_SECONDS: Final = 5.0
@@ -73,7 +73,9 @@ def with_options(
         call: called with the values of all parameters instead of `function`, which it calls itself; None: the command
             calls `function` directly.
     """
-    signature = inspect.signature(function, eval_str=True, locals={"Client": object})  # --help needs no client
+    signature = inspect.signature(
+        function, eval_str=True, locals={"Client": object}
+    )  # annotations are resolved without importing the client
     parameters = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for parameter in signature.parameters.values()
@@ -131,7 +133,7 @@ def with_service(function: Callable[..., None]) -> Callable[..., None]:
     return with_address(function, timeout=_ANSWER_SECONDS)
 
 
-# Nouns and their verbs
+# Command groups (nouns) and their verbs
 
 
 class GroupedOptions(TyperCommand):
@@ -197,7 +199,7 @@ def verb(
     return add
 
 
-# The service
+# Connections to the service
 
 
 @contextmanager

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tq_service.client import Client
 
 _ANSWER_SECONDS = 5.0
-_NO_SCREEN: Final = 1 << 30  # unlimited number of lines
+_NO_SCREEN: Final = 1 << 30  # height for unlimited output
 
 EXAMPLES = """\
   tq-service status
@@ -103,7 +103,7 @@ def read(client: Client, names: list[str] | tuple[str, ...], prefix: str) -> Ser
         if not there and not waiting:
             known = [each.partition_id for each in client.list_partitions()]
             raise PartitionNotFoundError(
-                f"no partition {name!r}; {nearest(name, known)}", metadata={"partition_id": name}
+                f"partition {name!r} does not exist; {nearest(name, known)}", metadata={"partition_id": name}
             )
         partitions += there
         waits += waiting
@@ -157,7 +157,7 @@ def _show_on_screen(address: str, statuses: Iterator[ServiceStatus | TqError]) -
 
 
 _LEAST_WIDTH: Final = 60
-_MOST_POLICIES: Final = 8  # in the header
+_MOST_POLICIES: Final = 8  # maximum number of policies to list in the header
 _MOST_NAME: Final = 24  # longer task names are printed on a separate line
 _PIPED_COLUMNS: Final = 80
 _LEAST_RATE: Final = 0.05
@@ -236,7 +236,7 @@ def _mirror_lines(status: ServiceStatus) -> Iterator[str]:
     if False in own:
         answers = f"mirror does not answer {own.count(False)} of {len(own)} storage services"
     else:
-        answers = "mirror answers" if True in own else "mirror not asked yet"
+        answers = "mirror answers" if True in own else "mirror not contacted yet"
     spilled_bytes = sum(mirror.spilled_bytes for mirror in mirrors)
     spilled = f", {decimal(spilled_bytes)} mirror-only" if spilled_bytes else ""
     yield f"{answers}, {unmirrored} unmirrored, {short} lacking copies{spilled}"
@@ -317,7 +317,7 @@ def _rows(partition: PartitionDescription | None, waits: Sequence[PartitionWait]
 
 
 def _lines(row: _Row, widths: tuple[int, int, int], width: int) -> Iterator[str]:
-    """Yield the lines that show a task."""
+    """Yield the output lines of a task's row."""
     name, delivered, rate, rest = row
     first, rest_at = f"  {name:<{widths[0]}}", 8 + sum(widths)
     if len(name) > widths[0]:

@@ -30,15 +30,17 @@ File = Annotated[
 @verb(TOKEN, "new", timeout=None)
 def new(
     *,
-    name: Annotated[str, typer.Option(help="Name of the token, for logs and for revoking it.")],
-    role: Annotated[list[str], typer.Option(help="Role: read, produce, consume, admin or service; may be repeated.")],
+    name: Annotated[str, typer.Option(help="Name that identifies the token in logs and revocations.")],
+    role: Annotated[
+        list[str], typer.Option(help="Role of the token: read, produce, consume, admin or service; may be repeated.")
+    ],
     prefix: Annotated[
         list[str] | None,
-        typer.Option(help="Restrict the token to partitions whose names begin with this; may be repeated."),
+        typer.Option(help="Allow only partitions whose names begin with this; may be repeated. Default: all."),
     ] = None,
     expires: Annotated[
         str | None,
-        typer.Option(help="Time or period of expiry: 2027-01-31, 2027-01-31T12:00Z, 12h or 90d. Default: never."),
+        typer.Option(help="Expiry time or validity period: 2027-01-31, 2027-01-31T12:00Z, 12h or 90d. Default: none."),
     ] = None,
     file: File = None,
     output: Annotated[

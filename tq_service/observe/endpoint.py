@@ -92,7 +92,9 @@ class Endpoint:
             self._server = _Server(host.strip("[]"), port, self)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise OSError(f"cannot listen on {host}:{port} for metrics; is the port in use?") from error
+                raise OSError(
+                    f"cannot listen on {host}:{port} for metrics: the port is in use; choose another port"
+                ) from error
             raise OSError(f"cannot listen on {host}:{port} for metrics: {error}") from error
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
@@ -200,7 +202,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _scrape(self) -> tuple[HTTPStatus, str, bytes]:
         endpoint, plain = self.server.endpoint, "text/plain; charset=utf-8"
         if self.path.partition("?")[0] != _PATH:
-            return HTTPStatus.NOT_FOUND, plain, f"metrics are at {_PATH}\n".encode()
+            return HTTPStatus.NOT_FOUND, plain, f"not found; metrics are served at {_PATH}\n".encode()
         peer = f"{self.client_address[0]}:{self.client_address[1]}"
         refusal = endpoint.access.refusal(self.headers.get("Authorization", ""), peer)
         if refusal is not None:

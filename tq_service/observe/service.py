@@ -62,7 +62,7 @@ _OF_GROUP: Final = (
 )
 _STATES: Final = (("live", LIVE), ("held", HELD), ("failed", FAILED))
 _OF_TASK: Final = (
-    (GaugeMetricFamily, "task_pending_samples", "Samples that a task has not consumed yet, ready or not."),
+    (GaugeMetricFamily, "task_pending_samples", "Samples pending for a task, whether ready or not."),
     (GaugeMetricFamily, "task_leased_samples", "Samples leased but not yet acknowledged."),
     (GaugeMetricFamily, "task_waiting_claims", "Claims waiting for samples."),
     (CounterMetricFamily, "samples_delivered", "Samples delivered to a task, including redeliveries."),
@@ -84,11 +84,11 @@ _OF_BACKLOG: Final = (
         "task_ready_samples",
         "Samples that the task could claim now with the conditions of its last claim.",
     ),
-    (GaugeMetricFamily, "task_oldest_version", "Lowest version among the samples that a task has not consumed yet."),
+    (GaugeMetricFamily, "task_oldest_version", "Lowest version among a task's pending samples."),
     (
         GaugeMetricFamily,
         "task_staleness_versions",
-        "Newest version in a partition minus the oldest version that a task has not consumed yet.",
+        "Newest version in a partition minus the oldest version among a task's pending samples.",
     ),
 )
 _TOTALS: Final = (  # fields of `TaskTotals` and the corresponding metrics
@@ -487,7 +487,7 @@ def of_storage(storage_id: str, own: EngineStat, adopted: Sequence[EngineStat]) 
 
 def of_bulk(storage_id: str, connection_count: int, moved_bytes: int) -> Iterator[Metric]:
     """Yield the metrics of the bulk port of a storage service."""
-    text = "Connections to the bulk port that clients have used for transfers."
+    text = "Client connections to the bulk port that have transferred data."
     yield _gauge("storage_bulk_connections", text, {(storage_id,): connection_count}, ("storage",))
     text = "Bytes of puts and gets transferred over bulk connections."
     yield _counter("storage_bulk_bytes", text, {(storage_id,): moved_bytes}, ("storage",))
@@ -500,7 +500,7 @@ def of_log(lag: LogLag) -> Iterator[Metric]:
         ("replay_seconds", "Estimated time to replay the log at startup.", lag.replay_seconds),
         (
             "snapshot_age_seconds",
-            "Time since the last snapshot, or since startup if there was none.",
+            "Time since the last snapshot, or since startup if no snapshot was written.",
             lag.snapshot_age_seconds,
         ),
         ("failing", "1 if the last write to the log failed, otherwise 0.", lag.is_failing),

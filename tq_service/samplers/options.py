@@ -69,7 +69,7 @@ def build_sampler(name: str, kind: type[Sampler], config: Mapping[str, object]) 
     ]
     if missing:
         raise InvalidArgumentError(
-            f"sampler_config: sampler {name!r} needs {', '.join(map(repr, missing))}, got "
+            f"sampler_config: sampler {name!r} requires {', '.join(map(repr, missing))}, got "
             f"{', '.join(map(repr, config)) or 'no options'}",
             field=_FIELD,
             metadata={"option": missing[0]},
@@ -89,7 +89,7 @@ def build_sampler(name: str, kind: type[Sampler], config: Mapping[str, object]) 
     try:
         return kind(**options)
     except (TypeError, ValueError) as error:
-        message = f"sampler_config: sampler {name!r} refuses {json.dumps(options, default=repr)}: {error}"
+        message = f"sampler_config: sampler {name!r} rejected the options {json.dumps(options, default=repr)}: {error}"
         option = str(error).partition(":")[0]
         if option not in parameters:
             raise InvalidArgumentError(message, field=_FIELD) from error

@@ -1,4 +1,4 @@
-"""Loads samplers by name and runs them so that a faulty sampler cannot stop the service.
+"""Loads samplers by name, and isolates the service from faulty samplers when it runs them.
 
 Samplers are built in, registered, or imported from an installed package or any module. If a sampler raises, hangs or
 returns an invalid plan, only the request that named this sampler fails.
@@ -75,7 +75,9 @@ class SamplerRegistry:
         if not name or ":" in name:
             raise ValueError(f"name: got {name!r}, expected a non-empty name without a colon")
         if self._classes.get(name, cls) is not cls:
-            raise ValueError(f"name: {name!r} is used by {self._classes[name].__qualname__}; choose another name")
+            raise ValueError(
+                f"name: {name!r} is already used by {self._classes[name].__qualname__}; choose another name"
+            )
         _check_class(name, cls)
         self._classes[name] = cls
 
@@ -123,7 +125,7 @@ class SamplerRegistry:
 
     async def _load(self, name: str) -> type[Sampler]:
         # If two calls load the same name at once, both get the same class, since Python imports a module only once.
-        if "_entry_points" not in vars(self):  # reads the metadata of all installed packages
+        if "_entry_points" not in vars(self):  # slow, since it reads the metadata of all installed packages
             await run_in_daemon_thread(lambda: self._entry_points, thread_name="tq-sampler-entry-points")
         if name in self._entry_points:
             kind = await _import(name, self._entry_points[name].load)
@@ -389,7 +391,7 @@ def _checked(plan: object, request: PlanRequest) -> Plan:
     if not isinstance(plan, Plan):
         raise _MalformedPlanError(f"a {type(plan).__name__}", "a Plan or None")
     if not isinstance(plan.ranks, tuple) or not all(isinstance(rank, RankPlan) for rank in plan.ranks):
-        raise _MalformedPlanError(f"ranks of {plan.ranks!r:.80}", "a tuple of RankPlan; Plan.of(parts) makes it")
+        raise _MalformedPlanError(f"ranks of {plan.ranks!r:.80}", "a tuple of RankPlan, as created by Plan.of(parts)")
     if len(plan.ranks) != request.rank_count:
         raise _MalformedPlanError(f"parts for {len(plan.ranks)} ranks", f"one part for each of {request.rank_count}")
     for rank, part in enumerate(plan.ranks):
@@ -476,7 +478,7 @@ def _check_packs(rank: int, part: RankPlan) -> None:
     if positions.size and (positions.min() < 0 or positions.max() >= part.rows.size):
         raise _MalformedPlanError(
             f"positions {positions.min()} to {positions.max()} for rank {rank}",
-            f"positions in [0, {part.rows.size}), which index the rank's rows",
+            f"positions in [0, {part.rows.size}), the number of the rank's rows",
         )
     if np.bincount(positions).max(initial=0) > 1:
         raise _MalformedPlanError(
@@ -487,7 +489,7 @@ def _check_packs(rank: int, part: RankPlan) -> None:
 def _check_array(what: str, array: Any) -> None:
     if type(array) is not np.ndarray:  # a masked array, which cannot be sent, is an instance of a subclass
         raise _MalformedPlanError(
-            f"{what} as {type(array).__name__}", "a numpy array of int64; Plan.of(parts) converts"
+            f"{what} as {type(array).__name__}", "a numpy array of int64, as created by Plan.of(parts)"
         )
     if array.ndim != 1 or array.dtype != np.int64:
         raise _MalformedPlanError(f"{what} as {array.dtype} of shape {array.shape}", "one dimension of int64")

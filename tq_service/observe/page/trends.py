@@ -119,7 +119,7 @@ class Trends:
                 curve.append(None)
 
     def waits_since(self, wait: PartitionWait) -> float:
-        """Return when a wait of the last status started: the time of the first status since which it has lasted."""
+        """Return the start time of a wait: the time of the earliest status after which the wait was always present."""
         return self._waits_since[_wait_key(wait)]
 
     def _follow_waits(self, status: ServiceStatus, now: float) -> None:
@@ -217,7 +217,7 @@ class EventLog:
         log.append((at, {"number": self._count, "kind": kind, "name": name, "text": text}))
 
     def compare(self, before: ServiceStatus, status: ServiceStatus, now: float) -> None:
-        """Record the events that must have happened between two statuses."""
+        """Record an event for each difference between two successive statuses."""
         if before.service.instance_id != status.service.instance_id:
             what = _counted(len(status.partitions), "partition")
             self.note(now, "restarted", f"the service was restarted; it has {what}")
