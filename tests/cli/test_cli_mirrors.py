@@ -128,5 +128,5 @@ def test_the_header_of_status_sums_mirrors_up_and_counts_no_byte_twice() -> None
     fine = header_of(status(storage("a", 1, mirror=mirror(short_put_count=1))), "controller:50051")
     assert fine[3:] == ["mirror answers, 0 bytes unmirrored, 1 put lacking copies"]
     new = header_of(status(storage("a", 1, mirror=mirror(None))), "controller:50051")
-    assert new[3:] == ["mirror not asked yet, 0 bytes unmirrored, 0 puts lacking copies"]
+    assert new[3:] == ["mirror not contacted yet, 0 bytes unmirrored, 0 puts lacking copies"]
     assert header_of(status(*PLAIN), "c:1")[2:] == ["storage 2.4 MB of 512.0 MB in 2 storage services, 1 silent"]

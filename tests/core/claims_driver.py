@@ -708,7 +708,7 @@ class Driver:
         elif not isinstance(error, SamplesClearedError):
             assert isinstance(error, InvalidArgumentError), error
             assert call.asking.grouped
-            assert any(reason in str(error) for reason in ("which is not split", "samples were put in multiples")), (
+            assert any(reason in str(error) for reason in ("groups are not split", "samples were put in multiples")), (
                 error
             )
 

@@ -256,7 +256,7 @@ def test_nothing_is_served_unless_it_is_asked_for(start_server: StartServer) -> 
 
 def test_a_port_that_is_taken_is_refused(live: LiveServer, start_server: StartServer) -> None:
     assert live.app.metrics is not None
-    with pytest.raises(OSError, match="for metrics; is the port in use"):
+    with pytest.raises(OSError, match="for metrics: the port is in use"):
         start_server(metrics_port=live.app.metrics.port)
 
 

@@ -340,7 +340,7 @@ def test_mirrors_are_in_the_storage_section_where_there_are_any(browser: Any, lo
         page.wait(lambda: len(page.texts("#storages li")) == 4, "four storage services")
         assert page.script(f"{lines}((node) => node.textContent)") == [
             "mirror s3://bucket/prefix does not answer · 3.4 MB unmirrored",
-            "mirror s3://bucket/prefix not asked yet · 0 bytes unmirrored · 2 puts not fetched yet",
+            "mirror s3://bucket/prefix not contacted yet · 0 bytes unmirrored · 2 puts not fetched yet",
             "mirror s3://bucket/prefix answers · 0 bytes unmirrored · 1,234 puts with fewer copies than requested",
         ]
         assert page.texts("#storages .adopted .pair span") == ["s0", "taken over by s1"]

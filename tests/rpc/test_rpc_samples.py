@@ -256,7 +256,7 @@ def test_samplers_are_listed(client: AnyClient) -> None:
     assert list(options)[:2] == ["optimizer_steps", "pack_max_length"]
     assert options["pack_max_length"].default_json is None
     assert (options["overlong"].type, options["overlong"].default_json) == ("one of error, truncate, drop", '"error"')
-    assert "more tokens than a pack holds" in options["overlong"].summary
+    assert "samples with more than `pack_max_length` tokens" in options["overlong"].summary
     assert all(one.summary for one in listed.values())
 
 

@@ -112,7 +112,7 @@ async def test_no_plan_is_an_answer(quick):
 @pytest.mark.parametrize("error", [KeyError("length"), StopIteration(3), SystemExit(1), asyncio.CancelledError("own")])
 async def test_what_a_sampler_raises_becomes_a_sampler_error(quick, error):
     with pytest.raises(
-        SamplerError, match=f"'answers' raised {type(error).__name__}: .*nothing was consumed"
+        SamplerError, match=f"'answers' raised {type(error).__name__}: .*no samples were consumed"
     ) as caught:
         await plan_of(PlanRunner(), Answers(error, quick=quick), view_of_samples(4), REQUEST)
     assert caught.value.__cause__ is error
@@ -287,7 +287,7 @@ async def test_async_samplers_are_cancelled_with_their_caller():
     [
         ([[1], [2]], "a list, expected a Plan or None"),
         (Plan(ranks=[rows(1), rows(2)]), "expected a tuple of RankPlan"),
-        (Plan.of([[1]]), "parts for 1 ranks, expected one for each of 2"),
+        (Plan.of([[1]]), "parts for 1 ranks, expected one part for each of 2"),
         (Plan.of([[], []]), "a plan without rows"),
         (Plan.of([[1, 2], [3, 1]]), "row 1 more than once"),
         (Plan.of([[1, 1], [3]]), "row 1 more than once"),

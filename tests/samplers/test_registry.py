@@ -193,7 +193,7 @@ async def test_an_option_with_a_type_of_its_own_is_left_to_the_constructor():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, r"sampler 'picky' needs 'count', got no options"),
+        ({}, r"sampler 'picky' requires 'count', got no options"),
         ({"count": 2.5}, r"'picky', option 'count': got 2.5, expected a whole number"),
         ({"count": True}, r"option 'count': got true, expected a whole number"),
         ({"count": "2"}, r'option .count.: got "2", expected a whole number'),
@@ -203,7 +203,7 @@ async def test_an_option_with_a_type_of_its_own_is_left_to_the_constructor():
         ({"count": 2, "flag": 1}, r"option 'flag': got 1, expected a truth value"),
         ({"count": 2, "label": 5}, r"option 'label': got 5, expected text or null"),
         ({"count": 2, "mode": "c"}, r'option .mode.: got "c", expected one of a, b'),
-        ({"count": 2, "share": 2.0}, r"'picky' refuses .*share: got 2.0, expected at most 1"),
+        ({"count": 2, "share": 2.0}, r"'picky' rejected the options .*share: got 2.0, expected at most 1"),
     ],
 )
 async def test_wrong_options_are_named(config, message):
@@ -336,7 +336,7 @@ async def test_a_module_that_the_service_does_not_find_may_be_found_by_the_clien
         await SamplerRegistry(allow_import=True).resolve("no_such_module_here:X")
     assert caught.value.message == (
         "sampler: 'no_such_module_here:X' cannot be imported by the service: ModuleNotFoundError: No module named "
-        "'no_such_module_here'; is it installed where the service runs, or on the service's PYTHONPATH?"
+        "'no_such_module_here'; install it where the service runs, or add it to the service's PYTHONPATH"
     )
 
 
@@ -351,7 +351,7 @@ async def test_an_unknown_name_shows_all_samplers_the_nearest_first(entry_point)
 async def test_entry_points_are_loaded_on_first_use(entry_point):
     registry = SamplerRegistry()
     summaries = {info.name: info.summary for info in registry.describe()}
-    assert summaries["newest"] == "Of an installed package: plug_in_samplers:Newest."
+    assert summaries["newest"] == "From an installed package: plug_in_samplers:Newest."
     assert "plug_in_samplers" not in sys.modules
     sampler = await registry.resolve("newest", {"count": 4})
     assert sampler.count == 4

@@ -1,8 +1,8 @@
-"""Assigns samples to ranks, optimizer steps and fixed-size packs, from their lengths alone and for all ranks at once.
+"""Assigns samples to ranks, optimizer steps and fixed-size packs, for all ranks at once, using only sample lengths.
 
-Packs are bins, filled by best fit decreasing; a search then tries to save one bin at a time. S. Martello, P. Toth,
-"Knapsack Problems", chapter 8, 1990 (bounds, branch and bound); J. N. D. Gupta, J. C. Ho, "A new heuristic algorithm
-for the one-dimensional bin-packing problem", 1999 (filling each bin in turn as full as possible).
+Packs are bins filled by best fit decreasing; a search then tries to save one bin at a time. References: S. Martello,
+P. Toth, "Knapsack Problems", chapter 8, 1990 (bounds, branch and bound); J. N. D. Gupta, J. C. Ho, "A new heuristic
+algorithm for the one-dimensional bin-packing problem", 1999 (filling each bin in turn as full as possible).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from tq_service.balancing.partitions import (
 Bins = list[list[int]]
 Overlong = Literal["error", "truncate", "drop"]
 
-# Limits of the search for one bin fewer: bits in the tables of reachable sums, and nodes of the search tree.
+# Limits on the effort of searching for a packing with one bin fewer: size of the tables of reachable sums in bits,
+# items considered per bin, nodes of the search tree, and items in a tree search.
 _MOST_BITS = 2**24
 _MOST_FILL_ITEMS = 192
 _MOST_NODES = 4_000
@@ -42,17 +43,16 @@ class PackPlan:
 
     Attributes:
         packs: `packs[dp_rank][step][pack]` is the list of sample indexes in a pack; an empty list is a padding-only
-            pack. All ranks have the same number of steps, and within a step the same number of packs, at least 1.
-        lengths: tokens of each sample in its pack, `(n,)`: `pack_max_length` for `truncated` samples, 0 for `dropped`
-            ones.
+            pack. All ranks have the same number of steps and, in each step, the same number of packs (at least 1).
+        lengths: number of tokens of each sample in its pack, `(n,)`. Truncated samples have `pack_max_length` tokens,
+            dropped samples 0.
         pack_max_length: tokens per pack, after padding.
         truncated: indexes of the samples that were truncated to `pack_max_length`, ascending.
         dropped: indexes of the samples that were dropped because they are too long, ascending.
-        rank_costs: total cost of each rank's samples, `(dp_size,)`, in units of the cost function or a multiple of
-            them.
-        pack_count_lower_bound: lower bound on the number of packs, over all ranks and steps, of any plan for these
-            ranks and steps.
-        seconds: time that planning took.
+        rank_costs: total cost of each rank's samples, `(dp_size,)`, as returned by `get_costs`.
+        pack_count_lower_bound: minimum number of packs, over all ranks and steps, that any plan for the same samples,
+            ranks and steps needs.
+        seconds: planning time in seconds.
     """
 
     packs: list[list[list[list[int]]]] = field(repr=False)
@@ -76,7 +76,7 @@ class PackPlan:
 
     @property
     def tokens(self) -> Int64s:
-        """Tokens of samples by rank and step, `(dp_size, optimizer_steps)`."""
+        """Number of sample tokens by rank and step, `(dp_size, optimizer_steps)`."""
         return np.array(
             [[sum(self.pack_tokens(pack) for pack in step) for step in steps] for steps in self.packs], np.int64
         )
@@ -93,22 +93,22 @@ class PackPlan:
 
     @property
     def padding_tokens(self) -> int:
-        """Padding tokens over all packs, including padding-only packs."""
+        """Number of padding tokens in all packs, including padding-only packs."""
         return self.pack_count * self.pack_max_length - int(self.lengths.sum())
 
     @property
     def fill_ratio(self) -> float:
-        """Share of the packs' tokens that belong to samples, 0.0 to 1.0."""
+        """Share of the space in all packs that is filled with sample tokens, 0.0 to 1.0."""
         return float(self.lengths.sum()) / (self.pack_count * self.pack_max_length)
 
     @property
     def imbalance(self) -> float:
-        """Relative excess of the heaviest rank's cost over the mean: 0.01 is 1 %."""
+        """Excess of the heaviest rank's cost over the mean of all ranks, as a fraction: 0.01 is 1 %."""
         return _above_mean(self.rank_costs)
 
     @property
     def step_imbalance(self) -> float:
-        """Relative excess of the heaviest rank's tokens over the mean of all ranks, in the worst step."""
+        """Excess of the heaviest rank's tokens over the mean of all ranks in the worst step, as a fraction."""
         return max(_above_mean(of_ranks) for of_ranks in self.tokens.T)
 
     def pack_tokens(self, pack: list[int]) -> int:
@@ -134,43 +134,41 @@ def plan_packs(
     even_steps: bool = True,
     packs_multiple_of: int = 1,
 ) -> PackPlan:
-    """Plan the packs of a batch for all ranks, with the same number of packs in a step on every rank.
+    """Plan the packs of a batch for all ranks, with equal numbers of packs per step on every rank.
 
-    1. Samples, or groups, are distributed over the ranks. Ranks receive equal numbers of them, or numbers that differ
-       by one; their costs are balanced by Karmarkar-Karp and its refinement.
-    2. Each rank's samples are distributed over the optimizer steps, with token totals as equal as possible. On every
-       rank, steps are ordered by tokens, heaviest first, so that heavy steps run at the same time.
-    3. The samples of a rank's step are packed by best fit decreasing. While a rank needs more packs than its lower
-       bound and more than the other ranks, a search tries one pack fewer. Ranks with fewer packs than others receive
-       padding-only packs, and every step has at least one pack. The packs of a step are ordered by their tokens,
-       heaviest first.
+    1. Samples, or groups, are distributed over the ranks. The ranks' numbers of samples (or groups) differ by at most
+       one, and their costs are balanced by Karmarkar-Karp and a refinement.
+    2. Each rank's samples are distributed over the optimizer steps, with token totals as equal as possible. Each rank's
+       steps are sorted by tokens, heaviest first, so heavy steps run at the same time on all ranks.
+    3. The samples of each rank and step are packed by best fit decreasing. If a rank needs more packs than its lower
+       bound and more than the other ranks, a search tries to save one pack at a time. Padding-only packs are then added
+       to give every rank the same number of packs (at least one). Packs are sorted by tokens, heaviest first.
 
     Args:
         seqlens: token count of each sample, `(n,)`; n may be any number, including 0.
         dp_size: number of ranks.
         optimizer_steps: exact number of optimizer steps.
         pack_max_length: maximum number of tokens per pack.
-        groups: the group of each sample, `(n,)`; a group stays on one rank, but may be split over steps. A None element
-            is a sample without a group. None: no groups.
-        rollouts: the rollout of each sample, `(n,)`, in the same form as `groups`. The samples of a rollout, which
-            belong to one group, also stay in one step. Without `groups`, each rollout is a group.
+        groups: the group of each sample, `(n,)`, or None for a sample without a group. A group stays on one rank but
+            may be split over steps. None instead of a sequence: no groups.
+        rollouts: the rollout of each sample, `(n,)`, in the same form as `groups`. A rollout stays in one step; all its
+            samples must belong to the same group. Without `groups`, each rollout is a group.
         overlong: handling of a sample longer than `pack_max_length`: raise an error, truncate the sample to
             `pack_max_length`, or drop it. The plan lists truncated and dropped samples.
         cost: quantity to balance over the ranks, see `get_costs`; None: tokens.
-        even_steps: whether a rank's steps have token totals as equal as possible. If a step fills only a few packs,
-            this may cost much padding: tokens for 2.1 packs need 3. False: all samples of a rank are packed first, and
-            the packs are then assigned to steps. The number of packs then differs between steps by at most one, or
-            `packs_multiple_of`. False has no effect if a rollout has several samples, since these could end up in
-            different packs.
-        packs_multiple_of: number that divides each step's number of packs, as interleaved pipelines require.
+        even_steps: whether to balance token totals over the steps of a rank. This may add much padding if a step has
+            only a few packs: tokens for 2.1 packs need 3. False: pack all samples of a rank first, then assign the
+            packs to steps. The number of packs then differs between steps by at most one (or `packs_multiple_of`).
+            False is ignored if a rollout has several samples, since these could be in different packs.
+        packs_multiple_of: number that divides the number of packs in each step, as required by interleaved pipelines.
 
     Returns:
         The plan with its statistics. The same arguments always yield the same packs.
 
     Raises:
-        ValueError: lengths that are negative, not integers or not one-dimensional, counts below 1, a number of groups
-            or rollouts other than the number of samples, or an unknown policy or cost. With `overlong="error"` also a
-            sample longer than `pack_max_length`, named by its index.
+        ValueError: `seqlens` is not a one-dimensional sequence of non-negative integers, a count is below 1, `groups`
+            or `rollouts` does not have one element per sample, or `overlong` or `cost` is unknown. With
+            `overlong="error"` also if a sample is longer than `pack_max_length`; the message contains its index.
     """
     started = time.perf_counter()
     lengths = check_lengths(seqlens)
@@ -212,13 +210,13 @@ def plan_packs(
 
 
 def check_overlong(overlong: str) -> None:
-    """Raise ValueError if the policy is unknown."""
+    """Raise ValueError if `overlong` is not a known policy."""
     if overlong not in get_args(Overlong):
         raise ValueError(f"overlong: got {overlong!r}, expected 'error', 'truncate' or 'drop'")
 
 
 def _apply_overlong(lengths: Int64s, pack_max_length: int, overlong: Overlong) -> tuple[Int64s, Int64s, Int64s]:
-    """Return the samples to pack, those to truncate, and those to drop."""
+    """Return the indexes of the samples to pack, of the samples to truncate, and of the samples to drop."""
     check_overlong(overlong)
     too_long, none = np.flatnonzero(lengths > pack_max_length), np.zeros(0, np.int64)
     if too_long.size and overlong == "error":
@@ -234,7 +232,7 @@ def _apply_overlong(lengths: Int64s, pack_max_length: int, overlong: Overlong) -
 
 
 def _units(name: str, groups: Sequence[Hashable | None] | None, count: int, kept: Int64s) -> list[Int64s]:
-    """Return the units that stay together: each group's or rollout's samples, ordered by first member."""
+    """Return the sample indexes of each group (or rollout), ordered by first member; a group is not split."""
     if groups is None:
         return list(kept[:, None])
     if len(groups) != count:
@@ -249,7 +247,7 @@ def _units(name: str, groups: Sequence[Hashable | None] | None, count: int, kept
 def _spread_over_steps(
     samples: Int64s, lengths: Int64s, optimizer_steps: int, rollout_of: Int64s | None
 ) -> list[Int64s]:
-    """Return the samples of each step; if rollouts are given, all samples of a rollout are in the same step."""
+    """Distribute a rank's samples over steps; return the samples of each step. A rollout stays in one step."""
     if rollout_of is None:
         parts = [samples[part] for part in get_free_partitions(lengths[samples], optimizer_steps)]
     else:
@@ -261,12 +259,14 @@ def _spread_over_steps(
 
 
 def _deal(packs: Bins, optimizer_steps: int, multiple_of: int) -> list[Bins]:
-    """Assign packs to steps, fullest first; pack counts are multiples and differ by one multiple at most.
+    """Assign a rank's packs to steps, fullest packs first.
+
+    The number of packs in each step is a multiple of `multiple_of`, and differs by at most this number between steps.
 
     Args:
-        packs: packs of all steps, fullest first; their number is a multiple of `multiple_of`.
+        packs: all packs of a rank, fullest first; their number is a multiple of `multiple_of`.
         optimizer_steps: number of steps.
-        multiple_of: see `plan_packs`.
+        multiple_of: number that divides the number of packs in each step.
     """
     count = max(len(packs) // multiple_of, optimizer_steps)
     dealt = packs + [[] for _ in range(count * multiple_of - len(packs))]
@@ -279,7 +279,7 @@ def _deal(packs: Bins, optimizer_steps: int, multiple_of: int) -> list[Bins]:
 def _pack(
     of_ranks: Sequence[Int64s], lengths: Int64s, pack_max_length: int, multiple_of: int, *, spread: bool = False
 ) -> list[Bins]:
-    """Pack each rank's samples; every rank has the same number of packs."""
+    """Pack each rank's samples into the same number of packs."""
     packed = pack_ranks_equally(
         [lengths[samples] for samples in of_ranks], pack_max_length, multiple_of=multiple_of, spread=spread
     )
@@ -291,20 +291,20 @@ def _pack(
 def pack_ranks_equally(
     sizes_of_ranks: Sequence[Int64s], capacity: int, *, multiple_of: int = 1, spread: bool = False
 ) -> list[Bins]:
-    """Pack each rank's items into as few bins as the search finds, the same number on every rank.
+    """Pack each rank's items into the same number of bins on every rank, as few as a bounded search finds.
 
-    Best fit decreasing gives an initial number of bins for each rank. A search of bounded effort then packs the ranks
-    with the most bins into one bin fewer, and repeats as long as it succeeds for all of these ranks.
+    First, each rank's items are packed by best fit decreasing. Then the ranks with the most bins are packed again into
+    one bin fewer. This step repeats until the search fails for one of these ranks.
 
     Args:
-        sizes_of_ranks: for each rank, the sizes of its items, all at most `capacity`.
-        capacity: capacity of a bin.
+        sizes_of_ranks: the item sizes of each rank, all at most `capacity`.
+        capacity: maximum total size of the items in a bin.
         multiple_of: number that divides the number of bins.
-        spread: whether to distribute a rank's items evenly over its bins, instead of filling some and leaving others
-            empty.
+        spread: whether to distribute a rank's items evenly over its bins, instead of filling some bins and leaving
+            others empty.
 
     Returns:
-        For each rank, its bins (at least one), fullest first, padded with empty bins to the common number.
+        The bins of each rank (at least one), fullest first, including empty bins that equalize the ranks' numbers.
     """
     packed = [best_fit_decreasing(sizes, capacity) for sizes in sizes_of_ranks]
     at_least = max([1, *(count_bins_at_least(sizes, capacity) for sizes in sizes_of_ranks)])
@@ -337,27 +337,28 @@ def _try_fewer(packed: list[Bins], sizes_of_ranks: Sequence[Int64s], capacity: i
 
 
 def _spread(sizes: Int64s, bins: Bins, capacity: int, count: int) -> Bins:
-    """Distribute the items over `count` bins with nearly equal sums; return `bins` unchanged if a bin overflows."""
+    """Distribute the items over `count` bins with nearly equal sums, or return `bins` if a bin would overflow."""
     even = [part for part in get_free_partitions(sizes, count) if part]
     return even if all(int(sizes[part].sum()) <= capacity for part in even) else bins
 
 
 def count_bins_at_least(sizes: Int64s, capacity: int) -> int:
-    """Return a lower bound on the number of bins for the items.
+    """Return a lower bound on the number of bins that the items need.
 
-    No two items above half the capacity fit into one bin. For every threshold t, an item above `capacity - t` cannot
-    share a bin with an item of at least t. So the items from t to half the capacity need additional bins, except for
-    those that fit into the space left by the remaining large items.
+    Two items above half the capacity never fit into one bin, so each such large item needs a bin. For a threshold t, a
+    large item above `capacity - t` cannot share its bin with an item of size t or more. Items from t to half the
+    capacity therefore need additional bins, unless they fit next to the other large items. The bound is the maximum
+    over all thresholds.
     """
     if not sizes.size:
         return 0
     ascending = np.sort(sizes)
     total = np.concatenate([np.zeros(1, np.int64), np.cumsum(ascending)])
     bound = max(-(-int(total[-1]) // capacity), 1)
-    half = int(np.searchsorted(2 * ascending, capacity, side="right"))  # items from here on exceed half of it
+    half = int(np.searchsorted(2 * ascending, capacity, side="right"))  # later items exceed half the capacity
     thresholds = np.unique(ascending[:half])
     thresholds = thresholds[thresholds > 0]
-    large_from = np.searchsorted(ascending, capacity - thresholds, side="right")  # items from here on leave less than t
+    large_from = np.searchsorted(ascending, capacity - thresholds, side="right")  # later items leave less than t free
     small_from = np.searchsorted(ascending, thresholds, side="left")
     middle_free = (large_from - half) * capacity - (total[large_from] - total[half])
     missing = np.maximum(total[half] - total[small_from] - middle_free, 0)
@@ -365,7 +366,7 @@ def count_bins_at_least(sizes: Int64s, capacity: int) -> int:
 
 
 def best_fit_decreasing(sizes: Int64s, capacity: int) -> Bins:
-    """Put each item, largest first, into the fullest bin with enough space; return the bins."""
+    """Put each item, largest first, into the fullest bin that has enough space, or a new bin; return the bins."""
     bins: Bins = []
     free: list[tuple[int, int]] = []  # (free capacity, bin), ascending
     listed = sizes.tolist()
@@ -386,7 +387,7 @@ def pack_into(sizes: Int64s, capacity: int, bin_count: int) -> Bins | None:
     """Try to pack items into `bin_count` bins, with bounded effort.
 
     Returns:
-        At most `bin_count` bins, or None if the search failed, although a solution may still exist.
+        At most `bin_count` bins, or None if the search found no solution (which does not prove that none exists).
     """
     if count_bins_at_least(sizes, capacity) > bin_count:
         return None
@@ -397,7 +398,10 @@ def pack_into(sizes: Int64s, capacity: int, bin_count: int) -> Bins | None:
 
 
 def _fill_one_by_one(sizes: Int64s, capacity: int, bin_count: int) -> Bins | None:
-    """Fill bins in turn, each with the largest remaining item and the largest subset of the others that still fits."""
+    """Fill one bin after another: take the largest remaining item and the other items that fill the bin best.
+
+    Return None if more than `bin_count` bins would be needed.
+    """
     listed = sizes.tolist()
     left = np.argsort(-sizes, kind="stable").tolist()
     most_items = min(_MOST_FILL_ITEMS, max(8, _MOST_BITS // (capacity + 1)))
@@ -419,7 +423,7 @@ def _fill_one_by_one(sizes: Int64s, capacity: int, bin_count: int) -> Bins | Non
 
 
 def _fullest_subset(items: list[int], listed: list[int], capacity: int) -> list[int]:
-    """Return the items with the largest sum up to `capacity`; bit s of a table means that sum s is reachable."""
+    """Return the items with the largest sum up to `capacity`. Bit s of a table is set if some items have the sum s."""
     window = (1 << (capacity + 1)) - 1
     tables = [1]
     for item in items:
@@ -429,14 +433,14 @@ def _fullest_subset(items: list[int], listed: list[int], capacity: int) -> list[
     rest = tables[-1].bit_length() - 1
     chosen = []
     for place in range(len(tables) - 2, -1, -1):
-        if not tables[place] >> rest & 1:  # this sum needs the item
+        if not tables[place] >> rest & 1:  # the sum `rest` cannot be reached without this item
             chosen.append(items[place])
             rest -= listed[items[place]]
     return chosen
 
 
 class _TreeSearch:
-    """Depth-first search over the bins for each item, trying largest items and fullest bins first."""
+    """Depth-first search for a packing: places items one by one, largest first, and tries the fullest bins first."""
 
     def __init__(self, sizes: Int64s, capacity: int, bin_count: int) -> None:
         self._order: list[int] = np.argsort(-sizes, kind="stable").tolist()
@@ -447,14 +451,14 @@ class _TreeSearch:
         self._nodes = 0
 
     def run(self) -> Bins | None:
-        """Return the non-empty bins, or None if no solution was found within the node limit."""
+        """Return the non-empty bins, or None if the search found no solution within `_MOST_NODES` nodes."""
         return [found for found in self._bins if found] if self._place(0) else None
 
     def _place(self, at: int) -> bool:
         if at == len(self._order):
             return True
         self._nodes += 1
-        # Free space in bins that are too full for the smallest item is wasted.
+        # Free space is wasted in bins that do not have enough of it for the smallest item.
         wasted = sum(free for free in self._free if free < self._sizes[-1])
         if self._nodes > _MOST_NODES or wasted > self._spare:
             return False
@@ -471,6 +475,6 @@ class _TreeSearch:
                 return True
             self._free[chosen] += size
             self._bins[chosen].pop()
-            if free == size:  # the item fits exactly, so no other bin can be better
+            if free == size:  # the item fills this bin exactly, so other bins cannot be better
                 return False
         return False

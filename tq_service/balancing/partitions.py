@@ -3,12 +3,12 @@
 N. Karmarkar, R. M. Karp, "The differencing method of set partitioning", UCB/CSD 82/113, 1982; the k-way form is from
 R. E. Korf, "Multi-way number partitioning", IJCAI 2009.
 
-A partial solution has up to k columns, each a set of items with its sum. The two partial solutions with the widest
-spread (largest sum minus smallest) are merged, heaviest column with lightest, until one is left. A column is stored as
-its sum, in a sorted numpy array, and the id of one of its items. Merging two columns points one id at the other;
-following the pointers at the end yields the items of each column. The cost of a merge therefore depends only on k, not
-on the number of items. The refinement moves or swaps items from the heaviest set to lighter ones until no exchange
-helps.
+A partial solution consists of up to k columns; a column is a set of items. The algorithm repeatedly merges the two
+partial solutions with the widest spread (largest column sum minus smallest), heaviest column with lightest, until a
+single solution remains. A column is stored as its sum, in a sorted numpy array, and the id of one of its items. When
+two columns are merged, one id becomes a pointer to the other; following all pointers at the end yields the items of
+each column. The cost of a merge therefore depends only on k, not on the number of items. The refinement then moves or
+swaps items between the heaviest set and lighter sets until no exchange helps.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ Lengths = Sequence[int] | NDArray[np.integer]
 CostName = Literal["tokens", "attention"]
 Cost = CostName | Callable[[Int64s], NDArray[Any]]
 
-# The sum of all lengths, or of all costs, must be exact in int64.
+# Limit on the sum of all lengths, and of all costs, so sums in int64 are exact.
 _LARGEST_TOTAL = 2**62
 # Non-integer costs are rounded to multiples of the largest cost divided by this number.
 _STEPS = 2**40
-# The heaviest set is compared with this many of the lightest sets, one by one, before it is compared with all others at
-# once. The latter considers every pair of items; with more than `_MOST_PAIRS` pairs, the others are also tried one by
-# one.
+# The refinement first compares the heaviest set with this many of the lightest sets, one by one. Then it compares it
+# with all other sets at once, which considers every pair of items. If there are more than `_MOST_PAIRS` pairs, the
+# other sets are also compared one by one.
 _LIGHTEST_FIRST = 32
 _MOST_PAIRS = 1_000_000
-# A heaviest set this close to the lower bound is good enough: removing the last few of a million tokens takes longest.
+# The refinement stops when the heaviest set is this close to the lower bound (as a fraction of it), since removing the
+# last few of a million tokens would take most of the time.
 _TOLERANCE = 1e-5
 
 
@@ -43,13 +44,13 @@ _TOLERANCE = 1e-5
 class AttentionCost:
     """Cost of a sequence of L tokens, `linear * L + quadratic * L**2`.
 
-    The linear part models the matrix products, which cost the same for every token. The quadratic part models the
-    attention of each token to earlier tokens. The defaults have the ratio commonly used in balancing code for a hidden
-    size of 4,096, where both parts are equal at 24,576 tokens.
+    The linear part models matrix products, whose cost is the same for every token. The quadratic part models the
+    attention of each token to earlier tokens. The default ratio is common in balancing code for a hidden
+    size of 4,096: both parts are equal at 24,576 tokens.
 
     Attributes:
         linear: cost per token.
-        quadratic: cost per pair of tokens.
+        quadratic: cost per pair of tokens in the sequence.
     """
 
     linear: float = 24_576
@@ -58,8 +59,8 @@ class AttentionCost:
     def __post_init__(self) -> None:
         if not (self.linear >= 0 and self.quadratic >= 0 and 0 < self.linear + self.quadratic < float("inf")):
             raise ValueError(
-                f"got linear={self.linear} and quadratic={self.quadratic}; expected finite numbers of at least 0, at "
-                "least one of them above 0"
+                f"got linear={self.linear} and quadratic={self.quadratic}; expected finite numbers of at least 0, not "
+                "both 0"
             )
 
     def __call__(self, lengths: Int64s) -> NDArray[np.float64]:
@@ -72,7 +73,7 @@ _ATTENTION: Final = AttentionCost()
 
 
 def get_costs(lengths: Int64s, cost: Cost | None = None) -> Int64s:
-    """Return integer costs of samples with the given lengths, in the proportions that the cost function yields.
+    """Compute the costs of samples from their lengths; return them as integers.
 
     Args:
         lengths: token counts, `(n,)`.
@@ -80,11 +81,11 @@ def get_costs(lengths: Int64s, cost: Cost | None = None) -> Int64s:
             `(n,)`, integers or not; None: tokens.
 
     Returns:
-        Costs `(n,)`; non-integer costs are scaled to a maximum of 2**40 and rounded.
+        Costs `(n,)`. Non-integer costs are scaled proportionally to a maximum of 2**40, and rounded.
 
     Raises:
-        ValueError: the name is unknown, or the function returns an array of another shape, values that are not numbers,
-            or numbers that are negative, not finite, or too large for an exact sum.
+        ValueError: the name is unknown, or the function returns an array of the wrong shape, or values that are not
+            numbers, negative, not finite, or too large for an exact sum.
     """
     if isinstance(cost, str):
         check_cost_name(cost)
@@ -113,13 +114,13 @@ def get_costs(lengths: Int64s, cost: Cost | None = None) -> Int64s:
 
 
 def check_cost_name(cost: str) -> None:
-    """Raise ValueError if no cost function has this name."""
+    """Raise ValueError if `cost` is not the name of a cost function."""
     if cost not in get_args(CostName):
         raise ValueError(f"cost: got {cost!r}, expected one of {', '.join(map(repr, get_args(CostName)))}")
 
 
 def check_lengths(seqlen_list: Lengths) -> NDArray[np.int64]:
-    """Return the lengths as an int64 array `(n,)`.
+    """Validate lengths and return them as an int64 array `(n,)`.
 
     Raises:
         ValueError: the lengths are not one-dimensional, not integers, negative, or too large for an exact sum.
@@ -148,10 +149,10 @@ def check_lengths(seqlen_list: Lengths) -> NDArray[np.int64]:
 
 
 def check_count(name: str, value: int) -> int:
-    """Validate and return a number of partitions, ranks, steps or tokens.
+    """Validate a count, such as a number of ranks or tokens, and return it as an int.
 
     Raises:
-        ValueError: the number is not an integer, or below 1.
+        ValueError: `value` is not an integer or is below 1.
     """
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
         raise ValueError(f"{name}: got {value!r}, expected an integer of at least 1")
@@ -174,12 +175,13 @@ def karmarkar_karp(seqlen_list: Lengths, k_partitions: int, equal_size: bool) ->
         equal_size: whether every partition has `n / k_partitions` items; otherwise each has at least one item.
 
     Returns:
-        The item positions of each partition, ascending, heaviest partition first; every position occurs once. The same
-        arguments always yield the same result.
+        The item positions of each partition in ascending order, heaviest partition first. Each item is in exactly one
+        partition. The same arguments always yield the same result.
 
     Raises:
-        ValueError: lengths that are negative, not integers or not one-dimensional, fewer items than partitions,
-            `k_partitions` below 1, or with `equal_size` a number of items that is not a multiple of `k_partitions`.
+        ValueError: `seqlen_list` is not a one-dimensional sequence of non-negative integers, it has fewer items than
+            partitions, or `k_partitions` is below 1. With `equal_size` also if the number of items is not a multiple of
+            `k_partitions`.
     """
     lengths, k = _check(seqlen_list, k_partitions, equal_size)
     return _as_lists(_partition(lengths, k, equal_size))
@@ -188,10 +190,10 @@ def karmarkar_karp(seqlen_list: Lengths, k_partitions: int, equal_size: bool) ->
 def get_seqlen_balanced_partitions(
     seqlen_list: Lengths, k_partitions: int, equal_size: bool, *, cost: Cost | None = None
 ) -> list[list[int]]:
-    """Split items into partitions of nearly equal total cost: `karmarkar_karp`, then refined by moves and swaps.
+    """Split items into partitions of nearly equal total cost, by `karmarkar_karp` and a refinement by moves and swaps.
 
-    Arguments, result and errors are as in `karmarkar_karp`, except that partitions are ordered by their sums before the
-    refinement. `cost` is the quantity to balance (see `get_costs`); None balances lengths.
+    Arguments, result and errors are as for `karmarkar_karp`, except that partitions are sorted by their sums before
+    the refinement. `cost` is the quantity to balance (see `get_costs`); None balances lengths.
     """
     lengths, k = _check(seqlen_list, k_partitions, equal_size)
     costs = get_costs(lengths, cost)
@@ -199,7 +201,7 @@ def get_seqlen_balanced_partitions(
 
 
 def get_even_partitions(seqlen_list: Lengths, k_partitions: int) -> list[list[int]]:
-    """Split items into partitions of nearly equal total length, with sizes that differ by at most one.
+    """Split items into partitions of nearly equal total length, whose numbers of items differ by at most one.
 
     Accepts any number of items, even fewer than partitions.
 
@@ -210,7 +212,7 @@ def get_even_partitions(seqlen_list: Lengths, k_partitions: int) -> list[list[in
 
 
 def get_free_partitions(seqlen_list: Lengths, k_partitions: int) -> list[list[int]]:
-    """Split items into partitions of nearly equal total length and of any size.
+    """Split items into partitions of nearly equal total length, with any number of items per partition.
 
     Accepts any number of items, even fewer than partitions; partitions may be empty.
 
@@ -221,9 +223,9 @@ def get_free_partitions(seqlen_list: Lengths, k_partitions: int) -> list[list[in
 
 
 def _padded_partitions(seqlen_list: Lengths, k_partitions: int, *, equal_size: bool) -> list[list[int]]:
-    """Partition the items after padding them with items of length 0, which are removed from the result.
+    """Partition the items, adding items of length 0 to reach a valid number of items; remove these from the result.
 
-    With equal sizes, each partition contains at most one padding item.
+    With equal sizes, each partition contains at most one added item.
     """
     lengths, k = check_lengths(seqlen_list), check_count("k_partitions", k_partitions)
     missing = -lengths.size % k if equal_size else max(k - lengths.size, 0)
@@ -268,17 +270,18 @@ def _partition(lengths: Int64s, k: int, equal_size: bool) -> list[Int64s]:
 
 
 class _Partial(NamedTuple):
-    """Up to k columns: their sums, ascending, and the id of each column; missing columns are empty."""
+    """A partial solution: the sums of its columns, ascending, and the id of each column; missing columns are empty."""
 
     sums: Int64s
     ids: Int64s
 
 
 class _Differencing:
-    """One run of the algorithm, with partial solutions in a heap and single items in a separate descending array.
+    """One run of the differencing algorithm.
 
-    Single items are partial solutions with one column, whose spread is their length. Outside the heap, several of them
-    can be merged at once, which covers most merges of the free-size method.
+    Merged partial solutions are stored in a heap. A single item is a partial solution with one column, whose spread is
+    the item's length. Single items are stored in a separate descending array, so several of them can be merged at once.
+    Most merges with free sizes are such merges.
     """
 
     def __init__(self, lengths: Int64s, k: int) -> None:
@@ -292,14 +295,14 @@ class _Differencing:
         self._next = 0
 
     def seed_full_rows(self) -> None:
-        """Create rows of k consecutive items; every partition receives one item of every row."""
+        """Create a partial solution from every k consecutive items; every partition gets one item of each of them."""
         rows = zip(self._single_lengths.reshape(-1, self._k), self._single_ids.reshape(-1, self._k), strict=True)
         for sums, ids in rows:
             self._push(_Partial(sums[::-1], ids[::-1]))
         self._next = self._single_ids.size
 
     def run(self) -> _Partial:
-        """Merge the two partial solutions with the widest spread until one is left."""
+        """Merge the two partial solutions with the widest spread until one is left; return it."""
         while True:
             top = self._pop()
             singles = self._singles_ahead()
@@ -324,20 +327,22 @@ class _Differencing:
         return heapq.heappop(self._heap)[2]
 
     def _singles_ahead(self) -> int:
-        """Return the number of singles that precede all partial solutions in the heap."""
+        """Return the number of single items whose spread is at least that of every partial solution in the heap."""
         end = self._negated.size if not self._heap else self._negated.searchsorted(self._heap[0][0], side="right")
         return max(int(end) - self._next, 0)
 
     def _fill(self, partial: _Partial, count: int) -> _Partial:
-        """Merge with `count` singles, each into an empty column; its spread stays the widest until all are merged."""
+        """Merge the next `count` single items into empty columns; the spread stays the widest during these merges."""
         taken = slice(self._next, self._next + count)
         self._next += count
         sums = np.concatenate([partial.sums, self._single_lengths[taken]])
         return _ordered(sums, np.concatenate([partial.ids, self._single_ids[taken]]))
 
     def _absorb(self, partial: _Partial) -> _Partial:
-        """Merge with singles, each into the lightest column, while the two have the widest spreads."""
-        columns = list(zip(partial.sums.tolist(), partial.ids.tolist(), strict=True))  # ascending, so a heap already
+        """Merge single items into the lightest column while the item and `partial` have the widest spreads."""
+        columns = list(
+            zip(partial.sums.tolist(), partial.ids.tolist(), strict=True)
+        )  # sorted in ascending order, so already a heap
         heaviest, widest_in_heap = columns[-1][0], -self._heap[0][0] if self._heap else 0
         lengths, ids = self._single_lengths, self._single_ids
         while self._next < ids.size:
@@ -352,7 +357,7 @@ class _Differencing:
         return _ordered(np.array([total for total, _ in columns]), np.array([column for _, column in columns]))
 
     def _merge(self, first: _Partial, second: _Partial) -> _Partial:
-        """Merge the heaviest with the lightest columns; a column merged with an empty one is unchanged."""
+        """Merge the heaviest columns with the lightest ones; a column merged with an empty column is unchanged."""
         shared = max(first.sums.size + second.sums.size - self._k, 0)
         self.parent[second.ids[:shared]] = first.ids[:shared][::-1]
         sums = np.concatenate(
@@ -369,15 +374,15 @@ def _ordered(sums: Int64s, ids: Int64s) -> _Partial:
 def refine_partitions(lengths: Int64s, partitions: list[Int64s], *, equal_size: bool) -> list[Int64s]:
     """Exchange items until no exchange makes the heaviest set lighter, or it is within 0.001 % of the lower bound.
 
-    The bound is max(mean, longest item); with `equal_size`, the shortest items that must accompany the longest item are
-    added to it. An exchange swaps an item of the heaviest set for a shorter item of another set, or just moves it if
-    sizes are free. An exchange is made only if both sets end up below the old maximum, so the sorted sums decrease each
-    time. In addition, the number of exchanges is limited to four per set.
+    The lower bound is max(mean, longest item). With `equal_size`, the shortest items that must share a set with the
+    longest item are added to the length of this item. An exchange swaps an item of the heaviest set for a shorter item
+    of another set, or, without `equal_size`, moves it there. It is made only if both sets end up below the old maximum,
+    so the maximum never increases. The number of exchanges is limited to four per set.
 
     Args:
         lengths: length of each item, `(n,)`.
         partitions: item positions of each set; a set may be empty.
-        equal_size: whether the sets keep their sizes.
+        equal_size: whether each set must keep its number of items.
 
     Returns:
         The sets in the given order.
@@ -404,7 +409,7 @@ class _Sets:
         self._good_enough = lower_bound + int(lower_bound * _TOLERANCE)
 
     def relieve_heaviest(self) -> bool:
-        """Make the best exchange for the heaviest set; return whether one was found."""
+        """Make the best exchange for the heaviest set; return False if no exchange helps."""
         heaviest = int(np.argmax(self._sums))
         if self._sums[heaviest] <= self._good_enough:
             return False
@@ -419,13 +424,16 @@ class _Sets:
         return True
 
     def _offered(self, heaviest: int, other: int) -> Int64s:
-        """Return the lengths that the other set can give in return; a final 0, if sizes are free, means no item."""
+        """Return the lengths of the items that the other set can give in return.
+
+        If sets may change their sizes, a final 0 represents a move without an item in return.
+        """
         if self._keep_sizes or self.items[heaviest].size < 2:
             return self._values[other]
         return np.append(self._values[other], np.int64(0))
 
     def _first_exchange(self, heaviest: int, others: Int64s) -> tuple[int, int, int] | None:
-        """Return the best exchange with the first of the other sets that allows one."""
+        """Return the best exchange with the first other set that allows an exchange, or None."""
         given = self._values[heaviest]
         for other in others.tolist():
             offered = self._offered(heaviest, other)
@@ -433,7 +441,7 @@ class _Sets:
                 continue
             gap = int(self._sums[heaviest] - self._sums[other])
             order = offered.argsort(kind="stable")
-            # The nearest lengths above and below the length that would make the two sets equal.
+            # Offered lengths just above and below the length that would make the two sums equal.
             above = (2 * offered[order]).searchsorted(2 * given - gap).clip(max=order.size - 1)
             places = order[np.concatenate([above, (above - 1).clip(min=0)])]
             moved = np.concatenate([given, given]) - offered[places]
@@ -443,7 +451,7 @@ class _Sets:
         return None
 
     def _any_exchange(self, heaviest: int, others: Int64s) -> tuple[int, int, int] | None:
-        """Return the exchange, with any of the other sets, that minimizes the larger of the two resulting sums."""
+        """Return the exchange with any other set that minimizes the larger of the two resulting sums, or None."""
         given = self._values[heaviest]
         offered = [self._offered(heaviest, other) for other in others.tolist()]
         owners = np.repeat(others, [values.size for values in offered]) if offered else others
@@ -460,9 +468,9 @@ class _Sets:
         return other, given_place, flat - int((owners == other).argmax())
 
     def _make(self, heaviest: int, other: int, given: int, returned: int) -> None:
-        """Exchange the item at position `given` for the item at position `returned` of the other set.
+        """Exchange item `given` of the heaviest set for item `returned` of the other set.
 
-        If `returned` is after the last position of the other set, no item is given in return.
+        If `returned` is beyond the last position of the other set, the item is moved without an item in return.
         """
         is_swap = returned < self.items[other].size
         moved = int(self._values[heaviest][given])

@@ -1,4 +1,4 @@
-"""The command line `tq-service`. Command modules are imported on demand, which keeps health probes fast."""
+"""The command line `tq-service`. Each command's module is imported only when the command runs, so probes are fast."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from tq_service.errors import TqError
 
-# Commands and their summaries. The module of the same name defines `command`, and the `EXAMPLES` at the end of --help.
+# Commands and their summaries. The module of the same name defines `command`, and `EXAMPLES` for the end of --help.
 COMMANDS = {
     "serve": "Run the service until SIGTERM or SIGINT.",
     "status": "Show a service, its partitions and tasks, and why calls wait.",
@@ -23,7 +23,7 @@ COMMANDS = {
     "storage": "List the storage services.",
     "sampler": "List a service's samplers and their options.",
     "checkpoint": "Write, list and restore checkpoints.",
-    "replay": "Serve recorded batches again, read-only, or list the recorded steps.",
+    "replay": "Serve recorded batches read-only, or list the recorded steps.",
     "diff": "Compare the metadata of two recorded batches.",
     "token": "Create, list and revoke bearer tokens.",
     "health": "Print the health of a service; the exit code is 0 if it is SERVING.",
@@ -31,7 +31,7 @@ COMMANDS = {
     "plan": "Preview the plan of each sampler for a file of sample lengths.",
     "bench": "Measure claims, puts and gets against a service for a few seconds.",
 }
-# Commands with verbs, and the module that defines each one's group, under the command's name in capitals.
+# Commands with verbs, by module. The module defines the command's group in a constant, such as PARTITION.
 _GROUPS = {
     "partition": "partitions", "task": "partitions", "deadletter": "partitions",
     "storage": "services", "sampler": "services", "checkpoint": "services",
@@ -45,9 +45,9 @@ _EXTRAS = {
 
 
 class _CommandsOnDemand(TyperGroup):
-    """Imports a command's module on first use.
+    """A command group that imports the module of a command when the command is used.
 
-    The signatures are loosely typed, since typer uses either click or a copy of click, depending on typer's version.
+    Signatures use Any, since typer's version determines whether it uses click or an internal copy of click.
     """
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -97,11 +97,11 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Run, inspect, repair and measure the data service between rollout workers and trainer ranks."""
+    """Run, inspect, repair and measure tq-service, the data service between rollout workers and trainer ranks."""
 
 
 def main() -> None:
-    """Run the command line. An error is printed as one line on stderr, followed by a hint if available."""
+    """Run the command line. Print errors on stderr as one line, followed by a hint if available, and exit."""
     try:
         sys.exit(app(standalone_mode=False))
     except (TqError, ConnectionError, TimeoutError) as error:
@@ -109,7 +109,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         extra = _EXTRAS.get((error.name or "").partition(".")[0])
         hint = f"install the extra {extra!r}, tq-service[{extra}]" if extra else f"pip install {error.name}"
-        _fail(f"this command needs the module {error.name}, which is not installed", hint, 1)
+        _fail(f"this command requires the Python module {error.name}, which is not installed", hint, 1)
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
@@ -132,7 +132,7 @@ def _fail(message: str, hint: str, exit_code: int) -> None:
 
 
 def _hint(error: BaseException) -> str:
-    """Return a hint for a failed call, in addition to the error's message, or an empty string."""
+    """Return a hint to print after the message of a failed call, or an empty string."""
     reason, metadata = getattr(error, "reason", ""), getattr(error, "metadata", {})
     if reason == "UNAVAILABLE" and "address" in metadata:
         return 'start a service with "tq-service serve", or set another address with --address or TQ_ADDRESS'

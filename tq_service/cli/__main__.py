@@ -1,4 +1,4 @@
-"""Runs the command line as `python -m tq_service.cli`."""
+"""Entry point of `python -m tq_service.cli`, which runs the command line `tq-service`."""
 
 from tq_service.cli import main
 

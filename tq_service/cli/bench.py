@@ -1,4 +1,4 @@
-"""`tq-service bench`: measures a few seconds of load from one client process on this machine."""
+"""`tq-service bench`: measures claims, puts and gets of one client process for a few seconds."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ EXAMPLES = """\
   tq-service bench --size 256MiB --json"""
 
 _ADDRESS_HELP = (
-    "Service address as host:port, or only the host for port 50051. Default: a temporary service that runs only during "
-    "this command."
+    "Service address as host:port, or host alone for port 50051. Default: a temporary service, started only for this "
+    "measurement."
 )
 _ANSWER_SECONDS = 5.0
 _CLAIM_SAMPLES = 65_536
@@ -46,13 +46,13 @@ def _command(
 ) -> None:
     """Measure claims, puts and gets of one client process against a service.
 
-    The command removes its data afterwards. The results apply only to the machines that run client and service.
+    The command removes its data afterwards. Results depend on the machines that run the client and the service.
     """
     size_bytes = _positive_bytes(size)
 
     async def run(target: str, **credentials: Any) -> list[_Figure]:
         measuring = asyncio.current_task()
-        if measuring is not None:  # so that SIGTERM, like SIGINT, removes the benchmark's data
+        if measuring is not None:  # on SIGTERM, remove the benchmark's data as on SIGINT
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, measuring.cancel)
         async with AsyncClient(target, **credentials) as client:
             return [
@@ -63,7 +63,9 @@ def _command(
 
     try:
         if given["address"]:
-            with open_client(timeout=_ANSWER_SECONDS, **given):  # otherwise, a wrong address is retried for a minute
+            with open_client(
+                timeout=_ANSWER_SECONDS, **given
+            ):  # fails fast; AsyncClient would retry a wrong address for a minute
                 pass
             figures = asyncio.run(run(given.pop("address"), **given))
         else:
@@ -102,7 +104,7 @@ class _Figure:
 
     Attributes:
         name: the measured operation.
-        rate: operations or amount of data per second, in `unit`.
+        rate: measured throughput, in `unit`.
         unit: unit of the rate.
         p50_ms: median latency in milliseconds.
         p99_ms: 99th percentile of the latency in milliseconds.
@@ -124,7 +126,7 @@ def _figure(name: str, latencies: list[float], *, rate: float, unit: str) -> _Fi
 
 @asynccontextmanager
 async def _partition(client: AsyncClient) -> AsyncIterator[str]:
-    """Yield the name of a new partition, which is always cleared at the end."""
+    """Create a partition and yield its name; clear the partition at the end, even after an error."""
     partition_id = f"bench-{secrets.token_hex(6)}"
     await client.create_partition(partition_id)
     try:
@@ -140,7 +142,7 @@ async def _timed(call: Awaitable[object]) -> float:
 
 
 async def _repeated(call: Callable[[], Awaitable[float]], seconds: float) -> list[float]:
-    """Repeat a call for some time and return its latencies."""
+    """Repeat a call for `seconds`, at most `_MOST_REPEATS` times, and return the latencies."""
     latencies: list[float] = []
     until = time.perf_counter() + seconds
     while not latencies or (time.perf_counter() < until and len(latencies) < _MOST_REPEATS):
@@ -149,7 +151,7 @@ async def _repeated(call: Callable[[], Awaitable[float]], seconds: float) -> lis
 
 
 async def _measure_latencies(client: AsyncClient, seconds: float) -> list[_Figure]:
-    """Measure calls that only read counters, and the time from a put until a waiting worker receives the sample."""
+    """Measure the round trip of a simple call, and the time from a put until a waiting worker gets the sample."""
     async with _partition(client) as partition_id:
 
         async def wake() -> float:
@@ -158,7 +160,7 @@ async def _measure_latencies(client: AsyncClient, seconds: float) -> list[_Figur
                     partition_id=partition_id, task_name="bench", data_fields=["value"], batch_size=1, max_wait=10.0
                 )
             )
-            await asyncio.sleep(0)  # sends the claim first
+            await asyncio.sleep(0)  # lets the claim be sent before the put
             row = {"value": np.zeros(1, np.int8)}
             return await _timed(asyncio.gather(client.put(partition_id, row), claim))
 
@@ -172,7 +174,7 @@ async def _measure_latencies(client: AsyncClient, seconds: float) -> list[_Figur
 
 
 async def _measure_claims(client: AsyncClient, seconds: float, ranks: int) -> list[_Figure]:
-    """Measure `ranks` trainer ranks that concurrently claim batches of 8 samples from a full partition."""
+    """Measure concurrent claims of 8-sample batches by `ranks` trainer ranks; all samples are already ready."""
     async with _partition(client) as partition_id:
         await client.put(partition_id, {"value": np.zeros(_CLAIM_SAMPLES, np.int8)})
         latencies: list[float] = []
@@ -200,12 +202,12 @@ async def _measure_claims(client: AsyncClient, seconds: float, ranks: int) -> li
 
 
 async def _measure_bulk(client: AsyncClient, seconds: float, size_bytes: int) -> list[_Figure]:
-    """Measure puts and gets of one dense float32 column of `size_bytes`, one at a time."""
+    """Measure sequential puts and gets of a dense float32 column of about `size_bytes`."""
     rows = max(size_bytes // _ROW_BYTES, 1)
     column = np.random.default_rng(0).random((rows, _ROW_BYTES // 4), dtype=np.float32)
     puts: list[float] = []
     gets: list[float] = []
-    async with _partition(client) as partition_id:  # the first get imports torch, if installed
+    async with _partition(client) as partition_id:  # a first get, not measured, imports torch if installed
         await client.get_data(await client.put(partition_id, {"column": column[:1]}))
     until = time.perf_counter() + seconds
     while not gets or time.perf_counter() < until:

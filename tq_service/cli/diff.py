@@ -24,20 +24,22 @@ EXAMPLES = """\
 
 def command(
     place: Place,
-    first: Annotated[int, typer.Argument(min=0, help="The batch_index of the first step.")],
-    second: Annotated[int, typer.Argument(min=0, help="The batch_index of the second step.")],
+    first: Annotated[int, typer.Argument(min=0, help="First step, by batch_index.")],
+    second: Annotated[int, typer.Argument(min=0, help="Second step, by batch_index.")],
     *,
     task: Task = None,
     partition: Partition = None,
     epoch: Epoch = None,
     incarnation: Incarnation = None,
-    other: Annotated[str | None, typer.Option(help="Recording of the second step. Default: the same.")] = None,
+    other: Annotated[
+        str | None, typer.Option(help="Recording of the second step. Default: that of the first step.")
+    ] = None,
     other_partition: Annotated[
-        str | None, typer.Option(help="Partition of the second step. Default: that of the first.")
+        str | None, typer.Option(help="Partition of the second step. Default: that of the first step.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare the metadata of two recorded steps: samples, lengths, balance, versions, plans."""
+    """Compare the metadata of two recorded steps: samples, lengths, balance, versions and plans."""
     from tq_service.recording.comparing import difference  # noqa: PLC0415  (as above)
     from tq_service.recording.reading import Asked  # noqa: PLC0415  (as above)
 
@@ -115,7 +117,7 @@ def _words(found: StepDifference) -> Iterator[str]:
         yield f"samples only in the first step: {found.only_first}"
         yield f"samples only in the second step: {found.only_second}"
     else:
-        yield "common samples are unknown: the partitions differ, and the samples have no keys"
+        yield "samples cannot be matched, because the partitions differ and the samples do not have keys"
     for which, names in (("first", found.groups_only_first), ("second", found.groups_only_second)):
         if names.count:
             yield f"groups only in the {which} step: {names}"

@@ -1,4 +1,4 @@
-"""`tq-service health`: queries the standard gRPC health service, for probes in Compose and Kubernetes."""
+"""`tq-service health`: queries the standard gRPC health service; used as a probe in Compose and Kubernetes."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ EXAMPLES = """\
 
 
 _ADDRESS_HELP = (
-    "Service address as host:port, or only the host for port 50051. If several are given, separated by commas, one "
-    "that is SERVING is enough. Default: this machine, with the port in TQ_PORT or else 50051."
+    "Service address as host:port, or host alone for port 50051. Of several addresses, separated by commas, only one "
+    "has to be SERVING. Default: localhost, with the port in TQ_PORT or 50051."
 )
 
 
 def _command(
     service: Annotated[
-        str, typer.Option(help="Only this gRPC service, such as tq_service.v1.StorageService.", show_default=False)
+        str,
+        typer.Option(help="Check only this gRPC service, such as tq_service.v1.StorageService.", show_default=False),
     ] = "",
     timeout: Annotated[float, typer.Option(min=0.01, help="Seconds to wait for a response.")] = 5.0,
     as_json: AsJson = False,
     **given: Any,
 ) -> None:
-    """Print the health of the service; the exit code is 0 if it is SERVING, otherwise 1."""
+    """Print the health of a service. The exit code is 0 if the health is SERVING, otherwise 1."""
     answers, errors = _ask(split_addresses(probed_address(given["address"])), service, timeout, given["tls"])
     serving = [target for target, status in answers.items() if status == "SERVING"]
     if not serving:
@@ -52,7 +53,7 @@ def _command(
 
 
 def _ask(targets: Sequence[str], service: str, timeout: float, tls: Tls | None) -> tuple[dict[str, str], list[str]]:
-    """Return the health by address, and the errors. Calls run in parallel and share the timeout."""
+    """Query the targets in parallel. Return the health of the targets that respond, by address, and all errors."""
     import grpc  # noqa: PLC0415  (not needed by --help)
     from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: PLC0415  (not needed by --help)
 
@@ -61,7 +62,7 @@ def _ask(targets: Sequence[str], service: str, timeout: float, tls: Tls | None) 
     request = health_pb2.HealthCheckRequest(service=service)
     with contextlib.ExitStack() as channels:
         calls = {}
-        for target in targets:  # without a token, since health checks require none
+        for target in targets:  # no token is sent, since health checks do not require one
             channel = channels.enter_context(
                 grpc.insecure_channel(target) if tls is None else grpc.secure_channel(target, tls.channel_credentials())
             )

@@ -1,4 +1,4 @@
-"""Configuration of logging: the destination and format of log lines."""
+"""Logging configuration: destination and format of log lines and of the audit log."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 from tq_service.errors import InvalidArgumentError
 from tq_service.log_message import LogMessage
 
-# Repeated here because importing it from the server would slow down --help.
+# Copied from the server, since importing the server would slow down --help.
 AUDIT_LOGGER = "tq_service.audit"
 
 
 class _TextFormatter(logging.Formatter):
-    """Formats a record as one readable line, escaping the message so that names from callers cannot fake log lines."""
+    """Formats a record as one readable line; escapes the message, so names from clients cannot forge log lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's name)
         record.message = "".join(
@@ -27,7 +27,7 @@ class _TextFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
-    """Formats a record as one JSON object per line, with the fields of a `LogMessage` or of the audit log by name."""
+    """Formats a record as a one-line JSON object with the fields of its `LogMessage` or audit entry."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: Any = vars(record).get("audit")
@@ -45,22 +45,22 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _AuditTextFormatter(logging.Formatter):
-    """Formats an audit record as one readable line; text from callers is already escaped."""
+    """Formats an audit record as one readable line; text from clients is already escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
         return f"{_moment(record)} AUDIT   {record.getMessage()}"
 
 
 def configure_logging(level: str, style: str, audit_file: Path | None = None) -> None:
-    """Send log lines to stderr, as text or JSON, and set up the audit log.
+    """Configure logging to stderr, as text or JSON, and the audit log.
 
     Args:
         level: minimum level to log; does not apply to the audit log.
         style: "text" for readable lines or "json" for one JSON object per line.
-        audit_file: file to append the audit log to, reopened if the file is moved (log rotation); None for stderr.
+        audit_file: file to which the audit log is appended, reopened after log rotation; None for stderr.
 
     Raises:
-        InvalidArgumentError: the file cannot be written.
+        InvalidArgumentError: `audit_file` cannot be written.
     """
     handler = logging.StreamHandler()
     if style == "json":
@@ -70,7 +70,7 @@ def configure_logging(level: str, style: str, audit_file: Path | None = None) ->
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    for name in ("grpc", "asyncio"):  # their lower levels are of no use to operators
+    for name in ("grpc", "asyncio"):  # debug and info lines of these libraries do not help operators
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
         audit_handler: logging.Handler = (
@@ -86,5 +86,5 @@ def configure_logging(level: str, style: str, audit_file: Path | None = None) ->
 
 
 def _moment(record: logging.LogRecord) -> str:
-    """Return the time at which a record was logged, in UTC."""
+    """Return the time of a record in UTC, in ISO 8601 format."""
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"

@@ -1,4 +1,4 @@
-"""Code shared by commands: options, connecting to the service, groups of verbs, and printing."""
+"""Code shared by the CLI's commands: options, connections to the service, groups of verbs, and output."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
     from tq_service.client import Client
 
 ADDRESS_HELP: Final = (
-    "Service address as host:port, or only the host for port 50051; separate the addresses of several controllers by "
-    "commas. Default: localhost:50051."
+    "Service address as host:port, or host alone for port 50051; separate several controller addresses with commas. "
+    "Default: localhost:50051."
 )
 
-# Clients read the same variables. The token itself is not an option, since every user of a machine can read the
-# arguments of all processes.
+# TLS options of the CLI; clients read the same environment variables. There is no option for the token itself, since
+# every user of a machine can read the command lines of all processes.
 _TLS_FILES: Final = {
-    "ca": "Certificate authorities (PEM) that sign the service's certificate; enables TLS.",
-    "cert": "Certificate (PEM) of this client, if the service requires one.",
+    "ca": "File of certificate authorities (PEM) for verifying the service's certificate; enables TLS.",
+    "cert": "Client certificate (PEM), if the service requires one.",
     "key": "Private key (PEM) of the client certificate.",
 }
 
-_WHOLE: Final = 10_000  # number of characters, more than any sentence has
+_WHOLE: Final = 10_000  # length limit in characters, higher than the length of any help text
 _START_SECONDS: Final = 1.0
 _ASK_AGAIN_SECONDS: Final = 0.1
 _ANSWER_SECONDS: Final = 5.0
 _COMPLETION_SECONDS: Final = 1.0
 _MOST_COMPLETIONS: Final = 100
 
-Prefix = Annotated[str, typer.Argument(help="Only names with this prefix.", show_default=False)]
+Prefix = Annotated[str, typer.Argument(help="List only names that begin with this prefix.", show_default=False)]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 
@@ -53,7 +53,7 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmat
 
 
 def option(name: str, kind: Any, info: Any, default: Any = None) -> inspect.Parameter:
-    """Return an option as a parameter of a command; the default is None unless given."""
+    """Return the parameter that adds an option to a command's signature."""
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -65,14 +65,17 @@ def option(name: str, kind: Any, info: Any, default: Any = None) -> inspect.Para
 def with_options(
     function: Callable[..., Any], options: Iterable[inspect.Parameter], call: Callable[..., None] | None = None
 ) -> Callable[..., None]:
-    """Return a command with the parameters of a function, except `client` and `**`, and additional options.
+    """Return a command with the function's parameters, except `client` and `**`, and with additional options.
 
     Args:
-        function: the function that does the work.
+        function: the function that implements the command.
         options: the options to add.
-        call: receives the values of all parameters and calls the function; None to call the function directly.
+        call: called with the values of all parameters instead of `function`, which it calls itself; None: the command
+            calls `function` directly.
     """
-    signature = inspect.signature(function, eval_str=True, locals={"Client": object})  # --help needs no client
+    signature = inspect.signature(
+        function, eval_str=True, locals={"Client": object}
+    )  # annotations are resolved without importing the client
     parameters = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for parameter in signature.parameters.values()
@@ -98,13 +101,13 @@ def _service_options(address_help: str = ADDRESS_HELP, timeout: float | None = N
     for name, text in _TLS_FILES.items():
         info = typer.Option(metavar="FILE", envvar=f"TQ_TLS_{name.upper()}", help=text)
         yield option(f"tls_{name}", str, info)
-    # The client itself reads the variable; TQ_TOKEN has priority.
-    text = "File that contains the token; alternatively, set TQ_TOKEN to the token itself. [env var: TQ_TOKEN_FILE]"
+    # Not set as `envvar`, since the client reads the variable and gives precedence to TQ_TOKEN.
+    text = "File that contains the bearer token; alternatively, set TQ_TOKEN to the token. [env var: TQ_TOKEN_FILE]"
     yield option("token_file", Path, typer.Option(metavar="FILE", help=text))
 
 
 def _take_credentials(values: dict[str, Any]) -> dict[str, Any]:
-    """Remove the TLS and token options from the values and return them as the client's arguments `token` and `tls`."""
+    """Remove the TLS and token options from `values`; return them as the arguments `token` and `tls` of a client."""
     files = {name: values.pop(f"tls_{name}", None) for name in _TLS_FILES}
     given = {"token": values.pop("token_file", None), "tls": None}
     if any(files.values()):
@@ -117,7 +120,7 @@ def _take_credentials(values: dict[str, Any]) -> dict[str, Any]:
 def with_address(
     function: Callable[..., None], address_help: str = ADDRESS_HELP, timeout: float | None = None
 ) -> Callable[..., None]:
-    """Add options for the address, TLS and token to a command, which receives `address`, `token` and `tls` in `**`."""
+    """Add options for address, TLS and token to a command; it receives the arguments `address`, `token` and `tls`."""
 
     def call(**values: Any) -> None:
         function(**_take_credentials(values), **values)
@@ -126,18 +129,18 @@ def with_address(
 
 
 def with_service(function: Callable[..., None]) -> Callable[..., None]:
-    """Add options for the service to a command, which receives the arguments of `open_client` in `**`."""
+    """Add options for connecting to a service to a command; it receives the arguments of `open_client`."""
     return with_address(function, timeout=_ANSWER_SECONDS)
 
 
-# Nouns and their verbs
+# Command groups (nouns) and their verbs
 
 
 class GroupedOptions(TyperCommand):
-    """A command whose help lists options under the title of their `rich_help_panel`, or under Options without one."""
+    """A command whose help groups options by `rich_help_panel`; options without a panel are listed under Options."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the options."""
+        """Write the options to the help text."""
         groups: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             if (record := param.get_help_record(ctx)) is not None:
@@ -149,16 +152,16 @@ class GroupedOptions(TyperCommand):
 
 
 class _VerbGroup(TyperGroup):
-    """A group whose help lists each verb with its full first sentence, which typer would truncate to one line."""
+    """A command group whose help shows the full first sentence of each verb; typer would truncate it to one line."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the verbs."""
+        """Write the verbs to the help text."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, each.get_short_help_str(limit=_WHOLE)) for name, each in self.commands.items()])
 
 
 def make_group(examples: str) -> typer.Typer:
-    """Return a command group, to which `verb` adds verbs."""
+    """Return a new command group with examples in its help; use `verb` to add verbs."""
     group = typer.Typer(
         cls=_VerbGroup,
         add_completion=False,
@@ -166,17 +169,17 @@ def make_group(examples: str) -> typer.Typer:
         no_args_is_help=True,
         epilog=f"\b\nExamples:\n{examples}",
     )
-    group.callback()(lambda: None)  # without a callback, typer would drop the verb of a group with only one
+    group.callback()(lambda: None)  # without a callback, typer would omit the verb's name if the group has only one
     return group
 
 
 def verb(
     group: typer.Typer, name: str, timeout: float | None = _ANSWER_SECONDS
 ) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
-    """Add a function to a group as a command, with --json and the options for the service.
+    """Return a decorator that adds a function to a group as a command, with --json and the connection options.
 
-    The function receives a client of the service as `client` and yields an answer for `show`. If `timeout` is None, the
-    command calls no service, and the function receives no client.
+    The function receives a connected client as `client` and yields an answer for `show`. If `timeout` is None, the
+    command does not connect to a service, and the function does not receive a client.
     """
 
     def add(function: Callable[..., Answer]) -> Callable[..., Answer]:
@@ -196,17 +199,17 @@ def verb(
     return add
 
 
-# The service
+# Connections to the service
 
 
 @contextmanager
 def open_client(address: str | None, timeout: float, **credentials: Any) -> Iterator[Client]:
-    """Yield a client once the service responds; refused connections are retried for at most a second.
+    """Connect to the service and yield a client when the service responds; retry for at most a second.
 
     Args:
         address: address of the service; None for the default.
-        timeout: maximum duration of a call in seconds.
-        **credentials: credentials of the client.
+        timeout: timeout of each call in seconds.
+        **credentials: the arguments `token` and `tls` of the client.
 
     Raises:
         InvalidArgumentError: the address is invalid.
@@ -226,14 +229,14 @@ def open_client(address: str | None, timeout: float, **credentials: Any) -> Iter
             except UnavailableError:
                 if time.monotonic() >= given_up_at:
                     raise
-            except TqError:  # the service responds, and the next call raises a better error
+            except TqError:  # the service responds; if something is wrong, the next call raises a better error
                 break
             time.sleep(_ASK_AGAIN_SECONDS)
         yield client
 
 
 def probed_address(address: str | None) -> str:
-    """Return the given address, or else that of a server on this machine that listens on TQ_PORT or the default port.
+    """Return the given address; if None, return localhost with the port in TQ_PORT or the default port.
 
     Raises:
         InvalidArgumentError: the address is invalid.
@@ -243,17 +246,17 @@ def probed_address(address: str | None) -> str:
     port = os.environ.get("TQ_PORT") or str(DEFAULT_PORT)
     if not port.isdecimal():
         raise InvalidArgumentError(
-            f"TQ_PORT: got {port!r}, expected a port number. If Kubernetes sets the variable for a service named tq, "
-            "use another name, or set enableServiceLinks: false"
+            f"TQ_PORT: got {port!r}, expected a port number. Kubernetes sets this variable if a Service is named tq; "
+            "rename the Service, or set enableServiceLinks: false"
         )
     return f"localhost:{port}"
 
 
-# Shell completion of names, which are requested from the service
+# Shell completion of partition and task names, which are read from the service
 
 
 def _completions(ctx: typer.Context, names: Callable[[Client], Sequence[str]]) -> Sequence[str]:
-    """Return the names to complete, or none if the service does not respond at once."""
+    """Return completions for a name, or an empty list if the service does not respond immediately."""
     with contextlib.suppress(Exception):  # shell completion must not print errors
         from tq_service.client import Client  # noqa: PLC0415  (as in open_client)
 
@@ -279,22 +282,24 @@ def _complete_task(ctx: typer.Context, incomplete: str) -> Sequence[str]:
 Partition = Annotated[str, typer.Argument(help="Name of the partition.", autocompletion=_complete_partition)]
 Partitions = Annotated[
     list[str] | None,
-    typer.Argument(help="Names of partitions.", autocompletion=_complete_partition),
+    typer.Argument(help="Names of the partitions.", autocompletion=_complete_partition),
 ]
 Task = Annotated[str, typer.Argument(help="Name of the task.", autocompletion=_complete_task)]
-TaskOrAll = Annotated[str | None, typer.Argument(help="Name of the only task to show.", autocompletion=_complete_task)]
+TaskOrAll = Annotated[
+    str | None, typer.Argument(help="Show only this task. Default: all tasks.", autocompletion=_complete_task)
+]
 
 
 _PIPED_WIDTH = 160
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 Answer = Iterator[Any]
 """The output of a command: first the document that --json prints, then the text and tables printed without --json."""
 
 
 def show(answer: Answer, as_json: bool) -> None:
-    """Print an answer, either as JSON or as text and tables."""
+    """Print a command's answer, either as JSON or as text and tables."""
     document = next(answer)
     if as_json:
         print_json(document)
@@ -307,13 +312,13 @@ def show(answer: Answer, as_json: bool) -> None:
 
 
 def announce(line: str) -> None:
-    """Print and flush a line for the person or program that started the service, ignoring a closed stdout."""
+    """Print a line on stdout and flush it; do nothing if stdout is closed."""
     with contextlib.suppress(OSError):
         print(line, flush=True)
 
 
 def print_json(document: Any, indent: int | None = 2) -> None:
-    """Print JSON to stdout; dataclasses are converted to objects, and bytes to hexadecimal digits."""
+    """Print a document as JSON on stdout; dataclasses become objects, bytes become hexadecimal digits."""
     typer.echo(json.dumps(document, indent=indent, default=_json_value))
 
 
@@ -322,7 +327,7 @@ def _json_value(value: Any) -> Any:
 
 
 def console() -> Console:
-    """Return a console for stdout, as wide as the terminal, or wide enough for our tables if there is no terminal."""
+    """Return a console for stdout, as wide as the terminal, or `_PIPED_WIDTH` columns wide if there is no terminal."""
     from rich.console import Console  # noqa: PLC0415  (not needed by --json)
 
     terminal = Console()
@@ -333,9 +338,9 @@ def table(headings: str, rows: Iterable[Sequence[object]], *, no_wrap: bool = Fa
     """Return a table to print.
 
     Args:
-        headings: column headings, separated by commas; the prefix ">" marks right-aligned columns of numbers.
-        rows: cells of the rows. None is shown as "-"; text is never interpreted as markup.
-        no_wrap: whether text that does not fit is truncated instead of wrapped.
+        headings: column headings, separated by commas; the prefix ">" right-aligns a column.
+        rows: the cells of each row. None is shown as "-"; text is not interpreted as markup.
+        no_wrap: whether to truncate text that does not fit; otherwise it is wrapped.
     """
     from rich.table import Table  # noqa: PLC0415  (not needed by --json)
     from rich.text import Text  # noqa: PLC0415  (as above)

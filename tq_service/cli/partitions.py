@@ -1,4 +1,4 @@
-"""`tq-service partition`, `task` and `deadletter`: partitions, their samples, and the tasks that consume them."""
+"""`tq-service partition`, `task` and `deadletter`: commands for partitions, samples and the tasks that consume them."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ DEADLETTER = make_group("""\
   tq-service deadletter requeue train@3 reward
   tq-service deadletter requeue train@3 reward 17 18""")
 
-_MOST_SHOWN = 6  # maximum number of a tensor's values to show
-_MOST_LOOK_UPS = 5  # look-ups are repeated if samples are cleared before they are read
+_MOST_SHOWN = 6  # maximum number of values to show of a tensor
+_MOST_LOOK_UPS = 5  # a look-up is repeated if a sample is cleared before it is read
 
 
 def _confirm(question: str, yes: bool) -> None:
@@ -73,7 +73,7 @@ def list_partitions(client: Client, prefix: Prefix = "") -> Answer:
 
 @verb(PARTITION, "show")
 def show_partition(client: Client, partition: Partition) -> Answer:
-    """Show a partition: its samples by state, fields, custom_meta, limits and tasks."""
+    """Show a partition: sample counts by state, fields, custom_meta columns, limits and tasks."""
     from tq_service.cli.status import (  # noqa: PLC0415  (not needed by --help)
         as_document,
         blocks_of,
@@ -97,7 +97,7 @@ def show_partition(client: Client, partition: Partition) -> Answer:
 
 @verb(PARTITION, "seal")
 def seal(client: Client, partition: Partition) -> Answer:
-    """Seal a partition: it accepts no new samples, so its tasks can complete."""
+    """Seal a partition: it no longer accepts new samples, so its tasks can complete."""
     count = client.seal_partition(partition)
     yield {"partition_id": partition, "inserted_count": count}
     yield f"sealed {partition} with {count:,} samples"
@@ -105,9 +105,9 @@ def seal(client: Client, partition: Partition) -> Answer:
 
 @verb(PARTITION, "clear", timeout=60.0)
 def clear(
-    client: Client, partitions: Annotated[list[str], typer.Argument(help="Names of partitions.")], yes: Yes = False
+    client: Client, partitions: Annotated[list[str], typer.Argument(help="Names of the partitions.")], yes: Yes = False
 ) -> Answer:
-    """Remove partitions with all their data; calls that are waiting for them end."""
+    """Remove partitions with all their data, and end calls that wait for them."""
     counts = {name: client.describe_partition(name).summary.present_count for name in dict.fromkeys(partitions)}
     _confirm(f"clear {', '.join(counts)} with {sum(counts.values()):,} samples?", yes)
     counts = {name: client.clear_partition(name) for name in counts}
@@ -123,7 +123,7 @@ def peek(
     limit: Annotated[int, typer.Option(min=1, max=1000, help="Maximum number of samples to show.")] = 3,
     field: Annotated[list[str] | None, typer.Option(help="Show only this field; may be repeated.")] = None,
 ) -> Answer:
-    """Show a partition's first samples: keys, groups, custom_meta and field values."""
+    """Show the first samples of a partition: keys, groups, custom_meta and field values."""
     rows = _first_samples(client, partition, limit, field)
     yield [{**row, "fields": {name: _plain(value) for name, value in row["fields"].items()}} for row in rows]
     if not rows:
@@ -138,9 +138,9 @@ def peek(
 
 
 def _first_samples(client: Client, partition: str, limit: int, wanted: list[str] | None) -> list[dict[str, Any]]:
-    """Return a partition's first samples, looking them up again if a running job cleared some before they were read.
+    """Return a partition's first samples; repeat the look-up if a job clears some of them before they are read.
 
-    The first read imports torch, which takes seconds; later reads are fast.
+    The first read is slow because it imports torch, so samples may be cleared in the meantime. Later reads are fast.
     """
     for _ in range(_MOST_LOOK_UPS):
         meta, _cursor = client.lookup_samples(partition, limit=limit)
@@ -157,7 +157,7 @@ def _peeked(client: Client, sample: BatchMeta, wanted: list[str] | None) -> dict
     if fields:
         try:
             data = client.get_data(sample, data_fields=fields, missing="skip")
-        except (FieldNotFoundError, SampleNotFoundError, StaleIncarnationError):  # cleared, or replaced by new samples
+        except (FieldNotFoundError, SampleNotFoundError, StaleIncarnationError):  # the sample or partition was cleared
             return None
         if not len(data[fields[0]]):
             return None
@@ -172,14 +172,14 @@ def _peeked(client: Client, sample: BatchMeta, wanted: list[str] | None) -> dict
 
 
 def _plain(value: Any) -> Any:
-    """Return a field's value for JSON: arrays as lists, unsupported types as text."""
+    """Convert a field's value to a JSON value: arrays become lists, unsupported types become text."""
     if hasattr(value, "tolist"):
         return value.tolist()
     return value if isinstance(value, str | int | float | bool | list | dict | None) else repr(value)
 
 
 def _readable(value: Any) -> str:
-    """Return a field's value as one line; an array is shown with its first values, dtype and shape."""
+    """Format a field's value on one line; for an array, show its first values, dtype and shape."""
     if not hasattr(value, "tolist"):
         text = repr(value)
         return text if len(text) <= 200 else f"{text[:200]}... ({len(text):,} characters)"
@@ -264,7 +264,7 @@ TASK.command("explain")(explain.command)
 
 @verb(TASK, "show")
 def show_tasks(client: Client, partition: Partition, task: TaskOrAll = None) -> Answer:
-    """Show a partition's tasks: delivered, pending, unacknowledged and redelivered samples, and why calls wait."""
+    """Show a partition's tasks: counts of delivered, pending and unacknowledged samples, and why calls wait."""
     described = client.describe_partition(partition)
     waits = client.explain(partition, task)
     tasks = [each for each in described.tasks if task in {None, each.task_name}]
@@ -332,13 +332,13 @@ def list_evicted(
     client: Client,
     partition: Partition,
     task: Task,
-    after: Annotated[int, typer.Option(min=0, help="List only units with a higher serial number.")] = 0,
+    after: Annotated[int, typer.Option(min=0, help="List only units with a serial number above this.")] = 0,
 ) -> Answer:
-    """List up to 1,024 samples, rollouts and groups evicted by claims of a task, and the state of their refill."""
+    """List up to 1,024 units (samples, rollouts, groups) evicted by a task's claims, and whether they were refilled."""
     found = client.take_evicted(partition, task, after)
     yield found
     if found.dropped_count:
-        yield f"{found.dropped_count:,} earlier units are no longer available"
+        yield f"{found.dropped_count:,} earlier evicted units are no longer listed"
     if not found.units:
         yield f"claims of task {task} have not evicted any units after serial {after}"
         return
@@ -358,11 +358,11 @@ def reset(
     partition: Partition,
     task: Task,
     keep_consumed: Annotated[
-        bool, typer.Option("--keep-consumed", help="Restart only batch numbers; do not deliver consumed samples again.")
+        bool, typer.Option("--keep-consumed", help="Restart batch numbers only; consumed samples stay consumed.")
     ] = False,
     yes: Yes = False,
 ) -> Answer:
-    """Start the next epoch of a task: its samples become claimable again, and batch numbers restart at 0."""
+    """Start the next epoch of a task: its samples can be claimed again, and batch numbers restart at 0."""
     status = client.check_consumption(partition, task)
     what = "keep samples consumed" if keep_consumed else f"deliver {status.consumed_count:,} samples again"
     _confirm(f"{what}, and start epoch {status.epoch + 1} of task {task} of partition {partition}?", yes)
@@ -371,13 +371,13 @@ def reset(
     yield f"task {task} of partition {partition} is now in epoch {epoch}"
 
 
-# Samples that were delivered too often without being acknowledged
+# Dead-lettered samples: delivered too often without being acknowledged
 
 
 @verb(DEADLETTER, "ls")
 def list_dead_lettered(
     client: Client,
-    partition: Annotated[str | None, typer.Argument(help="Name of the only partition to list.")] = None,
+    partition: Annotated[str | None, typer.Argument(help="List only this partition. Default: all.")] = None,
 ) -> Answer:
     """List tasks with dead-lettered samples, and the first hundred sample indexes of each task."""
     found: list[dict[str, Any]] = [
@@ -406,9 +406,11 @@ def requeue(
     client: Client,
     partition: Partition,
     task: Task,
-    samples: Annotated[list[int] | None, typer.Argument(help="Global indexes of the samples. Default: all.")] = None,
+    samples: Annotated[
+        list[int] | None, typer.Argument(help="Global indexes of the samples. Default: all of them.")
+    ] = None,
 ) -> Answer:
-    """Make dead-lettered samples claimable again, as if they had never been delivered."""
+    """Make dead-lettered samples claimable again, and reset the number of their deliveries."""
     count = client.requeue_dead_lettered(partition, task, samples or None)
     yield {"partition_id": partition, "task_name": task, "requeued_count": count}
     yield f"requeued {count:,} samples of partition {partition}; task {task} can claim them again"

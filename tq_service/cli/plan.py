@@ -1,4 +1,4 @@
-"""`tq-service plan`: previews the plans of samplers for samples of known lengths, without a service."""
+"""`tq-service plan`: previews how each sampler would plan samples of given lengths, without a service."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ Int64s = NDArray[np.int64]
 
 def command(
     *,
-    lengths: Annotated[Path, typer.Option(help="File of token counts: one per line, or a CSV file with --column.")],
+    lengths: Annotated[Path, typer.Option(help="File with one token count per line, or a CSV file (see --column).")],
     column: Annotated[
-        list[str] | None, typer.Option(help="CSV column with token counts; may be repeated to add up several columns.")
+        list[str] | None, typer.Option(help="CSV column with token counts; if repeated, the columns are added up.")
     ] = None,
-    dp_size: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 8,
-    optimizer_steps: Annotated[int, typer.Option(min=1, help="Optimizer steps per packed batch.")] = 1,
+    dp_size: Annotated[int, typer.Option(min=1, help="Number of trainer ranks.")] = 8,
+    optimizer_steps: Annotated[int, typer.Option(min=1, help="Number of optimizer steps per packed batch.")] = 1,
     pack_max_length: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens per pack. Default: 16384, or the longest sample if that is more."),
+        typer.Option(min=1, help="Tokens per pack. Default: 16384, or the length of the longest sample if larger."),
     ] = None,
     tokens_per_rank: Annotated[
-        int | None, typer.Option(min=1, help="Budget for token_budget. Default: an equal share of all tokens.")
+        int | None, typer.Option(min=1, help="Tokens per rank for token_budget. Default: an equal share of all tokens.")
     ] = None,
-    n_samples_per_prompt: Annotated[int, typer.Option(min=1, help="Samples per group, consecutive in the file.")] = 1,
+    n_samples_per_prompt: Annotated[int, typer.Option(min=1, help="Consecutive samples per group.")] = 1,
     overlong: Annotated[Overlong, typer.Option(help="Handling of samples longer than a pack.")] = "error",
-    limit: Annotated[int | None, typer.Option(min=1, help="Use at most this many lengths.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of lengths to read.")] = None,
 ) -> None:
     """Preview the plan of each sampler for a file of sample lengths."""
     counts = np.array(_read(lengths, column or [])[:limit], np.int64)
@@ -80,11 +80,11 @@ def command(
         "packs of a rank by step"
     )
     console().print(table(headings, map(_cells, previews)))
-    typer.echo("\nheaviest rank: its tokens in the first batch; cost: including attention, 24,576 L + L² for L tokens")
+    typer.echo("\nheaviest rank: number of tokens in the first batch; cost: 24,576 L + L² for a sample of L tokens")
 
 
 def _read(path: Path, columns: list[str]) -> list[int]:
-    """Return the token counts in a file."""
+    """Read token counts from a file; add up `columns` if they are given."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as lines:  # Excel files start with a byte order mark
             if not columns:
@@ -135,14 +135,14 @@ def _above_mean(of_ranks: NDArray[Any]) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The settings under which samplers distribute a batch.
+    """The ranks, groups and limits for comparing samplers.
 
     Attributes:
         dp_size: number of ranks.
-        optimizer_steps: optimizer steps per packed batch.
-        pack_max_length: tokens per pack.
-        n_samples_per_prompt: samples per group; groups are consecutive and stay on one rank.
-        tokens_per_rank: budget per rank for `token_budget`.
+        optimizer_steps: number of optimizer steps per packed batch.
+        pack_max_length: number of tokens per pack.
+        n_samples_per_prompt: number of consecutive samples per group; a group stays on one rank.
+        tokens_per_rank: token budget per rank for `token_budget`.
         overlong: handling of samples longer than a pack.
     """
 
@@ -156,16 +156,16 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preview:
-    """The plan of one sampler.
+    """The result of planning all samples with one sampler.
 
     Attributes:
-        sampler: the sampler's name and distinguishing options.
-        batches: number of batches into which the sampler divides the samples.
+        sampler: name of the sampler, with the options that distinguish it.
+        batches: number of batches that the sampler needs for all samples.
         rank_tokens: number of tokens of each rank in the first batch, `(dp_size,)`.
-        rank_costs: cost of each rank's tokens including attention, `(dp_size,)`.
+        rank_costs: cost of each rank's samples in the first batch, including attention, `(dp_size,)`.
         rank_samples: number of samples of each rank in the first batch, `(dp_size,)`.
-        pack_fills: for packed batches, the share of each pack filled by samples, over all ranks and steps.
-        packs_by_step: for packed batches, the number of a rank's packs in each step.
+        pack_fills: for packed batches, the share of each pack that is filled with samples, over all ranks and steps.
+        packs_by_step: for packed batches, the number of packs per rank in each step.
     """
 
     sampler: str
@@ -178,10 +178,10 @@ class Preview:
 
 
 def preview_samplers(lengths: Int64s, shape: Shape) -> list[Preview]:
-    """Return the samplers' plans for all samples as one batch; `token_budget` may need several batches.
+    """Plan all samples as one batch with each sampler; `token_budget` may need several batches.
 
     Raises:
-        ValueError: a sample or group is longer than a sampler accepts.
+        ValueError: a sample or group is longer than one of the samplers accepts.
     """
     packed = partial(
         PackedSampler,
@@ -205,7 +205,7 @@ def _preview(name: str, sampler: Sampler, lengths: Int64s, shape: Shape) -> Prev
     packs = [[pack for step in part.steps for pack in step] for part in first.ranks]
     is_packed = isinstance(sampler, PackedSampler)
     of_ranks = [lengths[part.rows] for part in first.ranks]
-    if is_packed:  # packs omit dropped samples and shorten truncated ones
+    if is_packed:  # the packs exclude dropped samples, and contain truncated lengths
         of_ranks = [np.concatenate([pack.lengths for pack in of_rank]) for of_rank in packs]
     cost = AttentionCost()
     return Preview(
@@ -222,7 +222,7 @@ def _preview(name: str, sampler: Sampler, lengths: Int64s, shape: Shape) -> Prev
 
 
 def _plans(sampler: Sampler, lengths: Int64s, shape: Shape) -> Iterator[Plan]:
-    """Yield batches until all samples are consumed."""
+    """Yield the sampler's plans, one per batch, until all samples are consumed."""
     group_count = -(-lengths.size // shape.n_samples_per_prompt)
     request = PlanRequest(batch_size=group_count, min_size=1, batch_unit="group", rank_count=shape.dp_size)
     view = ListView(lengths, group_size=shape.n_samples_per_prompt)

@@ -1,4 +1,4 @@
-"""`tq-service replay`: serves or lists recorded steps."""
+"""`tq-service replay`: serves the batches of recorded steps, or lists the steps."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ EXAMPLES = """\
 
 Result = TypeVar("Result")
 Place = Annotated[str, typer.Argument(help="Directory of the recording, or the URL of its object store.")]
-Task = Annotated[str | None, typer.Option(help="Task of the steps.")]
-Partition = Annotated[str | None, typer.Option(help="Partition of the steps.")]
+Task = Annotated[str | None, typer.Option(help="Select only steps of this task.")]
+Partition = Annotated[str | None, typer.Option(help="Select only steps of this partition.")]
 Epoch = Annotated[int | None, typer.Option(min=0, help="Epoch of the task. Default: the latest epoch.")]
 Incarnation = Annotated[
     str | None, typer.Option(help="First hex digits of the partition's incarnation. Default: the latest incarnation.")
@@ -36,7 +36,7 @@ def command(
     place: Place,
     *,
     task: Task = None,
-    step: Annotated[int | None, typer.Option(min=0, help="The batch_index. Default: all recorded steps.")] = None,
+    step: Annotated[int | None, typer.Option(min=0, help="Step, by batch_index. Default: all steps.")] = None,
     partition: Partition = None,
     epoch: Epoch = None,
     incarnation: Incarnation = None,
@@ -46,7 +46,7 @@ def command(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free port.")] = 0,
     log_level: Annotated[str, typer.Option(help="Minimum level to log: debug, info, warning or error.")] = "warning",
 ) -> None:
-    """Serve recorded batches, read-only, until SIGTERM or SIGINT. Each rank receives its recorded batches again."""
+    """Serve recorded batches read-only until SIGTERM or SIGINT. Each rank gets the same batches as in the recording."""
     from tq_service.recording.reading import Asked  # noqa: PLC0415  (not needed by --help)
 
     asked = Asked(task_name=task, batch_index=step, partition_id=partition, epoch=epoch, incarnation=incarnation)
@@ -101,7 +101,7 @@ async def _serve(host: str, port: int, log_level: str, asked: Asked, recording: 
 
 
 def with_recording(place: str, asked: Asked, work: Callable[[Asked, Recording], Coroutine[Any, Any, Result]]) -> Result:
-    """Open a recording for the requested steps and return the result of `work` on it."""
+    """Open a recording, call `work` with the requested steps and the recording, and return the result."""
 
     async def run() -> Result:
         from tq_service.recording.places import place_of  # noqa: PLC0415  (not needed by --help)

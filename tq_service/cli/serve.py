@@ -1,4 +1,4 @@
-"""`tq-service serve`: runs the service until SIGTERM or SIGINT, with a flag for each setting."""
+"""`tq-service serve`: runs the service until SIGTERM or SIGINT. Every setting has a flag."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def _command(
         bool,
         typer.Option(
             "--stop-with-stdin",
-            help="Stop when stdin ends. If it is a pipe, the service stops with the program that started it.",
+            help="Stop when stdin is closed, as when a parent process that holds the other end of a pipe exits.",
         ),
     ] = False,
     **flags: object,
 ) -> None:
     """Run the service until SIGTERM or SIGINT, then let running calls finish.
 
-    Each setting is taken from its flag, the environment variable TQ_<SETTING>, or the --config file, in this order.
+    Each setting is read from its flag, the environment variable TQ_<SETTING>, or the --config file, in this order.
     """
     loaded = load_settings(flags, config)
     if show_config:
@@ -79,18 +79,18 @@ def _run(settings: ServeSettings) -> int:
         if code == FAILED_EXIT_CODE:
             logging.shutdown()
             sys.stdout.flush()
-            os._exit(code)  # does not wait for threads, which the failure may have blocked
+            os._exit(code)  # exit without waiting for threads, which may be blocked after the failure
         return code
 
 
 def _stop_with_stdin() -> None:
-    while os.read(sys.stdin.fileno(), 4096):  # not sys.stdin.read, whose lock would block the exit
+    while os.read(sys.stdin.fileno(), 4096):  # sys.stdin.read would hold a lock that blocks the exit
         pass
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _settings(loaded: LoadedSettings) -> Answer:
-    """Yield each setting with its value and source."""
+    """Yield the settings with their values and sources, first as a JSON document, then as a table."""
     values = loaded.settings.model_dump(mode="json")
     yield {
         name: {"value": loaded.shown(name) if isinstance(value, str) else value, "source": loaded.sources[name]}
@@ -112,7 +112,7 @@ def _flag(name: str) -> inspect.Parameter:
         metavar = "|".join(get_args(kind))
     if name.endswith("_bytes"):
         metavar = "SIZE"
-    # The settings validate values from all sources alike. Only numbers and flags keep their type, which --help shows.
+    # `ServeSettings` validates the values, so most options are strings. Numbers and flags keep their types for --help.
     kind = kind if kind in (int, float, bool) and metavar is None else str
     has_default_text = (
         field.default_factory is not None or field.default is None or "Default:" in (field.description or "")

@@ -1,4 +1,4 @@
-"""`tq-service storage`, `sampler` and `checkpoint`: storage services, samplers and checkpoints of a service."""
+"""`tq-service storage`, `sampler` and `checkpoint`: commands for storage services, samplers and checkpoints."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _COPY_SECONDS = 3600.0
 
 @verb(STORAGE, "ls")
 def list_storages(client: Client) -> Answer:
-    """List the storage services with their used bytes, quotas, last heartbeats, and the state of their mirrors."""
+    """List storage services: used bytes, quotas, last heartbeats, and the state of their mirrors."""
     status = client.status(explain=False)
     yield status.storages
     yield table(
@@ -75,7 +75,7 @@ def list_storages(client: Client) -> Answer:
 
 
 def _quota(storage: StorageStatus) -> str | None:
-    if storage.is_adopted:  # the number is the quota of its successor, which has its own row
+    if storage.is_adopted:  # `max_bytes` is then the quota of the successor, which is listed in a separate row
         return None
     return "none" if storage.max_bytes is None else decimal(storage.max_bytes)
 
@@ -107,7 +107,7 @@ def list_samplers(client: Client) -> Answer:
 
 # Checkpoints
 
-_Name = Annotated[str, typer.Argument(help="Name of the checkpoint, a path under the controller's checkpoint_dir.")]
+_Name = Annotated[str, typer.Argument(help="Checkpoint name: a path relative to the controller's checkpoint_dir.")]
 
 
 @verb(CHECKPOINT, "write", timeout=_COPY_SECONDS)
@@ -115,12 +115,12 @@ def write(
     client: Client,
     name: _Name,
     metadata: Annotated[
-        str, typer.Option(help="JSON object that ls and restore print, such as '{\"step\": 12}'.")
+        str, typer.Option(help="JSON object to store with the checkpoint, such as '{\"step\": 12}'.")
     ] = "{}",
 ) -> Answer:
-    """Write a consistent copy of all data to the controller's disk while the service continues to run.
+    """Write a consistent copy of all data to the controller's disk while the service keeps running.
 
-    If writing fails, an existing checkpoint with this name is kept.
+    An existing checkpoint of the same name is replaced only if writing succeeds.
     """
     copy = client.checkpoint(name, metadata=_object(metadata), timeout=client.timeout)
     yield copy
@@ -161,12 +161,12 @@ def restore(
     client: Client,
     name: _Name,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Clear all existing partitions and replace them with the checkpoint.")
+        bool, typer.Option("--replace", help="Clear all existing partitions before restoring the checkpoint.")
     ] = False,
 ) -> Answer:
-    """Restore a checkpoint into a service without partitions, or replace all its partitions with --replace.
+    """Restore a checkpoint into a service that has no partitions, or use --replace to replace all its partitions.
 
-    The service first verifies the complete checkpoint, then restores it in one step.
+    The service first verifies the entire checkpoint, and then restores it atomically.
     """
     restored = client.restore(name, replace=replace, timeout=client.timeout)
     yield restored

@@ -1,6 +1,6 @@
 """`tq-service status`: shows a running service, its partitions and tasks, and why calls wait.
 
-The output is JSON for programs, or a header followed by each partition and its tasks for people. Lines longer than the
+The output is either JSON, or text with a header followed by the partitions and their tasks. Lines longer than the
 terminal's width are wrapped; names are never truncated.
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tq_service.client import Client
 
 _ANSWER_SECONDS = 5.0
-_NO_SCREEN: Final = 1 << 30  # unlimited number of lines
+_NO_SCREEN: Final = 1 << 30  # height for unlimited output
 
 EXAMPLES = """\
   tq-service status
@@ -46,7 +46,9 @@ EXAMPLES = """\
 @with_service
 def command(
     partitions: Partitions = None,
-    prefix: Annotated[str, typer.Option(help="Show partitions whose names begin with this.", show_default=False)] = "",
+    prefix: Annotated[
+        str, typer.Option(help="Show only partitions whose names begin with this prefix.", show_default=False)
+    ] = "",
     watch: Annotated[
         float | None,
         typer.Option(
@@ -54,11 +56,13 @@ def command(
             "-w",
             metavar="SECONDS",
             min=0.1,
-            help="Seconds between updates. A terminal shows them in place, a pipe receives them one after another.",
+            help="Repeat the status at this interval, in seconds; a terminal replaces the previous status.",
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --watch, one line per update.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON instead of text; with --watch, one line per update.")
+    ] = False,
     **service: Any,
 ) -> None:
     """Show a service, its partitions and tasks, and why calls wait."""
@@ -75,14 +79,19 @@ def command(
             else:
                 typer.echo("\n".join(fitting(header_of(status, client.address), *blocks_of(status), _NO_SCREEN)))
                 if watch is not None:
-                    typer.echo()  # flushes, so that the reader of a pipe receives each status at once
+                    typer.echo()  # flushes, so a program that reads a pipe receives each status immediately
 
 
 def read(client: Client, names: list[str] | tuple[str, ...], prefix: str) -> ServiceStatus:
-    """Return the status of the named partitions, or if none is named, of all whose names begin with `prefix`.
+    """Return the status of the given partitions, or of all partitions whose names begin with `prefix`.
+
+    Args:
+        client: client of the service.
+        names: names of the partitions; empty to select partitions by `prefix`.
+        prefix: prefix of partition names, used only if `names` is empty.
 
     Raises:
-        PartitionNotFoundError: a named partition does not exist, and no call waits for it.
+        PartitionNotFoundError: one of `names` does not exist, and no call waits for it.
     """
     if not names:
         return client.status(prefix)
@@ -94,7 +103,7 @@ def read(client: Client, names: list[str] | tuple[str, ...], prefix: str) -> Ser
         if not there and not waiting:
             known = [each.partition_id for each in client.list_partitions()]
             raise PartitionNotFoundError(
-                f"no partition {name!r}; {nearest(name, known)}", metadata={"partition_id": name}
+                f"partition {name!r} does not exist; {nearest(name, known)}", metadata={"partition_id": name}
             )
         partitions += there
         waits += waiting
@@ -102,16 +111,16 @@ def read(client: Client, names: list[str] | tuple[str, ...], prefix: str) -> Ser
 
 
 def _is_screen() -> bool:
-    """Return whether stdout is a terminal that can replace the displayed status."""
+    """Return True if stdout is a terminal in which a status can replace the previous one."""
     return sys.stdout.isatty() and not console().is_dumb_terminal
 
 
 def _statuses(client: Client, names: Any, prefix: str, seconds: float | None) -> Iterator[ServiceStatus | TqError]:
-    """Yield the status, or the error if it is unavailable; with `seconds`, repeatedly at this interval."""
+    """Yield the status once or, with `seconds`, repeatedly at this interval; if a read fails, yield the error."""
     while True:
         try:
             if seconds is not None:
-                client.health(timeout=_ANSWER_SECONDS)  # without retries, to report an outage at once
+                client.health(timeout=_ANSWER_SECONDS)  # this call does not retry, so outages are reported immediately
             yield read(client, names, prefix)
         except (UnavailableError, DeadlineError, PartitionNotFoundError) as error:
             if seconds is None:
@@ -123,11 +132,11 @@ def _statuses(client: Client, names: Any, prefix: str, seconds: float | None) ->
 
 
 def _show_on_screen(address: str, statuses: Iterator[ServiceStatus | TqError]) -> None:
-    """Show each status in place of the previous one; during an outage, the last status stays on the screen."""
+    """Show each status on the screen in place of the previous one; keep the last status during an outage."""
     from rich.live import Live  # noqa: PLC0415  (not needed by --json)
     from rich.text import Text  # noqa: PLC0415  (not needed by --json)
 
-    logging.getLogger("tq_service").propagate = False  # log lines of the client would disturb the screen
+    logging.getLogger("tq_service").propagate = False  # the client's log lines would corrupt the display
     screen = console()
     header, heading, blocks, away_since = ["waiting for the first response"], "", list[Any](), None
     with Live(console=screen, auto_refresh=False, vertical_overflow="crop") as live:
@@ -148,7 +157,7 @@ def _show_on_screen(address: str, statuses: Iterator[ServiceStatus | TqError]) -
 
 
 _LEAST_WIDTH: Final = 60
-_MOST_POLICIES: Final = 8  # in the header
+_MOST_POLICIES: Final = 8  # maximum number of policies to list in the header
 _MOST_NAME: Final = 24  # longer task names are printed on a separate line
 _PIPED_COLUMNS: Final = 80
 _LEAST_RATE: Final = 0.05
@@ -158,12 +167,12 @@ _TITLES: Final = ("TASK", "DELIVERED", "RATE", "WAITING FOR")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """The lines of a partition.
+    """The part of the output that shows one partition.
 
     Attributes:
-        lines: the partition's lines on the screen.
-        urgency: rank of the block; if not all blocks fit, those with the lowest number are shown. 0: calls wait; 1:
-            samples are being delivered; 2: not complete; 3: all tasks are complete.
+        lines: the lines of text.
+        urgency: priority of the block; if not all blocks fit on the screen, blocks with low numbers are shown. 0: calls
+            wait; 1: samples are being delivered; 2: some tasks are not complete; 3: all tasks are complete.
     """
 
     lines: tuple[str, ...]
@@ -171,14 +180,14 @@ class Block:
 
 
 def as_document(status: ServiceStatus) -> dict[str, Any]:
-    """Return the status for JSON, with the fields of `tq_service.results` and each partition's summary merged in."""
+    """Return the status as a JSON document, with the summary of each partition merged into the partition."""
     document = asdict(status)
     document["partitions"] = [{**each.pop("summary"), **each} for each in document["partitions"]]
     return document
 
 
 def header_of(status: ServiceStatus, address: str) -> list[str]:
-    """Return the lines that describe the service."""
+    """Return the header lines, which describe the service itself."""
     service, storages = status.service, status.own_storages
     used = sum(each.used_bytes for each in storages)
     quotas = [each.max_bytes for each in storages]
@@ -206,7 +215,7 @@ def header_of(status: ServiceStatus, address: str) -> list[str]:
 
 
 def _recording_lines(recording: RecordingStatus | None) -> Iterator[str]:
-    """Yield a line about the recording, if any."""
+    """Yield a line about the recording, if the service records batches."""
     if recording is not None:
         state = "" if recording.is_recording else f"; STOPPED: {recording.error or 'an error'}"
         skipped = f", {recording.skipped_step_count:,} skipped" if recording.skipped_step_count else ""
@@ -217,7 +226,7 @@ def _recording_lines(recording: RecordingStatus | None) -> Iterator[str]:
 
 
 def _mirror_lines(status: ServiceStatus) -> Iterator[str]:
-    """Yield lines about mirrors and adopted puts, if any storage service has a mirror."""
+    """Yield lines about mirrors and about puts taken over, if any storage service has a mirror."""
     mirrors = [each.mirror for each in status.storages if each.mirror is not None]
     if not mirrors:
         return
@@ -227,7 +236,7 @@ def _mirror_lines(status: ServiceStatus) -> Iterator[str]:
     if False in own:
         answers = f"mirror does not answer {own.count(False)} of {len(own)} storage services"
     else:
-        answers = "mirror answers" if True in own else "mirror not asked yet"
+        answers = "mirror answers" if True in own else "mirror not contacted yet"
     spilled_bytes = sum(mirror.spilled_bytes for mirror in mirrors)
     spilled = f", {decimal(spilled_bytes)} mirror-only" if spilled_bytes else ""
     yield f"{answers}, {unmirrored} unmirrored, {short} lacking copies{spilled}"
@@ -253,7 +262,7 @@ def _on(flag: bool) -> str:
 
 
 def span(seconds: float) -> str:
-    """Return a time span as text, in its two largest units."""
+    """Format a time span in seconds with its two largest units, such as "3h5m"."""
     days, rest = divmod(int(seconds), 86_400)
     hours, rest = divmod(rest, 3_600)
     minutes, left = divmod(rest, 60)
@@ -263,14 +272,14 @@ def span(seconds: float) -> str:
 
 
 def terminal_width() -> int:
-    """Return the terminal's width, which is the maximum width of lines."""
+    """Return the maximum line length: the width of the terminal, but at least `_LEAST_WIDTH`."""
     return max(_LEAST_WIDTH, shutil.get_terminal_size((_PIPED_COLUMNS, 24)).columns)
 
 
 def blocks_of(status: ServiceStatus, width: int | None = None) -> tuple[str, list[Block]]:
-    """Return the column titles, and the block of each partition with its tasks, sorted by name.
+    """Return the line of column titles, and one block per partition, sorted by partition name.
 
-    Partitions that calls wait for are included even if they do not exist yet.
+    A partition that does not exist yet is included if calls wait for it.
     """
     width = max(_LEAST_WIDTH, width or terminal_width())
     waits: dict[str, list[PartitionWait]] = {}
@@ -292,7 +301,7 @@ def blocks_of(status: ServiceStatus, width: int | None = None) -> tuple[str, lis
 
 
 def _rows(partition: PartitionDescription | None, waits: Sequence[PartitionWait]) -> list[_Row]:
-    """Return a row for each task of a partition, and for each task whose calls wait for the partition."""
+    """Return a row for each task of a partition, including tasks known only from calls that wait for the partition."""
     tasks = {task.task_name: task for task in (() if partition is None else partition.tasks)}
     rows = []
     for name in dict.fromkeys([*tasks, *(wait.reason.task_name for wait in waits)]):
@@ -308,7 +317,7 @@ def _rows(partition: PartitionDescription | None, waits: Sequence[PartitionWait]
 
 
 def _lines(row: _Row, widths: tuple[int, int, int], width: int) -> Iterator[str]:
-    """Yield the lines that show a task."""
+    """Yield the output lines of a task's row."""
     name, delivered, rate, rest = row
     first, rest_at = f"  {name:<{widths[0]}}", 8 + sum(widths)
     if len(name) > widths[0]:
@@ -365,7 +374,7 @@ def _notes(task: TaskStatus) -> Iterator[str]:
 
 
 def _short(wait: PartitionWait) -> str:
-    """Return why claims wait, omitting names that the row already shows."""
+    """Format why calls wait, omitting the partition and task names that the row already shows."""
     reason = wait.reason
     calls = "1 call" if reason.waiting_count == 1 else f"{reason.waiting_count:,} calls"
     text = reason.text.replace(f" of partition {wait.partition_id!r}", "").replace(
@@ -375,7 +384,7 @@ def _short(wait: PartitionWait) -> str:
 
 
 def fitting(header: Sequence[str], heading: str, blocks: Sequence[Block], height: int) -> list[str]:
-    """Return the lines that fit on a screen: the most urgent partitions, each with all its tasks."""
+    """Return the lines that fit on a screen of `height` lines: the most urgent partitions with all their tasks."""
     left = height - len(header) - 5
     shown: set[int] = set()
     for place in sorted(range(len(blocks)), key=lambda each: (blocks[each].urgency, each)):

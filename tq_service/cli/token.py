@@ -23,33 +23,35 @@ _SPAN = re.compile(r"(\d+)([hd])")
 
 File = Annotated[
     Path | None,
-    typer.Option(envvar="TQ_AUTH_TOKENS_FILE", help="The service's token file (TOML).", show_default=False),
+    typer.Option(envvar="TQ_AUTH_TOKENS_FILE", help="Token file of the service (TOML).", show_default=False),
 ]
 
 
 @verb(TOKEN, "new", timeout=None)
 def new(
     *,
-    name: Annotated[str, typer.Option(help="Name of the token, shown in logs and used to revoke it.")],
-    role: Annotated[list[str], typer.Option(help="read, produce, consume, admin or service; may be repeated.")],
+    name: Annotated[str, typer.Option(help="Name that identifies the token in logs and revocations.")],
+    role: Annotated[
+        list[str], typer.Option(help="Role of the token: read, produce, consume, admin or service; may be repeated.")
+    ],
     prefix: Annotated[
         list[str] | None,
-        typer.Option(help="Only partitions whose names begin with this; may be repeated. Default: all."),
+        typer.Option(help="Allow only partitions whose names begin with this; may be repeated. Default: all."),
     ] = None,
     expires: Annotated[
         str | None,
-        typer.Option(help="Expiry, as 2027-01-31, 2027-01-31T12:00Z, 12h or 90d. Default: never."),
+        typer.Option(help="Expiry time or validity period: 2027-01-31, 2027-01-31T12:00Z, 12h or 90d. Default: none."),
     ] = None,
     file: File = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="New file for the token, readable by this user only. Default: stdout."),
+        typer.Option(help="New file to write the token to, readable only by you. Default: stdout."),
     ] = None,
 ) -> Answer:
-    """Create a token, which is shown only once.
+    """Create a token and print it; the token cannot be shown again.
 
-    The token's entry, which contains only its digest, is added to --file or printed. A running service reads the new
-    entry within a second.
+    The entry for the token file contains only the token's digest. It is added to --file, or else printed. A running
+    service reads the new entry within a second.
     """
     from tq_service.server.credential_files import append_token, digest_of, format_entry, make_token, new_secret  # noqa: PLC0415
 
@@ -80,7 +82,7 @@ def new(
 
 @verb(TOKEN, "revoke", timeout=None)
 def revoke(name: Annotated[str, typer.Argument(help="Name of the token.")], file: File = None) -> Answer:
-    """Remove a token from a file; a running service rejects the token within a second."""
+    """Remove a token from the token file; a running service rejects the token within a second."""
     from tq_service.server.credential_files import remove_token  # noqa: PLC0415  (not needed by --help)
 
     path = _given_file(file)
@@ -92,7 +94,7 @@ def revoke(name: Annotated[str, typer.Argument(help="Name of the token.")], file
 
 @verb(TOKEN, "ls", timeout=None)
 def list_tokens(file: File = None) -> Answer:
-    """List the tokens in a file with their names, roles, prefixes and expiry times."""
+    """List the tokens in the token file: names, roles, prefixes and expiry times."""
     from tq_service.server.credential_files import read_tokens  # noqa: PLC0415  (not needed by --help)
 
     shown: list[dict[str, Any]] = [
@@ -125,7 +127,7 @@ def _given_file(file: Path | None) -> Path:
 
 
 def _moment(text: str) -> datetime:
-    """Parse an expiry time; a time without a time zone is UTC."""
+    """Parse the value of --expires; a time without a time zone is UTC."""
     span = _SPAN.fullmatch(text)
     try:
         if span is not None:
@@ -140,7 +142,7 @@ def _moment(text: str) -> datetime:
 
 @contextmanager
 def _writes(option: str, path: Path) -> Iterator[None]:
-    """Convert an OSError raised by a write to an InvalidArgumentError that names the option."""
+    """Convert an OSError in the `with` block to an InvalidArgumentError that names the option and the path."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`tq-service ui`: serves the live page of a running service."""
+"""`tq-service ui`: serves a live page that shows a running service in the browser."""
 
 from __future__ import annotations
 
@@ -27,27 +27,33 @@ EXAMPLES = """\
 def command(
     *,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 or :: opens the page to all machines, without a token.")
+        str,
+        typer.Option(help="Address to listen on. With 0.0.0.0 or ::, all machines can open the page without a token."),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free port.")] = 8080,
-    prefix: Annotated[str, typer.Option(help="Show partitions whose names begin with this.", show_default=False)] = "",
+    prefix: Annotated[
+        str, typer.Option(help="Show only partitions whose names begin with this prefix.", show_default=False)
+    ] = "",
     root_path: Annotated[
-        str, typer.Option(metavar="PATH", help="Path under which a proxy serves the page.", show_default=False)
+        str,
+        typer.Option(
+            metavar="PATH", help="URL path under which a proxy serves the page, such as /tq.", show_default=False
+        ),
     ] = "",
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Host name that browsers may use, in addition to localhost and IP addresses; may be repeated.",
+            help="Host name that requests may use, in addition to localhost and IP addresses; may be repeated.",
             show_default=False,
         ),
     ] = None,
     **service: Any,
 ) -> None:
-    """Serve a live page that shows the service in the browser, until SIGTERM or SIGINT.
+    """Serve a live page that shows a service in the browser, until SIGTERM or SIGINT.
 
-    The page server is a normal client that only reads, so a token with the role read is enough. The page server may
-    start before the service, and reconnects when the service restarts.
+    The page server is a client that only reads, so a token with the role read is sufficient. It may be started before
+    the service, and reconnects when the service restarts.
     """
     from tq_service.client import AsyncClient  # noqa: PLC0415  (--help does not need grpc)
     from tq_service.config import is_loopback, join_address  # noqa: PLC0415  (as above)
@@ -59,7 +65,9 @@ def command(
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         async with AsyncClient(**service) as client:
-            with contextlib.suppress(UnavailableError, DeadlineError):  # but wrong credentials end the command here
+            with contextlib.suppress(
+                UnavailableError, DeadlineError
+            ):  # an unreachable service may start later; wrong credentials end the command
                 await client.health(timeout=_FIRST_ANSWER_SECONDS)
 
             feed = Feed(client, prefix=prefix)

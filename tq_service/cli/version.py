@@ -19,11 +19,13 @@ EXAMPLES = """\
 
 @with_service
 def command(
-    client_only: Annotated[bool, typer.Option("--client", help="Print only the version of this program.")] = False,
+    client_only: Annotated[
+        bool, typer.Option("--client", help="Print only the version of this program, without connecting.")
+    ] = False,
     as_json: AsJson = False,
     **service: Any,
 ) -> None:
-    """Print the versions of this program and of the service; the exit code is 1 if the service does not respond."""
+    """Print the versions of this program and of the service. The exit code is 1 if the service does not respond."""
     own = {"version": BUILD, "python": platform.python_version()}
     if client_only:
         _print(own, [], as_json)

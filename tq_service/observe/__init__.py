@@ -1,1 +1,1 @@
-"""Observability of the service and its clients: Prometheus metrics, and a live page for the browser."""
+"""Observability: Prometheus metrics of the service and its clients, and a live page for the browser."""

@@ -1,4 +1,4 @@
-"""Prometheus metrics for the clients and loaders of a process: `tq.instrument`."""
+"""Implements `tq.instrument`: Prometheus metrics of the clients and loaders in a process."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _CLAIM_SECONDS: Final = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.
 
 
 def instrument(registry: CollectorRegistry | None = None) -> None:
-    """Measure the clients and loaders of this process: fetches, puts, claims, and the time spent waiting for loaders.
+    """Measure fetches, puts, claims and waiting times of all clients and loaders in this process.
 
-        docs/operations.md lists the metrics. Fetches in a loader's worker processes are counted in the loader's
-        process. A second call with the same registry does nothing.
+    docs/operations.md lists the metrics. Fetches by a loader's worker processes are counted in the loader's process. A
+    second call with the same registry has no effect.
 
     Args:
-        registry: registry of prometheus-client to add the metrics to; None for its default registry.
+        registry: prometheus-client registry to add the metrics to; None for the default registry.
 
     Raises:
         InvalidArgumentError: prometheus-client is not installed.
@@ -30,7 +30,7 @@ def instrument(registry: CollectorRegistry | None = None) -> None:
         from prometheus_client import REGISTRY  # noqa: PLC0415  (an optional dependency)
     except ModuleNotFoundError:
         raise InvalidArgumentError(
-            "tq.instrument needs prometheus-client, which is missing; install tq-service[metrics]"
+            "tq.instrument requires prometheus-client, which is not installed; install tq-service[metrics]"
         ) from None
     registry = REGISTRY if registry is None else registry
     if not any(isinstance(probe, PrometheusProbe) and probe.registry is registry for probe in probes):
@@ -38,10 +38,10 @@ def instrument(registry: CollectorRegistry | None = None) -> None:
 
 
 class PrometheusProbe:
-    """A `Probe` that records into metrics of prometheus-client.
+    """A `Probe` that records measurements as prometheus-client metrics.
 
     Args:
-        registry: the registry to add the metrics to.
+        registry: registry to add the metrics to.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -56,42 +56,42 @@ class PrometheusProbe:
         self.registry = registry
         self._fetches = histogram("client_fetch_seconds", "Duration of get_data calls.", _FETCH_SECONDS)
         self._fetched = counter("client_fetched_bytes", "Bytes received from storage services.")
-        self._puts = histogram("client_put_seconds", "Duration of puts of columns.", _FETCH_SECONDS)
-        self._put = counter("client_put_bytes", "Bytes of columns put.")
+        self._puts = histogram("client_put_seconds", "Duration of put calls for columns.", _FETCH_SECONDS)
+        self._put = counter("client_put_bytes", "Bytes of columns sent by puts.")
         self._claims = histogram(
             "client_claim_seconds", "Duration of get_meta calls, including waiting.", _CLAIM_SECONDS, ("status",)
         )
-        self._waited = counter("loader_wait_seconds", "Time spent waiting for loaders.")
-        self._worked = counter("loader_work_seconds", "Time between a micro-batch and the request for the next.")
+        self._waited = counter("loader_wait_seconds", "Time that training loops waited for their loaders.")
+        self._worked = counter("loader_work_seconds", "Time between receiving a micro-batch and requesting the next.")
         self._loaded = counter("loader_micro_batches", "Micro-batches delivered by loaders.")
         self._steps = Counter(
-            "tq_service_step_seconds", "Duration of trainers' steps, by stage.", ["stage"], registry=registry
+            "tq_service_step_seconds", "Time spent in each stage of training steps.", ["stage"], registry=registry
         )
 
     def fetched(self, seconds: float) -> None:
-        """See `Probe`."""
+        """Record the duration of a get_data call."""
         self._fetches.observe(seconds)
 
     def received(self, size_bytes: int) -> None:
-        """See `Probe`."""
+        """Add bytes received from storage services."""
         self._fetched.inc(size_bytes)
 
     def put(self, seconds: float, size_bytes: int) -> None:
-        """See `Probe`."""
+        """Record the duration and size of a put."""
         self._puts.observe(seconds)
         self._put.inc(size_bytes)
 
     def claimed(self, seconds: float, status: str) -> None:
-        """See `Probe`."""
+        """Record the duration of a get_meta call, by the status it returned."""
         self._claims.labels(status).observe(seconds)
 
     def loaded(self, wait_seconds: float, work_seconds: float) -> None:
-        """See `Probe`."""
+        """Record the wait for a micro-batch and the work on the previous one."""
         self._waited.inc(wait_seconds)
         self._worked.inc(work_seconds)
         self._loaded.inc()
 
     def stepped(self, seconds: tuple[tuple[str, float], ...]) -> None:
-        """See `Probe`."""
+        """Add the time of a training step, by stage."""
         for stage, each in seconds:
             self._steps.labels(stage).inc(each)

@@ -1,7 +1,7 @@
-"""The metrics port that Prometheus scrapes, served over HTTP in separate threads so that peers cannot block the loop.
+"""The HTTP port that Prometheus scrapes. It is served in separate threads, so slow peers cannot block the event loop.
 
-The port answers GET and HEAD requests for /metrics in Prometheus's text format or in OpenMetrics, depending on the
-Accept header. Metrics are collected on the event loop and rendered as text in the request's thread.
+The port answers GET and HEAD requests for /metrics, in Prometheus's text format or in OpenMetrics, depending on the
+Accept header. Metrics are collected on the event loop and converted to text in the request's thread.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Access:
     """The security settings of the metrics port.
 
     Attributes:
-        context: returns the TLS context for the next connection; None for no encryption.
-        refusal: returns the reason for refusing a request, given its Authorization header ("" if absent) and the peer's
-            address, or None if the request is allowed. Called from any thread.
+        context: function that returns the TLS context for the next connection; None for no encryption.
+        refusal: function of the request's Authorization header ("" if absent) and the peer's address. It returns the
+            reason for refusing the request, or None if the request is allowed, and must be thread-safe.
     """
 
     context: Callable[[], ssl.SSLContext] | None = None
@@ -54,22 +54,22 @@ class Access:
 
 
 class Endpoint:
-    """The metrics port, open from construction until `close`.
+    """The server of the metrics port; it is open from construction until `close`.
 
     Args:
         host: address to listen on.
-        port: port to listen on; 0 lets the system choose one.
-        collect: returns the metrics; runs on the event loop.
-        loop: the event loop of the service.
-        access: the security settings.
-        service_port: the port whose connections are counted.
+        port: port to listen on; 0 lets the system choose a free port.
+        collect: coroutine function that returns the metrics; called on the event loop.
+        loop: event loop of the service.
+        access: security settings of the port.
+        service_port: gRPC port of the service, whose client connections are counted as a metric.
 
     Attributes:
-        port: the port that the server listens on.
-        places: limits the number of connections served at a time.
+        port: port that the server listens on.
+        places: semaphore that limits the number of concurrent connections.
 
     Raises:
-        OSError: the address is in use or cannot be listened on.
+        OSError: the address is in use or the system refuses to listen on it.
     """
 
     def __init__(
@@ -92,7 +92,9 @@ class Endpoint:
             self._server = _Server(host.strip("[]"), port, self)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise OSError(f"cannot listen on {host}:{port} for metrics; is the port in use?") from error
+                raise OSError(
+                    f"cannot listen on {host}:{port} for metrics: the port is in use; choose another port"
+                ) from error
             raise OSError(f"cannot listen on {host}:{port} for metrics: {error}") from error
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
@@ -106,10 +108,10 @@ class Endpoint:
         self._server.server_close()
 
     def scrape(self, accept: str) -> tuple[bytes, str]:
-        """Return all metrics as text, and the text's content type. Call it from any thread except the event loop's.
+        """Return all metrics as text, and their content type. Must not be called in the event loop's thread.
 
         Raises:
-            TimeoutError: the event loop did not respond in time.
+            TimeoutError: the event loop did not return the metrics in time.
         """
         collecting = asyncio.run_coroutine_threadsafe(self._collect(), self._loop)
         try:
@@ -126,19 +128,19 @@ class Endpoint:
 
 
 class _Collected(CollectorRegistry):
-    """A registry of already collected metrics."""
+    """A registry that returns a given list of metrics, so prometheus-client can encode them."""
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         super().__init__()
         self._metrics = metrics
 
     def collect(self) -> Iterable[Metric]:
-        """Return the metrics."""
+        """Return the given metrics."""
         return self._metrics
 
 
 class _Server(ThreadingHTTPServer):
-    """Serves each connection in a thread, up to the maximum number of connections."""
+    """An HTTP server that handles each connection in a thread, up to `_MOST_CONNECTIONS` at a time."""
 
     daemon_threads = True
     block_on_close = False
@@ -150,12 +152,12 @@ class _Server(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
-        """Bind the socket without the host name look-up that http.server does."""
+        """Bind the socket. http.server would also look up the host name, which may be slow."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = "", self.server_address[1]
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """Answer the requests of a connection, in its thread; close it if too many are open."""
+        """Answer the requests of a connection in its thread, or close the connection if too many are open."""
         if not self.endpoint.places.acquire(blocking=False):
             return
         with contextlib.ExitStack() as ending:
@@ -166,16 +168,16 @@ class _Server(ThreadingHTTPServer):
             super().finish_request(request, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log an error, omitting the traceback if the peer caused it."""
+        """Log an error in a connection, without a traceback if the peer caused it."""
         error = sys.exc_info()[1]
         if isinstance(error, OSError):
-            _log.info(LogMessage("a connection to the metrics port failed", peer=client_address[0], error=error))
+            _log.info(LogMessage("connection to the metrics port failed", peer=client_address[0], error=error))
         else:
-            _log.error(LogMessage("a scrape failed", peer=client_address[0]), exc_info=error)
+            _log.error(LogMessage("could not answer a scrape of the metrics", peer=client_address[0]), exc_info=error)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers the requests of one connection."""
+    """HTTP handler that answers the scrapes on one connection."""
 
     server: _Server
     protocol_version = "HTTP/1.1"
@@ -184,7 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _IDLE_SECONDS
 
     def do_GET(self) -> None:
-        """Answer a scrape; omit the body for HEAD."""
+        """Answer a scrape with the metrics; omit the body if the method is HEAD."""
         status, kind, body = self._scrape()
         self.send_response(status)
         if status is HTTPStatus.UNAUTHORIZED:
@@ -200,7 +202,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _scrape(self) -> tuple[HTTPStatus, str, bytes]:
         endpoint, plain = self.server.endpoint, "text/plain; charset=utf-8"
         if self.path.partition("?")[0] != _PATH:
-            return HTTPStatus.NOT_FOUND, plain, f"metrics are at {_PATH}\n".encode()
+            return HTTPStatus.NOT_FOUND, plain, f"not found; metrics are served at {_PATH}\n".encode()
         peer = f"{self.client_address[0]}:{self.client_address[1]}"
         refusal = endpoint.access.refusal(self.headers.get("Authorization", ""), peer)
         if refusal is not None:
@@ -212,12 +214,12 @@ class _Handler(BaseHTTPRequestHandler):
         return HTTPStatus.OK, kind, body
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002  (as in the base class)
-        """Log requests only at debug level, since one arrives every few seconds."""
-        _log.debug(LogMessage("request on the metrics port", peer=self.client_address[0], request=format % args))
+        """Log a request at debug level, since scrapes arrive every few seconds."""
+        _log.debug(LogMessage("received a metrics request", peer=self.client_address[0], request=format % args))
 
 
 def count_connections(port: int) -> int | None:
-    """Return the number of open TCP connections to a port of this host, or None if the system does not report it."""
+    """Return the number of open TCP connections to a port of this host, or None if /proc is not available."""
     line = re.compile(rf"^ *\d+: [0-9A-F]+:{port:04X} [0-9A-F]+:[0-9A-F]{{4}} {_ESTABLISHED} ", re.MULTILINE)
     tables = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
     try:

@@ -1,4 +1,4 @@
-"""Counters and timers of negligible cost. Confined to one thread, in which scrapes also read them."""
+"""Counters and timers with negligible overhead. They are not thread-safe: update and read them on the event loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OTHERS: Final = "others"
 
 
 class Histogram:
-    """A histogram that counts each value in the bucket with the lowest bound not below the value.
+    """A histogram. Each value is counted in the first bucket whose bound is at least the value.
 
     Attributes:
         sum: sum of all observed values.
@@ -36,7 +36,7 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Count a value."""
+        """Add a value to the histogram."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self.sum += value
 
@@ -46,7 +46,7 @@ class Histogram:
         return sum(self._counts)
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Return the bounds as text, each with the number of values less than or equal to it."""
+        """Return each bucket's bound as text, with the number of observed values up to this bound."""
         total, buckets = 0, []
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
             total += count
@@ -55,14 +55,14 @@ class Histogram:
 
 
 class HistogramByName:
-    """One histogram for each of the first few names; all other names share a histogram."""
+    """Histograms by name: one for each of the first `_MOST_NAMES` names, and one shared by all other names."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
         self.by_name: dict[str, Histogram] = {}
 
     def of(self, name: str) -> Histogram:
-        """Return the histogram for a name."""
+        """Return the histogram of a name, creating it if necessary."""
         histogram = self.by_name.get(name)
         if histogram is None:
             name = name if len(self.by_name) < _MOST_NAMES else OTHERS
@@ -71,16 +71,16 @@ class HistogramByName:
 
 
 class MethodCounts:
-    """Call counts and durations of one method.
+    """Counts and durations of the calls to one gRPC method.
 
     Attributes:
-        service: the method's service, such as "tq_service.v1.ControllerService".
-        method: the method's name within the service.
+        service: full name of the gRPC service, such as "tq_service.v1.ControllerService".
+        method: name of the method within the service.
         shape: "unary", "client_stream", "server_stream" or "bidi_stream".
         started: number of calls received.
         handled: number of completed calls, by status code such as "OK".
-        handling: duration of calls, excluding the time that they wait.
-        waits: waiting time of calls; None if calls of this method never wait.
+        handling: histogram of call durations in seconds, excluding time spent waiting for samples or capacity.
+        waits: histogram of waiting times in seconds; None if calls to this method never wait.
     """
 
     __slots__ = ("handled", "handling", "method", "service", "shape", "started", "waits")
@@ -96,14 +96,14 @@ class MethodCounts:
 
 
 class Instruments:
-    """Measurements recorded during operation. A scrape reads all other metrics from the live state.
+    """Measurements recorded while the service runs. All other metrics are read from the live state at each scrape.
 
     Attributes:
-        calls: counts for each method called so far.
-        plan_seconds: planning time, by sampler.
-        imbalance: each batch's token count on the heaviest rank relative to the mean, minus 1, by sampler.
-        padding: share of padding in each batch, by sampler.
-        loop_lag: delay between the due time of an event-loop task and its start.
+        calls: counts and durations of all methods called so far.
+        plan_seconds: histograms of planning times in seconds, by sampler.
+        imbalance: histograms of batch imbalance (tokens of the heaviest rank divided by the mean, minus 1), by sampler.
+        padding: histograms of the share of padding in a batch, by sampler.
+        loop_lag: histogram of how late the event loop starts due tasks, in seconds.
     """
 
     def __init__(self) -> None:
@@ -115,12 +115,12 @@ class Instruments:
 
 
 class TimedRunner:
-    """Wraps a runner of samplers and times the runs that return a plan.
+    """Wraps a sampler runner, and measures the duration of all runs that return a plan.
 
     Args:
-        runner: the wrapped runner.
-        seconds: histograms of the run times, by sampler name. Times of runs off the event loop include the wait for a
-            thread.
+        runner: the runner to wrap.
+        seconds: histograms that receive the durations, by sampler name. If a run needs a thread, its duration includes
+            the wait for the thread.
     """
 
     def __init__(self, runner: RunsPlans, seconds: HistogramByName) -> None:
@@ -128,11 +128,11 @@ class TimedRunner:
         self._seconds = seconds
 
     def length(self, sampler: Sampler) -> LengthSource | None:
-        """Return the length source that a sampler needs; see `RunsPlans`."""
+        """Return the source of token counts that a sampler needs; see `RunsPlans`."""
         return self._runner.length(sampler)
 
     def run_inline(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
-        """Return a plan or None; see `RunsPlans`."""
+        """Run a sampler inline and return its plan, or None if too few samples are ready; see `RunsPlans`."""
         began_at = time.perf_counter()
         plan = self._runner.run_inline(sampler, view, request)
         if plan is not None:
@@ -140,7 +140,7 @@ class TimedRunner:
         return plan
 
     async def run(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
-        """Return a plan or None; see `RunsPlans`."""
+        """Run a sampler off the event loop if necessary, and return its plan or None; see `RunsPlans`."""
         began_at = time.perf_counter()
         plan = await self._runner.run(sampler, view, request)
         if plan is not None:

@@ -1,13 +1,13 @@
 """The metrics that one process of the service exposes to Prometheus, read from the live state at each scrape.
 
-Metrics are read on the event loop, in short time slices, and rendered as text in the scrape's thread. Calls and the
+Metrics are read on the event loop, in short time slices, and converted to text in the scrape's thread. Calls and the
 process itself have few series, whereas partitions have series per group and per task. If a scrape would exceed
-`MOST_LINES`, groups with partitions come first, in order of their first appearance, and
-`tq_service_metrics_dropped_series` counts the series left out.
+`MOST_LINES`, some series are omitted, and `tq_service_metrics_dropped_series` counts them. Groups that have partitions
+take precedence, in order of their first appearance.
 
 A trainer may create a partition per step (`train@0`, `train@1`, ...). All partitions of a group (the name up to the
-first "@") therefore share one series, which retains the counts of removed partitions. Counters start at 0 in each
-process, as is usual in Prometheus: the process that first stored recovered or restored data has already counted it.
+first "@") therefore share one series, which includes the counts of removed partitions. As usual in Prometheus, counters
+start at 0 in each process. Recovered and restored data is not counted again, since another process has counted it.
 """
 
 from __future__ import annotations
@@ -41,46 +41,54 @@ from tq_service.state.table import FAILED, HELD, LIVE
 from tq_service.storage.engine import EngineStat
 
 MOST_LINES: Final = 3_000
-_LINES_LEFT: Final = 150  # reserved for prometheus-client's process metrics and for help lines
-_GROUPS_SHARE: Final = 0.6  # maximum share of the lines of partitions that groups may use
+_LINES_LEFT: Final = 150  # lines reserved for help texts and for prometheus-client's process metrics
+_GROUPS_SHARE: Final = 0.6  # maximum share of the partition metrics' lines for series of groups; tasks get the rest
 _LAG_PERIOD_SECONDS: Final = 0.1
 _GROUP: Final = ("partition_group",)
 _TASK: Final = ("partition_group", "task")
 _METHOD: Final = ("grpc_type", "grpc_service", "grpc_method")
 _MOST_POLICIES: Final = 64
-_MOST_FORMER: Final = 1024  # maximum number of groups without partitions, counting their tasks
+_MOST_FORMER: Final = 1024  # maximum number of groups whose partitions were all removed, plus the tasks of these groups
 
-# The metrics of a group of partitions, and of a task over all partitions of a group.
+# Metrics of a partition group, and of a task (summed over all partitions of a group).
 _OF_GROUP: Final = (
-    (GaugeMetricFamily, "partitions", "Number of partitions."),
-    (GaugeMetricFamily, "partition_bytes", "Bytes used by the values of samples."),
+    (GaugeMetricFamily, "partitions", "Number of partitions in the group."),
+    (GaugeMetricFamily, "partition_bytes", "Bytes of field values stored in the group's partitions."),
     (GaugeMetricFamily, "waiting_puts", "Puts waiting for capacity in their partition."),
     (CounterMetricFamily, "samples_inserted", "Samples inserted."),
     (CounterMetricFamily, "samples_cleared", "Samples cleared, individually or with their partition."),
-    (CounterMetricFamily, "samples_released", "Samples cleared after tasks had finished with them."),
-    (CounterMetricFamily, "samples_aged_out", "Samples cleared because of their age."),
+    (CounterMetricFamily, "samples_released", "Samples released automatically after their tasks finished with them."),
+    (CounterMetricFamily, "samples_aged_out", "Samples cleared because they reached the maximum age."),
 )
 _STATES: Final = (("live", LIVE), ("held", HELD), ("failed", FAILED))
 _OF_TASK: Final = (
-    (GaugeMetricFamily, "task_pending_samples", "Samples left for a task, whether ready or not."),
+    (GaugeMetricFamily, "task_pending_samples", "Samples pending for a task, whether ready or not."),
     (GaugeMetricFamily, "task_leased_samples", "Samples leased but not yet acknowledged."),
-    (GaugeMetricFamily, "task_waiting_claims", "Calls waiting for a claim."),
+    (GaugeMetricFamily, "task_waiting_claims", "Claims waiting for samples."),
     (CounterMetricFamily, "samples_delivered", "Samples delivered to a task, including redeliveries."),
     (CounterMetricFamily, "samples_redelivered", "Samples delivered again after their lease expired."),
     (CounterMetricFamily, "leased_samples_expired", "Samples whose leases expired."),
     (CounterMetricFamily, "samples_dead_lettered", "Samples delivered too often without an acknowledgement."),
-    (CounterMetricFamily, "units_evicted_unmatched", "Samples and groups that claims evicted because of their where."),
-    (CounterMetricFamily, "units_evicted_too_small", "Groups that claims evicted because too few members were left."),
-    (CounterMetricFamily, "units_evicted_late", "Samples and groups that claims evicted before they became too stale."),
-    (CounterMetricFamily, "units_evicted_overflow", "Samples and groups cleared to make room for new ones."),
+    (
+        CounterMetricFamily,
+        "units_evicted_unmatched",
+        "Samples and groups evicted because the claim's where excluded them.",
+    ),
+    (CounterMetricFamily, "units_evicted_too_small", "Groups evicted because too few members remained."),
+    (CounterMetricFamily, "units_evicted_late", "Unfinished samples and groups evicted before they became too stale."),
+    (CounterMetricFamily, "units_evicted_overflow", "Samples and groups cleared to make space for new ones."),
 )
 _OF_BACKLOG: Final = (
-    (GaugeMetricFamily, "task_ready_samples", "Samples that a claim like the task's last one could get."),
-    (GaugeMetricFamily, "task_oldest_version", "Lowest version among the samples left for a task."),
+    (
+        GaugeMetricFamily,
+        "task_ready_samples",
+        "Samples that the task could claim now with the conditions of its last claim.",
+    ),
+    (GaugeMetricFamily, "task_oldest_version", "Lowest version among a task's pending samples."),
     (
         GaugeMetricFamily,
         "task_staleness_versions",
-        "Newest version in a partition minus the oldest version left for a task.",
+        "Newest version in a partition minus the oldest version among a task's pending samples.",
     ),
 )
 _TOTALS: Final = (  # fields of `TaskTotals` and the corresponding metrics
@@ -97,21 +105,21 @@ _LINES_OF_GROUP: Final = len(_OF_GROUP) + len(_STATES)
 _LINES_OF_TASK: Final = len(_OF_TASK) + len(_OF_BACKLOG)
 
 Numbers: TypeAlias = defaultdict[tuple[str, str], float]
-"""The values of a group of partitions, by task ("" for the group itself) and by metric or sample state."""
+"""The metric values of a partition group, by task ("" for the group itself) and by metric or sample state."""
 
 
 def group_of(partition_id: str) -> str:
-    """Return the group to which a partition belongs."""
+    """Return the group of a partition: its name up to the first "@"."""
     return partition_id.partition("@")[0]
 
 
 def tasks_of(numbers: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the tasks that have values in a group."""
+    """Return the names of the tasks that have values in a group's `Numbers`."""
     return [task for task in dict.fromkeys(task for task, _ in numbers) if task]
 
 
 def _counts_of(partition: Partition) -> Counter[tuple[str, str]]:
-    """Return the counters of a partition."""
+    """Return the current counter values of a partition, by task and metric."""
     table = partition.table
     counts = Counter(
         {
@@ -128,18 +136,18 @@ def _counts_of(partition: Partition) -> Counter[tuple[str, str]]:
 
 
 class PartitionGroups:
-    """Counts per group, over existing and removed partitions.
+    """Sums of partition metrics per group. Counters include removed partitions.
 
     Args:
-        catalog: the catalog of partitions.
+        catalog: the catalog whose partitions are summed up.
     """
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        # Added to the counters of existing partitions: the counts of removed partitions, minus the counts that restored
-        # partitions started with, which another process has counted. Ordered by the last removal of a partition.
+        # Amounts to add to the counters of existing partitions: the counts of removed partitions, minus the initial
+        # counts of restored partitions, which another process has counted. Groups are ordered by their last change.
         self._former: OrderedDict[str, Counter[tuple[str, str]]] = OrderedDict()
-        self._changes: list[tuple[str, Counter[tuple[str, str]]]] = []  # applied to `_former` after a collection
+        self._changes: list[tuple[str, Counter[tuple[str, str]]]] = []  # applied to `_former` after a running scrape
         self._is_collecting = False
         self._gone_count = 0  # partitions removed since `_bound` last ran
         for partition in catalog.partitions():
@@ -168,7 +176,7 @@ class PartitionGroups:
             self._bound()
 
     def _bound(self) -> None:
-        """Drop the oldest groups without partitions if there are too many such groups."""
+        """Forget the oldest groups whose partitions were all removed, if these groups are too many."""
         self._gone_count = 0
         there = {group_of(name) for name in self._catalog.names()}
         former = [group for group in self._former if group not in there]
@@ -179,9 +187,9 @@ class PartitionGroups:
             count -= 1 + len(tasks_of(self._former.pop(group)))
 
     async def collect(self, slices: Slices) -> dict[str, Numbers]:
-        """Return the values of all groups, except the readiness and age of samples.
+        """Return the values of all groups, except those that `add_backlogs` adds.
 
-        Other work runs between the slices; a partition that is removed during the collection still counts as existing.
+        Other tasks run between slices. A partition removed during the collection is counted as existing.
         """
         self._bound()
         self._is_collecting = True
@@ -199,7 +207,7 @@ class PartitionGroups:
         return groups
 
     async def _add(self, numbers: Numbers, partition: Partition, slices: Slices) -> None:
-        """Add the current values of a partition."""
+        """Add the current values of a partition to the values of its group."""
         for key, count in _counts_of(partition).items():
             numbers[key] += count
         numbers["", "partitions"] += 1
@@ -222,9 +230,9 @@ class PartitionGroups:
         backlogs: Backlogs,
         slices: Slices,
     ) -> None:
-        """Add the readiness and age of samples for the shown tasks of each group.
+        """Add the metrics in `_OF_BACKLOG` (ready samples, oldest version, staleness) for the tasks in `shown`.
 
-        The number of ready samples is omitted for a task whose backlog is not yet known.
+        If the backlog of a task is not known yet, its number of ready samples is omitted.
         """
         ready, oldest, staleness = (name for _, name, _ in _OF_BACKLOG)
         wanted: list[tuple[Partition, TaskLedger]] = []
@@ -249,18 +257,18 @@ class PartitionGroups:
 
 
 class ServiceMetrics:
-    """Collects the metrics of a process. Confined to the event loop of the service.
+    """Collects the metrics of a process. Use it only on the event loop of the service.
 
     Args:
-        instruments: the measurements recorded during operation.
-        facts: facts about the process, such as its version and role, for `tq_service_build_info`.
-        running_count: returns the number of running calls.
-        waiting_count: returns the number of waiting calls.
+        instruments: measurements recorded while the service runs.
+        facts: labels of the metric `tq_service_build_info`, such as the version and role of the process.
+        running_count: function that returns the number of running calls.
+        waiting_count: function that returns the number of waiting calls.
 
     Attributes:
-        parts: functions that return the metrics of parts of the process, such as `of_storage`.
-        leads: returns whether this controller leads its cluster. Only the leader shows state that all controllers
-            share, such as the partitions; sums over all controllers would otherwise count this state more than once.
+        parts: functions that return the metrics of one part of the process each, such as `of_storage`.
+        leads: function that returns whether this controller leads its cluster. Only the leader exposes state that all
+            controllers share, such as partitions, so sums over all controllers do not count it several times.
     """
 
     def __init__(
@@ -278,12 +286,12 @@ class ServiceMetrics:
         self._partitions: tuple[PartitionGroups, Backlogs] | None = None
         self.parts: list[Callable[[], Iterable[Metric]]] = [self._of_process, self._of_calls, self._of_batches]
         self.leads: Callable[[], bool] = lambda: True
-        # Groups and their tasks, each in order of first appearance.
+        # Groups and their tasks, both in order of first appearance.
         self._seen: dict[str, dict[str, None]] = {}
         self._scraping = asyncio.Lock()
 
     def add_partitions(self, catalog: Catalog, backlogs: Backlogs) -> None:
-        """Add a controller's metrics: its partitions (including recovered ones), policies, and backlogs of tasks."""
+        """Add the metrics of a controller: partitions (including recovered ones), policies, and task backlogs."""
         self._partitions = PartitionGroups(catalog), backlogs
         self.parts.append(lambda: of_policies(catalog.policies) if self.leads() else ())
         imbalance, padding = self._instruments.imbalance, self._instruments.padding
@@ -296,7 +304,7 @@ class ServiceMetrics:
         catalog.on_batch.append(count)
 
     async def measure_loop(self) -> None:
-        """Measure the lag of the event loop until cancelled."""
+        """Record the lag of the event loop periodically until cancelled."""
         observe = self._instruments.loop_lag.observe
         while True:
             began_at = time.perf_counter()
@@ -306,7 +314,7 @@ class ServiceMetrics:
     # Scraping
 
     async def collect(self) -> list[Metric]:
-        """Return the current metrics."""
+        """Collect and return the current metrics."""
         async with self._scraping:
             slices = Slices()
             metrics = []
@@ -321,9 +329,9 @@ class ServiceMetrics:
 
     def _of_process(self) -> Iterator[Metric]:
         yield InfoMetricFamily("tq_service_build", "Versions and role of the process.", value=self._info)
-        yield _gauge("running_calls", "Running calls, including waiting ones.", self._running_count())
+        yield _gauge("running_calls", "Running calls, including waiting calls.", self._running_count())
         yield _gauge("waiting_calls", "Calls waiting for samples or capacity.", self._waiting_count())
-        text = "Delay between the due time of an event-loop task and its start."
+        text = "How late the event loop starts a task that is due, in seconds."
         yield _histogram("tq_service_loop_lag_seconds", text, (), {(): self._instruments.loop_lag})
 
     def _of_calls(self) -> Iterator[Metric]:
@@ -337,7 +345,7 @@ class ServiceMetrics:
             for code, count in sorted(counts.handled.items()):
                 handled.add_metric((*method, code), count)
         yield from (started, handled)
-        text = "Duration of calls, excluding waiting for samples or capacity."
+        text = "Duration of calls, excluding the time spent waiting for samples or capacity."
         handling = {method: counts.handling for method, counts in calls.items()}
         yield _histogram("grpc_server_handling_seconds", text, _METHOD, handling)
         text = "Time that calls spent waiting for samples or capacity."
@@ -346,13 +354,13 @@ class ServiceMetrics:
 
     def _of_batches(self) -> Iterator[Metric]:
         for name, text, histograms in (
-            ("plan_seconds", "Planning time of batches.", self._instruments.plan_seconds),
+            ("plan_seconds", "Time spent planning a batch.", self._instruments.plan_seconds),
             (
                 "batch_imbalance_ratio",
-                "A batch's tokens on the heaviest rank relative to the mean, minus 1.",
+                "Tokens of a batch's heaviest rank divided by the mean of all ranks, minus 1.",
                 self._instruments.imbalance,
             ),
-            ("batch_padding_ratio", "Share of padding in a batch.", self._instruments.padding),
+            ("batch_padding_ratio", "Share of padding in a planned batch.", self._instruments.padding),
         ):
             by_sampler = {(sampler,): histogram for sampler, histogram in histograms.by_name.items()}
             yield _histogram(f"tq_service_{name}", text, ("sampler",), by_sampler)
@@ -363,7 +371,7 @@ class ServiceMetrics:
         groups = await parts.collect(slices)
         shown, dropped_count = await self._choose(groups, most_lines, slices)
         await parts.add_backlogs(groups, shown, backlogs, slices)
-        text = f"Series of partition groups and tasks left out to keep a scrape to {MOST_LINES} lines."
+        text = f"Series of partition groups and tasks omitted to limit a scrape to {MOST_LINES} lines."
         states = {(group, state): groups[group]["", state] for group in shown for state, _ in _STATES}
         metrics = [
             _gauge("metrics_dropped_series", text, dropped_count),
@@ -388,10 +396,10 @@ class ServiceMetrics:
     async def _choose(
         self, groups: Mapping[str, Numbers], most_lines: int, slices: Slices
     ) -> tuple[dict[str, list[str]], int]:
-        """Return the groups and tasks to show, and the number of series left out.
+        """Choose the groups and tasks to expose. Return the tasks by group, and the number of omitted series.
 
-        Groups with partitions come first, in order of first appearance, so that a series once shown remains. The tasks
-        of a group are also in order of first appearance.
+        Groups with partitions take precedence, in order of first appearance, so new groups do not displace series that
+        were exposed before. Within a group, tasks are also in order of first appearance.
         """
         self._seen = {group: self._seen.get(group, {}) for group in (*self._seen, *groups) if group in groups}
         order = sorted(self._seen, key=lambda group: not groups[group]["", "partitions"])
@@ -421,16 +429,16 @@ def of_policies(policies: Policies) -> Iterator[Metric]:
 
 
 def of_storages(counts: Mapping[str, int], lost: int, taken_over: int) -> Iterator[Metric]:
-    """Yield a controller's metrics about its storage services."""
+    """Yield the metrics of the storage services known to a controller, by state, and of lost storage services."""
     by_state = {(state,): count for state, count in counts.items()}
     yield _gauge("storages", "Storage services known to the controller.", by_state, ("state",))
-    yield _counter("storages_lost", "Storage services with a mirror that were lost.", lost)
-    yield _counter("storages_taken_over", "Lost storage services whose puts were taken over.", taken_over)
+    yield _counter("storages_lost", "Lost storage services that had a mirror.", lost)
+    yield _counter("storages_taken_over", "Lost storage services whose puts another service took over.", taken_over)
 
 
 def of_cluster(name: str, lags: Mapping[str, int] | None) -> Iterator[Metric]:
-    """Yield the metrics of a cluster, including the lags of standbys if this controller leads."""
-    text = "1 if this controller leads its cluster."
+    """Yield the metrics of a controller cluster, including the lags of standbys if this controller leads."""
+    text = "1 if this controller leads its cluster, otherwise 0."
     yield _gauge("controller_leads", text, {(name,): lags is not None}, ("cluster",))
     if lags is not None:
         text = "Journal records that a standby has not applied yet, as seen by the leader."
@@ -441,31 +449,35 @@ def of_cluster(name: str, lags: Mapping[str, int] | None) -> Iterator[Metric]:
 def of_storage(storage_id: str, own: EngineStat, adopted: Sequence[EngineStat]) -> Iterator[Metric]:
     """Yield the metrics of a storage service and its mirror.
 
-    Adopted puts are counted under the name of the service that adopted them. The names of both services may be equal,
-    and each name has only one series.
+    Puts taken over from a lost service are counted under the name of the service that took them over. Both services may
+    have the same name, and a name can have only one series.
     """
     rows: list[tuple[Callable[..., Metric], str, str, float | None]] = [
-        (_gauge, "used_bytes", "Bytes stored and reserved.", own.used_bytes),
-        (_gauge, "quota_bytes", "Maximum number of bytes to store; absent if there is no quota.", own.max_bytes),
-        (_gauge, "pooled_bytes", "Bytes of unused memory held for reuse.", own.pooled_bytes),
+        (_gauge, "used_bytes", "Bytes stored or reserved in the storage service.", own.used_bytes),
+        (_gauge, "quota_bytes", "Maximum number of bytes to store; absent without a quota.", own.max_bytes),
+        (_gauge, "pooled_bytes", "Bytes of unused memory kept for reuse.", own.pooled_bytes),
         (_gauge, "puts", "Number of stored puts.", own.put_count),
-        (_gauge, "uncommitted_puts", "Puts waiting for their commit.", own.uncommitted_put_count),
-        (_gauge, "damaged_puts", "Puts known to have lost bytes.", own.damaged_put_count),
-        (_counter, "written_bytes", "Bytes of completed puts.", own.written_bytes),
-        (_counter, "read_bytes", "Bytes of started reads.", own.read_bytes),
+        (_gauge, "uncommitted_puts", "Puts waiting to be committed.", own.uncommitted_put_count),
+        (_gauge, "damaged_puts", "Puts that are known to have lost bytes.", own.damaged_put_count),
+        (_counter, "written_bytes", "Bytes written by completed puts.", own.written_bytes),
+        (_counter, "read_bytes", "Bytes requested by reads.", own.read_bytes),
     ]
     mirrors = [stat.mirror for stat in (own, *adopted) if stat.mirror is not None]
     if mirrors:
         answers = [mirror.is_reachable for mirror in mirrors if mirror.is_reachable is not None]
-        text = "1 if the mirror answered the last call; absent before the first call."
+        text = "1 if the mirror answered the last call, otherwise 0; absent before the first call."
         rows.append((_gauge, "mirror_answers", text, all(answers) if answers else None))
-        text = "Puts taken over from other storage services."
+        text = "Puts taken over from lost storage services."
         rows.append((_gauge, "mirror_adopted_puts", text, sum(stat.put_count for stat in adopted)))
         for name, attribute, text in (
             ("unmirrored_bytes", "unmirrored_bytes", "Bytes of puts that lack the required copies."),
-            ("short_puts", "short_put_count", "Puts with the required number of copies but fewer than requested."),
-            ("unfetched_puts", "unfetched_put_count", "Adopted puts whose bytes have not been fetched yet."),
-            ("spilled_bytes", "spilled_bytes", "Used bytes stored only in the mirror."),
+            ("short_puts", "short_put_count", "Puts with the required number of copies, but fewer than requested."),
+            (
+                "unfetched_puts",
+                "unfetched_put_count",
+                "Puts taken over whose bytes were not fetched from the mirror yet.",
+            ),
+            ("spilled_bytes", "spilled_bytes", "Bytes stored only in the mirror."),
         ):
             rows.append((_gauge, f"mirror_{name}", text, sum(getattr(mirror, attribute) for mirror in mirrors)))
     for family, name, text, value in rows:
@@ -475,42 +487,51 @@ def of_storage(storage_id: str, own: EngineStat, adopted: Sequence[EngineStat]) 
 
 def of_bulk(storage_id: str, connection_count: int, moved_bytes: int) -> Iterator[Metric]:
     """Yield the metrics of the bulk port of a storage service."""
-    text = "Connections to the bulk port over which clients have transferred bytes."
+    text = "Client connections to the bulk port that have transferred data."
     yield _gauge("storage_bulk_connections", text, {(storage_id,): connection_count}, ("storage",))
     text = "Bytes of puts and gets transferred over bulk connections."
     yield _counter("storage_bulk_bytes", text, {(storage_id,): moved_bytes}, ("storage",))
 
 
 def of_log(lag: LogLag) -> Iterator[Metric]:
-    """Yield the metrics of the controller's log."""
+    """Yield the metrics of the controller's log of state changes."""
     for name, text, value in (
         ("unflushed_records", "Log records that are not durable yet.", lag.unflushed_count),
         ("replay_seconds", "Estimated time to replay the log at startup.", lag.replay_seconds),
-        ("snapshot_age_seconds", "Time since the last snapshot, or else since startup.", lag.snapshot_age_seconds),
-        ("failing", "1 if the last write to the log failed.", lag.is_failing),
-        ("disk_low", "1 if the disk is almost full and puts are refused.", lag.is_disk_low),
+        (
+            "snapshot_age_seconds",
+            "Time since the last snapshot, or since startup if no snapshot was written.",
+            lag.snapshot_age_seconds,
+        ),
+        ("failing", "1 if the last write to the log failed, otherwise 0.", lag.is_failing),
+        ("disk_low", "1 if puts are refused because the disk is almost full, otherwise 0.", lag.is_disk_low),
     ):
         yield _gauge(f"log_{name}", text, value)
 
 
 def of_recording(status: RecordingStatus) -> Iterator[Metric]:
-    """Yield the metrics of a recording."""
+    """Yield the metrics of the recording of batches."""
     for family, name, text, value in (
-        (_gauge, "up", "1 while recording; 0 after an error stopped the recording.", float(status.is_recording)),
+        (
+            _gauge,
+            "up",
+            "1 while steps are recorded, 0 after an error stopped the recording.",
+            float(status.is_recording),
+        ),
         (_gauge, "steps", "Number of steps in the recording.", status.step_count),
         (_gauge, "stored_bytes", "Bytes of the recording's steps.", status.stored_bytes),
         (_gauge, "pending_bytes", "Bytes in memory waiting to be recorded.", status.pending_bytes),
         (_counter, "recorded_steps", "Number of recorded steps.", status.recorded_step_count),
         (_counter, "skipped_steps", "Steps that could not be recorded.", status.skipped_step_count),
-        (_counter, "removed_steps", "Steps removed to make room for newer ones.", status.removed_step_count),
-        (_counter, "copied_bytes", "Bytes of puts that were copied.", status.copied_bytes),
+        (_counter, "removed_steps", "Old steps removed to make space for new steps.", status.removed_step_count),
+        (_counter, "copied_bytes", "Bytes of puts recorded by copying.", status.copied_bytes),
         (_counter, "linked_bytes", "Bytes of puts recorded by linking their files.", status.linked_bytes),
         (_counter, "processor_seconds", "Processor time spent on recording.", status.processor_seconds),
     ):
         yield family(f"recording_{name}", text, value)
 
 
-_Values = Mapping[Any, float]  # by label values
+_Values = Mapping[Any, float]  # metric values by label values
 
 
 def _gauge(name: str, text: str, value: float | _Values, labels: Sequence[str] = ()) -> Metric:

@@ -1,6 +1,6 @@
-"""Samplers: which ready samples form a batch, and how they are spread over the ranks.
+"""Samplers decide which ready samples form a batch and how the batch is divided among the ranks.
 
-A sampler is an object with its options, which `sampler=` of a claim takes, and its `plan` runs in the service.
+To use a sampler, create it with its options and pass it as `sampler=` when claiming. The service runs its `plan`.
 """
 
 from tq_service.samplers.by_length import PackedSampler, SeqlenBalancedSampler, TokenBudgetSampler

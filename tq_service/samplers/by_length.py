@@ -1,4 +1,4 @@
-"""Samplers that balance, budget or pack samples by their token counts."""
+"""Samplers that use token counts: they balance ranks, fill token budgets, or pack samples."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from tq_service.errors import InvalidArgumentError
 from tq_service.samplers.by_order import GroupSampler, rows_of_ranks, take_groups
 from tq_service.state.plan import Groups, Indexes, LengthSource, Pack, Plan, PlanRequest, RankPlan, View
 
-# Up to these limits planning takes less than a millisecond: groups to balance, groups to assign within a budget, and
-# samples packed into steps over all ranks. Larger batches are planned off the event loop.
+# Batches within these limits are planned in less than a millisecond, so they are planned on the event loop: groups to
+# balance, groups to assign within a budget, samples to pack, and optimizer steps over all ranks.
 _QUICK_BALANCED_GROUPS = 128
 _QUICK_BUDGET_GROUPS = 32
 _QUICK_PACKED_SAMPLES = 32
 _QUICK_STEPS = 8
-# Over all ranks, including empty packs, which cost as much as any other.
+# Maximum number of packs of a plan, over all ranks. Empty packs are included, since they cost as much as full ones.
 _MOST_PACKS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthSampler(GroupSampler):
-    """A group sampler that needs the token count of each sample; samples without one are not ready.
+    """A group sampler that uses token counts; samples without a token count are not ready.
 
     Attributes:
-        length_key: custom_meta column with the token count of a sample; samples without a value in it are not ready,
-            unless `length_field` is given too. null: `total_lengths`, for samples that have a value in it.
-        length_field: field whose row length is used if the column has no value. null: without a `length_key`, the
-            longest row with one dimension among `data_fields`, except fields declared dense.
-        align: each sample counts as its tokens rounded up to a multiple of this, as padded by `PackOptions(align=)`.
-        cost: quantity balanced over the ranks: tokens, or their cost with attention, 24576 L + L**2 for a sample of L
+        length_key: custom_meta column with the token count of each sample. A sample without a value is not ready,
+            unless `length_field` is also set. null: the column `total_lengths`, if the sample has a value there.
+        length_field: field whose row length is the token count of samples without a value in the column. null: if
+            `length_key` is not set, the longest one-dimensional row among `data_fields`, except fields declared dense.
+        align: token counts are rounded up to multiples of this number, to match the padding of `PackOptions(align=)`.
+        cost: quantity to balance over the ranks: tokens, or attention, which is 24576 L + L**2 for a sample of L
             tokens.
     """
 
@@ -55,11 +55,11 @@ class LengthSampler(GroupSampler):
 
     @property
     def length(self) -> LengthSource:
-        """The token count of a sample."""
+        """The source of the token counts."""
         return LengthSource(key=self.length_key, field=self.length_field)
 
     def read_lengths(self, view: View, rows: Indexes) -> Indexes:
-        """Return the token counts `(n,)` of rows.
+        """Return the token counts `(n,)` of the given rows.
 
         Raises:
             InvalidArgumentError: a token count is negative.
@@ -82,10 +82,10 @@ class LengthSampler(GroupSampler):
     def check_aligned(self, name: str, value: int) -> None:
         """Raise ValueError if an option is not a multiple of `align`."""
         if value % self.align:
-            raise ValueError(f"{name}: got {value} with align {self.align}, expected a multiple of it")
+            raise ValueError(f"{name}: got {value} with align {self.align}, expected a multiple of align")
 
     def refuse_micro_batch_size(self, request: PlanRequest, option: str) -> None:
-        """Raise InvalidArgumentError if a micro-batch size is requested in addition to `option`."""
+        """Raise InvalidArgumentError if the request has a micro-batch size, which would conflict with `option`."""
         if request.micro_batch_size is not None:
             raise InvalidArgumentError(
                 f"micro_batch_size: got {request.micro_batch_size} for sampler {self.name!r}, which splits "
@@ -96,25 +96,25 @@ class LengthSampler(GroupSampler):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeqlenBalancedSampler(LengthSampler):
-    """Takes complete groups and distributes them over the ranks with token totals as equal as possible.
+    """Takes complete groups and distributes them over the ranks, balancing the ranks' token totals.
 
-    One batch for all ranks is taken in the order of the groups' first members, then split by Karmarkar-Karp on the
-    groups' token totals and refined by swaps. Ranks get the same number of groups, or numbers that differ by at most
-    one. So with groups of equal size each rank gets `batch_size` samples. Within a rank, groups keep their order.
+    Takes one batch for all ranks, in the order of the groups' first members. The Karmarkar-Karp algorithm splits the
+    batch by the groups' token totals, and swaps refine the result. The numbers of groups per rank differ by at most
+    one, so if groups have equal size each rank gets `batch_size` samples. Within a rank, groups keep their order.
     """
 
     name: ClassVar[str] = "seqlen_balanced"
 
     def runs_inline(self, request: PlanRequest) -> bool:
-        """Whether there are few groups to balance."""
+        """Return True if the batch has few groups to balance."""
         group_size = self.n_samples_per_prompt if request.batch_unit == "sample" else 1
         return request.total_size <= _QUICK_BALANCED_GROUPS * (group_size or 1)
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
-        """Return a balanced share for each rank, or None if too few groups are ready.
+        """Return a balanced share of the batch for each rank, or None if too few groups are ready.
 
         Raises:
-            InvalidArgumentError: a length is negative.
+            InvalidArgumentError: a token count is negative.
         """
         self.check(request)
         groups = take_groups(self.ready_groups(view), request)
@@ -128,22 +128,22 @@ class SeqlenBalancedSampler(LengthSampler):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBudgetSampler(LengthSampler):
-    """Gives each rank as many ready samples, in complete groups, as its token budget holds.
+    """Fills the token budget of each rank with ready samples, in complete groups.
 
-    Groups are taken in the order of their first members until the next one does not fit, and distributed with token
-    totals, or costs, as equal as possible. Equal costs mean unequal numbers of tokens, so fewer groups fit.
-    `batch_size` is the maximum number of samples (or groups) per rank. A batch is made when the next ready group would
-    not fit, when `batch_size` is reached, or when no more samples can come. Until then the sampler waits.
+    Takes groups in the order of their first members until the next group does not fit. Token totals, or costs, are
+    balanced over the ranks. With equal costs the token totals differ, so fewer groups fit. `batch_size` is the maximum
+    number of samples (or groups) per rank. The sampler waits until the next ready group would not fit, `batch_size` is
+    reached, or no more samples can arrive.
 
     Attributes:
         tokens_per_rank: maximum number of tokens per rank.
-        tokens_per_micro_batch: splits each rank's part evenly into micro-batches of at most this many tokens, the same
-            number for every rank; null: micro-batches by micro_batch_size.
-        packs_multiple_of: with `tokens_per_micro_batch`: the number of micro-batches of a rank is a multiple of this.
-        overlong: handling of a sample of more tokens than a rank or a micro-batch may have, and of a group of more than
-            a rank may have. error refuses the batch. truncate plans for the first `tokens_per_micro_batch` tokens of a
-            sample and refuses anything that still does not fit. drop leaves the sample or group out of the batch for
-            good: it is in `RankPlan.dropped` and counts as skipped. Dropped samples count for `batch_size`.
+        tokens_per_micro_batch: maximum number of tokens per micro-batch; each rank's share is split evenly into the
+            same number of micro-batches. null: micro-batches are split by micro_batch_size.
+        packs_multiple_of: number that divides each rank's number of micro-batches; requires `tokens_per_micro_batch`.
+        overlong: handling of samples that exceed the token limit of a rank or micro-batch, and of groups that exceed
+            that of a rank. error refuses the batch. truncate plans for the first `tokens_per_micro_batch` tokens of a
+            sample and refuses what still does not fit. drop permanently excludes the sample or group: its samples are
+            listed in `RankPlan.dropped`, count as skipped, and count towards `batch_size`.
     """
 
     name: ClassVar[str] = "token_budget"
@@ -165,29 +165,29 @@ class TokenBudgetSampler(LengthSampler):
         needing = "packs_multiple_of" if self.packs_multiple_of > 1 else "overlong" if is_cut else ""
         if needing and self.tokens_per_micro_batch is None:
             raise ValueError(
-                f"{needing}: got {getattr(self, needing)!r} without tokens_per_micro_batch, expected both, since "
-                "micro-batches are otherwise split by micro_batch_size"
+                f"{needing}: got {getattr(self, needing)!r} without tokens_per_micro_batch, expected both options, "
+                "since micro-batches are otherwise split by micro_batch_size"
             )
         if is_cut:
             self.check_aligned("tokens_per_micro_batch", self.tokens_per_micro_batch or 0)
 
     def check(self, request: PlanRequest) -> None:
-        """Raise InvalidArgumentError if micro-batches are limited by both samples and tokens, or are too many."""
+        """Raise InvalidArgumentError if micro-batches have two limits (samples and tokens) or are too many."""
         if self.tokens_per_micro_batch is not None:
             self.refuse_micro_batch_size(request, "tokens_per_micro_batch")
         _check_pack_count(request, self.packs_multiple_of)
 
     def runs_inline(self, request: PlanRequest) -> bool:
-        """Whether there are few groups to assign."""
+        """Return True if the batch has few groups to assign and is not split by tokens."""
         return self.tokens_per_micro_batch is None and request.total_size <= _QUICK_BUDGET_GROUPS
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
-        """Return each rank's samples, or None if the budget is not used up and more samples may come.
+        """Return each rank's samples, or None if the budget is not used up and more samples may arrive.
 
         Raises:
-            InvalidArgumentError: a length is negative, or the first group has more samples than a rank may have. With
-                `overlong="error"` also if the group has more tokens than a rank, or one of its samples more than a
-                micro-batch, may have.
+            InvalidArgumentError: a token count is negative, or the first group has more than `batch_size` samples.
+                With `overlong="error"` also if the group has more than `tokens_per_rank` tokens, or one of its samples
+                has more than `tokens_per_micro_batch`.
         """
         self.check(request)
         is_full = True
@@ -214,20 +214,20 @@ class TokenBudgetSampler(LengthSampler):
             return None
         plan = Plan.of(rows_of_ranks(kept, assignment))
         if self.tokens_per_micro_batch is not None:
-            # The lengths of a rank's samples, in the order of its rows.
+            # The token counts of each rank's samples, in the order of the rank's rows.
             lengths_of_ranks = rows_of_ranks(Groups(rows=true_lengths[~is_dropped], sizes=kept.sizes), assignment)
             plan = self._split(plan, lengths_of_ranks, self.tokens_per_micro_batch)
-        # Samples of groups after the first one that does not fit are not dropped yet.
+        # Overlong samples behind the first group that did not fit stay in the partition; a later batch drops them.
         goes = is_dropped & (group_of < kept_ids[taken_count:].min(initial=len(groups)))
         dropped = _dropped_by_rank(groups, group_of, np.flatnonzero(goes), [kept_ids[part] for part in assignment])
         return Plan(ranks=tuple(replace(part, dropped=rows) for part, rows in zip(plan.ranks, dropped, strict=True)))
 
     def _assign(self, groups: Groups, lengths: Indexes, request: PlanRequest) -> list[Indexes]:
-        """Return the ascending positions of the groups of each rank: the longest prefix of the groups that fits.
+        """Assign the longest prefix of the groups that fits to the ranks; return the group positions of each rank.
 
-        Tokens, or costs, are as equal as possible. Assigning groups one by one to the least loaded rank gives a lower
-        bound for the number of groups; the total budget of all ranks gives an upper bound. In between, a binary search
-        finds the largest number that fits when balanced.
+        Tokens, or costs, are balanced. The lower bound on the number of groups comes from assigning groups one by one
+        to the least loaded rank, the upper bound from the total budget of all ranks. Between these bounds, a binary
+        search finds the largest number of groups that fits after balancing.
 
         Raises:
             InvalidArgumentError: the first group does not fit any rank.
@@ -251,7 +251,7 @@ class TokenBudgetSampler(LengthSampler):
         least = sum(part.size for part in best)
         best = self._balance(costs[:least], tokens, units, request) or best
         low, high = least + 1, most
-        count = most  # almost always the result
+        count = most  # try the upper bound first: it is almost always the result
         while low <= high:
             found = self._balance(costs[:count], tokens, units, request)
             if found is None:
@@ -264,7 +264,7 @@ class TokenBudgetSampler(LengthSampler):
     def _assign_one_by_one(
         self, costs: Indexes, tokens: Indexes, units: Indexes, request: PlanRequest
     ) -> list[Indexes]:
-        """Assign each group to the rank with the lowest cost, until one does not fit there."""
+        """Assign groups in order, each to the rank with the lowest cost, until a group does not fit there."""
         ranks: list[list[int]] = [[] for _ in range(request.rank_count)]
         loads = [(0, 0, 0, rank) for rank in range(request.rank_count)]
         for position, (cost, size, count) in enumerate(
@@ -278,7 +278,7 @@ class TokenBudgetSampler(LengthSampler):
         return [np.array(part, np.int64) for part in ranks]
 
     def _balance(self, costs: Indexes, tokens: Indexes, units: Indexes, request: PlanRequest) -> list[Indexes] | None:
-        """Balance the first `costs.size` groups over the ranks; None if a rank would exceed its limits."""
+        """Balance the first `costs.size` groups over the ranks; return None if a rank would exceed its limits."""
         for split in (get_free_partitions, get_even_partitions):
             parts = [np.array(part, np.int64) for part in split(costs, request.rank_count)]
             if all(
@@ -288,7 +288,7 @@ class TokenBudgetSampler(LengthSampler):
         return None
 
     def _is_overlong(self, groups: Groups, lengths: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the dropped samples: those that are too long, and all of a group that is too long."""
+        """Return a mask of the samples to drop: overlong samples, and all members of overlong groups."""
         if self.overlong != "drop":
             return np.zeros(lengths.size, np.bool_)
         is_dropped = lengths > min(self.tokens_per_rank, self.tokens_per_micro_batch or self.tokens_per_rank)
@@ -297,14 +297,14 @@ class TokenBudgetSampler(LengthSampler):
         return dropped
 
     def _oversized(self, groups: Groups, lengths: Indexes, batch_size: int) -> InvalidArgumentError:
-        """Return the error for a first group that does not fit any rank."""
+        """Return the error to raise when the first group does not fit any rank."""
         size = int(groups.sizes[0])
         total, longest = int(lengths[:size].sum()), int(lengths[:size].max())
         within_tokens = total <= self.tokens_per_rank and longest <= (self.tokens_per_micro_batch or longest)
         if within_tokens:
             return InvalidArgumentError(
                 f"batch_size: got {batch_size} samples, expected at least {size}, the size of the group of sample "
-                f"{groups.rows[0]}, which is not split; raise batch_size or count groups with batch_unit group",
+                f"{groups.rows[0]}, since groups are not split; raise batch_size or count groups with batch_unit group",
                 field="batch_size",
             )
         if total > self.tokens_per_rank:
@@ -315,14 +315,14 @@ class TokenBudgetSampler(LengthSampler):
             limit = f"tokens_per_micro_batch ({self.tokens_per_micro_batch})"
         rounded = f", each sample rounded up to a multiple of {self.align}" if self.align > 1 else ""
         return InvalidArgumentError(
-            f"length: {what} sample {groups.rows[0]}{rounded}, expected at most {limit}; raise it, clear "
-            "the sample, or choose overlong 'drop'",
+            f"length: {what} sample {groups.rows[0]}{rounded}, expected at most {limit}; raise this limit, "
+            "clear the sample, or choose overlong 'drop'",
             field="sampler_config",
             metadata={"column": self.length.column},
         )
 
     def _split(self, plan: Plan, lengths_of_ranks: list[Indexes], tokens_per_micro_batch: int) -> Plan:
-        """Return the plan with micro-batches, the same number for every rank."""
+        """Return the plan with each rank's samples split into the same number of micro-batches."""
         packed = pack_ranks_equally(
             [self.aligned(lengths) for lengths in lengths_of_ranks],
             tokens_per_micro_batch,
@@ -340,7 +340,7 @@ class TokenBudgetSampler(LengthSampler):
 def _dropped_by_rank(
     groups: Groups, group_of: Indexes, dropped: Indexes, groups_of_ranks: list[Indexes]
 ) -> Iterator[Indexes]:
-    """Yield the dropped rows named by each rank's part: they go with their group, if a rank has it, or round-robin."""
+    """Yield each rank's dropped rows: a row goes to the rank that has the rest of its group, or else round-robin."""
     rank_of = np.arange(len(groups)) % len(groups_of_ranks)
     for rank, own in enumerate(groups_of_ranks):
         rank_of[own] = rank
@@ -351,23 +351,23 @@ def _dropped_by_rank(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedSampler(LengthSampler):
-    """Packs entire batches: each rank gets `optimizer_steps` steps of packs of at most `pack_max_length` tokens.
+    """Packs a batch for all ranks: each rank gets `optimizer_steps` steps of packs of up to `pack_max_length` tokens.
 
-    A batch is taken in the order of the groups' first members. Its groups are distributed evenly over the ranks, and
-    the samples of a rank over the steps by their tokens. Each rank's step is bin packed. Every rank has the same number
-    of packs in a step, at least one, filled up with padding-only packs. A group stays on one rank, but may be split
-    over steps; with `batch_unit` "group" or "rollout" a rollout stays in one step, too. The algorithm is in
-    `tq_service.balancing.plan_packs`.
+    Takes a batch in the order of the groups' first members. Groups are distributed evenly over the ranks, and each
+    rank's samples over the steps by token count. The samples of a rank's step are then packed into bins. In each step,
+    every rank has the same number of packs (at least one); padding-only packs make up the difference. A group stays on
+    one rank but may be split over steps. With `batch_unit` "group" or "rollout", a rollout also stays in one step.
+    `tq_service.balancing.plan_packs` implements the algorithm.
 
     Attributes:
         optimizer_steps: exact number of optimizer steps per batch.
         pack_max_length: tokens per pack, a multiple of `align`; `Pack.padding_tokens` fills a pack up to this length.
-        overlong: handling of a sample of more tokens than a pack holds. error refuses the batch. truncate plans for its
-            first `pack_max_length` tokens, given in `Pack.lengths`. drop leaves it out of the batch for good: it is in
-            `RankPlan.dropped` and counts as skipped.
-        even_steps: whether the steps of a rank get token totals as equal as possible; otherwise the number of packs is
-            minimal, and differs between steps by at most one, or `packs_multiple_of`.
-        packs_multiple_of: the number of packs of each step is a multiple of this.
+        overlong: handling of samples with more than `pack_max_length` tokens. error refuses the batch. truncate plans
+            for the first `pack_max_length` tokens, and `Pack.lengths` contains the truncated length. drop permanently
+            excludes the sample: it is listed in `RankPlan.dropped` and counts as skipped.
+        even_steps: whether to balance token totals over the steps of a rank. false: as few packs as possible, with
+            numbers of packs that differ between steps by at most one (or `packs_multiple_of`).
+        packs_multiple_of: number that divides the number of packs in each step.
     """
 
     name: ClassVar[str] = "packed"
@@ -387,7 +387,7 @@ class PackedSampler(LengthSampler):
         check_overlong(self.overlong)
 
     def check(self, request: PlanRequest) -> None:
-        """Refuse a request that does not fit the options.
+        """Validate a request against the sampler's options.
 
         Raises:
             InvalidArgumentError: `batch_size` is not a multiple of the group size, a micro-batch size is given, or the
@@ -398,7 +398,7 @@ class PackedSampler(LengthSampler):
         _check_pack_count(request, self.packs_multiple_of, self.optimizer_steps)
 
     def runs_inline(self, request: PlanRequest) -> bool:
-        """Whether there are few samples to pack into few steps."""
+        """Return True if the batch has few samples and few optimizer steps."""
         group_size = 1 if request.batch_unit == "sample" else self.n_samples_per_prompt
         if group_size is None or self.optimizer_steps * self.packs_multiple_of * request.rank_count > _QUICK_STEPS:
             return False
@@ -408,7 +408,7 @@ class PackedSampler(LengthSampler):
         """Return steps and packs for each rank, or None if too few groups are ready.
 
         Raises:
-            InvalidArgumentError: a length is negative, or, with `overlong="error"`, more than a pack holds.
+            InvalidArgumentError: a token count is negative or, with `overlong="error"`, above `pack_max_length`.
         """
         self.check(request)
         groups = take_groups(self.ready_groups(view), request)
@@ -446,7 +446,7 @@ class PackedSampler(LengthSampler):
 
 
 def _as_plan(groups: Groups, group_of: Indexes, lengths: Indexes, packs: PackPlan) -> Plan:
-    """Convert packs of sample numbers to a plan of rows with their packed token counts."""
+    """Convert packs of sample indexes to a plan with rows and the token counts in each pack."""
     samples_of_ranks = [
         np.array(sorted(sample for step in steps for pack in step for sample in pack), np.int64)
         for steps in packs.packs
@@ -476,14 +476,14 @@ def _as_pack(samples: Indexes, pack: list[int], lengths: Indexes, pack_max_lengt
 
 
 def _check_pack_count(request: PlanRequest, packs_multiple_of: int, optimizer_steps: int = 1) -> None:
-    """Raise InvalidArgumentError if the plan has too many packs, including empty ones, over all ranks."""
+    """Raise InvalidArgumentError if the plan would have too many packs over all ranks, including empty packs."""
     pack_count = optimizer_steps * packs_multiple_of * request.rank_count
     if pack_count > _MOST_PACKS:
         option = "packs_multiple_of" if optimizer_steps == 1 else "optimizer_steps"
         got = packs_multiple_of if optimizer_steps == 1 else optimizer_steps
         raise InvalidArgumentError(
             f"{option}: got {got} for {request.rank_count} rank(s), {pack_count} packs in total, expected at most "
-            f"{_MOST_PACKS}; plan fewer per batch",
+            f"{_MOST_PACKS}; plan fewer packs per batch",
             field="sampler_config",
             metadata={"option": option},
         )

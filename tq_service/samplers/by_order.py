@@ -1,4 +1,4 @@
-"""Samplers that take ready samples, or complete groups, in order; the base of all group samplers."""
+"""Samplers that take ready samples, or complete groups, in order. Also contains the base class of group samplers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tq_service.state.plan import Groups, Indexes, Plan, PlanRequest, Sampler, V
 
 IncompleteGroups = Literal["skip", "take"]
 
-# For each rank, the positions of its groups.
+# The positions of each rank's groups in a `Groups` object, one array per rank.
 Assignment = Sequence[NDArray[np.int64]]
 
 
@@ -27,18 +27,18 @@ Assignment = Sequence[NDArray[np.int64]]
 class SequentialSampler(Sampler):
     """Takes ready samples in index order, or in the order of `order_by`.
 
-    Each rank gets a block of `batch_size` neighbours. A short last batch is distributed as evenly as possible. With
-    `batch_unit="group"` blocks have complete groups, with "rollout" complete rollouts.
+    Each rank gets a block of `batch_size` consecutive samples. A short last batch is spread as evenly as possible over
+    the ranks. With `batch_unit="group"`, blocks consist of complete groups; with "rollout", of complete rollouts.
     """
 
     name: ClassVar[str] = "sequential"
 
     def runs_inline(self, request: PlanRequest) -> bool:
-        """Return True: the plan is a slice."""
+        """Return True, since slicing the ready samples is fast."""
         return True
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
-        """Return blocks of neighbours, or None if fewer than `request.min_size` are ready."""
+        """Return a block of consecutive samples for each rank, or None if fewer than `request.min_size` are ready."""
         if request.batch_unit != "sample":
             groups = take_groups(view.ready_groups, request)
             if groups is None:
@@ -53,11 +53,12 @@ class GroupSampler(Sampler):
     """A sampler that takes complete groups, in the order of their first members.
 
     Attributes:
-        n_samples_per_prompt: members of a group without a declared size; without explicit groups, the length of the
-            blocks of consecutive indexes. null: explicit groups, or else single samples.
-        incomplete_groups: handling of a group with failed or cleared members: skip it, or take the rest.
-        blocks: where blocks of consecutive indexes begin: aligned to multiples of their length, or anywhere, so that
-            any run of this many ready samples with consecutive indexes is a group.
+        n_samples_per_prompt: number of samples in a group whose size was not declared. In a partition without named
+            groups, every block of this many consecutive indexes is a group. null: named groups, or else single samples.
+        incomplete_groups: handling of a group with failed or cleared samples: skip the group, or take its remaining
+            samples.
+        blocks: where groups of consecutive indexes may begin. aligned: at multiples of `n_samples_per_prompt`.
+            anywhere: any `n_samples_per_prompt` ready samples with consecutive indexes are a group.
     """
 
     n_samples_per_prompt: int | None = None
@@ -74,22 +75,22 @@ class GroupSampler(Sampler):
             raise ValueError(f"blocks: got {self.blocks!r}, expected 'aligned' or 'anywhere'")
         if self.blocks == "anywhere" and self.incomplete_groups == "take":
             raise ValueError(
-                "incomplete_groups: got 'take' with blocks 'anywhere', expected 'skip', since such groups are found "
-                "among ready samples only; name the groups to take the rest of them"
+                "incomplete_groups: got 'take' with blocks 'anywhere', expected 'skip', since these blocks consist of "
+                "ready samples only; to take incomplete groups, name the groups or use blocks 'aligned'"
             )
 
     def check(self, request: PlanRequest) -> None:
-        """Validate the request.
+        """Validate a request against the sampler's options.
 
         Raises:
-            InvalidArgumentError: `batch_size` in samples is not a multiple of the group size, or a group size is given
-                with `batch_unit` "rollout".
+            InvalidArgumentError: `batch_size` counts samples and is not a multiple of `n_samples_per_prompt`, or
+                `n_samples_per_prompt` is given with `batch_unit` "rollout".
         """
         group_size = self.n_samples_per_prompt
         if request.batch_unit == "rollout" and group_size is not None:
             raise InvalidArgumentError(
                 f"n_samples_per_prompt: got {group_size} for sampler {self.name!r} with batch_unit 'rollout', expected "
-                f"none, since rollouts of any groups are taken; omit it, or use batch_unit 'group'",
+                f"none, since rollouts are taken whatever their group; omit it, or use batch_unit 'group'",
                 field="sampler_config",
                 metadata={"option": "n_samples_per_prompt"},
             )
@@ -113,15 +114,15 @@ class GroupSampler(Sampler):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GRPOGroupNSampler(GroupSampler):
-    """Takes complete groups of `n_samples_per_prompt` samples, in the order of their first member.
+    """Takes complete groups of `n_samples_per_prompt` samples, in the order of their first members.
 
-    Groups of equal size are assigned in blocks of neighbours, and each rank gets exactly `batch_size` samples. If sizes
-    differ (closed groups, `incomplete_groups="take"`), groups are still not split, and the ranks' shares are as even as
-    possible.
+    If all groups have equal size, each rank gets consecutive groups and exactly `batch_size` samples. Group sizes
+    differ if groups were closed early or `incomplete_groups="take"`. Groups are not split then either, and the ranks'
+    shares are as even as possible.
 
     Attributes:
-        n_samples_per_prompt: members of a group without a declared size; without explicit groups, the length of the
-            blocks of consecutive indexes. Required.
+        n_samples_per_prompt: number of samples in a group whose size was not declared. In a partition without named
+            groups, every block of this many consecutive indexes is a group. Required.
     """
 
     name: ClassVar[str] = "grpo_group_n"
@@ -129,11 +130,11 @@ class GRPOGroupNSampler(GroupSampler):
     n_samples_per_prompt: int
 
     def runs_inline(self, request: PlanRequest) -> bool:
-        """Return True: groups are assigned, not searched."""
+        """Return True, since assigning groups is fast."""
         return True
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
-        """Return complete groups for each rank, or None if too few are ready."""
+        """Return complete groups for each rank, or None if too few groups are ready."""
         self.check(request)
         groups = take_groups(self.ready_groups(view), request)
         if groups is None:
@@ -149,20 +150,20 @@ class GRPOGroupNSampler(GroupSampler):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAwareSampler(GroupSampler):
-    """Assigns ready samples, or complete groups, round-robin to the ranks, which all get the same mixture of ages.
+    """Assigns ready samples, or complete groups, round-robin, so every rank gets older and newer samples alike.
 
-    For a batch_index, every replica of a rank gets the same samples, and different ranks get different ones. A short
-    last batch is distributed evenly. For trainer ranks only.
+    For each batch_index, all replicas of a rank get the same samples, and no two ranks share a sample. A short last
+    batch is distributed evenly. For trainer ranks only.
 
     Attributes:
-        n_samples_per_prompt: keeps groups of this many samples together; null: single samples, or explicit groups with
-            batch_unit group.
+        n_samples_per_prompt: number of samples in a group; groups are not split. null: single samples, or named groups
+            with batch_unit group.
     """
 
     name: ClassVar[str] = "rank_aware"
 
     def check(self, request: PlanRequest) -> None:
-        """Raise InvalidArgumentError for a queue worker, or if `batch_size` is not a multiple of the group size."""
+        """Raise InvalidArgumentError for a queue worker or a `batch_size` that is not a multiple of the group size."""
         if not request.ranked:
             raise InvalidArgumentError(
                 f"sampler: got {self.name!r} without dp_rank, expected dp_rank, dp_size and batch_index; queue workers "
@@ -172,11 +173,11 @@ class RankAwareSampler(GroupSampler):
         GroupSampler.check(self, request)
 
     def runs_inline(self, request: PlanRequest) -> bool:
-        """Return True: samples are assigned, not searched."""
+        """Return True, since assigning samples is fast."""
         return True
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
-        """Return the share of each rank, or None if too few are ready."""
+        """Return each rank's share of the batch, or None if too few samples are ready."""
         self.check(request)
         ranks = request.rank_count
         if self.n_samples_per_prompt is None and request.batch_unit == "sample":
@@ -189,12 +190,13 @@ class RankAwareSampler(GroupSampler):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenSampler(Sampler):
-    """Takes the samples named in its options, in this order, once all of them are ready.
+    """Takes the samples listed in its option `rows`, in that order, once all of them are ready.
 
-    For queue workers that choose samples after a look-up. There is no batch if another worker has claimed one of them.
+    For queue workers that look up samples and then claim some of them. If another worker has claimed one of these
+    samples, the sampler returns no batch.
 
     Attributes:
-        rows: global indexes, each once; `batch_size` is their number.
+        rows: distinct global indexes of the samples to claim; `batch_size` must be the number of these indexes.
     """
 
     name: ClassVar[str] = "chosen"
@@ -205,7 +207,7 @@ class ChosenSampler(Sampler):
         if not self.rows:
             raise ValueError("rows: got none, expected at least one global index")
         if len(set(self.rows)) != len(self.rows):
-            raise ValueError("rows: one comes twice; name each once")
+            raise ValueError("rows: got a global index twice, expected distinct indexes")
 
     def check(self, request: PlanRequest) -> None:
         """Raise InvalidArgumentError for trainer ranks, or if `batch_size` is not the number of rows."""
@@ -223,25 +225,25 @@ class ChosenSampler(Sampler):
             )
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
-        """Return the rows, or None if one of them is not ready."""
+        """Return a plan with the listed rows, or None if one of them is not ready."""
         self.check(request)
         rows = np.array(self.rows, np.int64)
         return Plan.of([rows]) if np.isin(rows, view.ready()).all() else None
 
 
 def take_groups(ready_groups: Callable[..., Groups], request: PlanRequest) -> Groups | None:
-    """Return the next complete groups, as many as the request holds, or None if too few are ready.
+    """Return the next complete groups, up to the size of the batch, or None if too few are ready.
 
-    There are enough groups if they reach `request.min_size`, or if the next ready group would exceed
-    `request.total_size`, since waiting does not help then. To tell this from "no further group is ready yet", the
-    function requests one group more than fits.
+    Enough groups are ready if they reach `request.min_size`. If the next ready group would exceed
+    `request.total_size`, the groups before it are enough too, since waiting would not change that. To detect this
+    case, the function reads one group more than fits.
 
     Args:
-        ready_groups: `View.ready_groups`, called with a limit and its unit.
-        request: the request for the plan.
+        ready_groups: function that returns ready groups up to a limit in a given unit, such as `View.ready_groups`.
+        request: batch size, ranks and unit of the batch to plan.
 
     Raises:
-        InvalidArgumentError: the first group is larger than the entire batch, so no plan can ever take it.
+        InvalidArgumentError: the first group is larger than the entire batch, so no plan could include it.
     """
     unit, total = request.batch_unit, request.total_size
     groups = ready_groups(total, unit=unit)
@@ -249,45 +251,45 @@ def take_groups(ready_groups: Callable[..., Groups], request: PlanRequest) -> Gr
     if len(groups) and size >= request.min_size:
         return groups
     if unit != "sample":
-        return None  # a group counts as one, so one more always fits
+        return None  # every group counts as one unit, so the batch is not full yet
     more = ready_groups(len(groups) + 1, unit="group")
     ends = np.cumsum(more.sizes)
     count = int(np.searchsorted(ends, total, side="right"))
     fitting = Groups(rows=more.rows[: int(ends[count - 1]) if count else 0], sizes=more.sizes[:count])
     if count == len(more):
-        # Groups may have become ready between the two calls.
+        # All groups fit: some may have become ready after the first call, so compare with the minimum again.
         return fitting if count and fitting.rows.size >= request.min_size else None
     if not count:
         raise InvalidArgumentError(
             f"batch_size: got {request.batch_size} samples for {request.rank_count} rank(s), {total} in total, "
-            f"expected at least {int(more.sizes[0])}, the size of the group of sample {int(more.rows[0])}, which is "
-            "not split; raise batch_size or count groups with batch_unit group",
+            f"expected at least {int(more.sizes[0])}, the size of the group of sample {int(more.rows[0])}, since "
+            "groups are not split; raise batch_size or count groups with batch_unit group",
             field="batch_size",
         )
     return fitting
 
 
 def rows_of_ranks(groups: Groups, assignment: Assignment) -> list[Indexes]:
-    """Return the rows of each rank: the members of its groups, in the order of the assignment."""
+    """Return each rank's rows: the members of the groups assigned to it, in the order of the assignment."""
     members = np.split(groups.rows, groups.starts[1:])
     empty = np.zeros(0, np.int64)
     return [np.concatenate([empty, *(members[position] for position in part.tolist())]) for part in assignment]
 
 
 def assign_blocks(groups: Groups, rank_count: int) -> Assignment:
-    """Assign neighbouring groups to each rank; counts are equal or differ by at most one."""
+    """Assign a block of consecutive groups to each rank; the numbers of groups differ by at most one."""
     return even_blocks(np.arange(len(groups)), rank_count)
 
 
 def even_blocks(values: Indexes, count: int) -> list[Indexes]:
-    """Return blocks of neighbours, the first ones longer by one if necessary; faster than `np.array_split`."""
+    """Split values into `count` blocks whose sizes differ by at most one, longer ones first, like `np.array_split`."""
     size, longer = divmod(values.size, count)
     ends = [size * block + min(block, longer) for block in range(count + 1)]
     return [values[start:end] for start, end in pairwise(ends)]
 
 
 def assign_to_least_loaded(groups: Groups, rank_count: int) -> Assignment:
-    """Assign groups, largest first, to the rank with the fewest samples."""
+    """Assign each group, largest first, to the rank that has the fewest samples so far."""
     loads = [(0, rank) for rank in range(rank_count)]
     rank_of = np.empty(len(groups), np.int64)
     sizes = groups.sizes.tolist()
@@ -299,10 +301,10 @@ def assign_to_least_loaded(groups: Groups, rank_count: int) -> Assignment:
 
 
 def assign_round_robin(groups: Groups, rank_count: int, *, largest_first: bool = False) -> Assignment:
-    """Assign one group to each rank in every round; group counts are equal or differ by at most one.
+    """Assign groups in rounds of one group per rank, so the ranks' numbers of groups differ by at most one.
 
-    Rounds take groups in order of arrival (or of size). Within a round the larger groups go to the ranks with fewer
-    samples; groups of equal size go round-robin.
+    Rounds take groups in the given order, or by size with `largest_first`. Within a round, larger groups are assigned
+    to ranks with fewer samples; groups of equal size are assigned round-robin.
     """
     order = np.argsort(-groups.sizes, kind="stable") if largest_first else np.arange(len(groups))
     loads = np.zeros(rank_count, np.int64)

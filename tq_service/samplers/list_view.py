@@ -1,4 +1,4 @@
-"""A view of samples with given lengths, to test samplers without a service."""
+"""An in-memory `View` of samples with given token counts, for testing samplers without a service."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SPEC = BatchSpec(
 
 
 class ListView(PartitionView):
-    """In-memory samples 0, 1, ..., shown as the service shows a partition: ready once produced, until consumed."""
+    """In-memory samples 0, 1, ... as a sampler in the service sees them: ready once produced, until consumed."""
 
     def __init__(
         self,
@@ -42,13 +42,13 @@ class ListView(PartitionView):
 
         Args:
             lengths: token count of each sample.
-            group_size: number of neighbours per explicit group; the last group may be smaller. None: no groups.
-            meta: custom_meta columns, one value per sample.
-            unproduced: samples that lack a field; see `produce`.
+            group_size: number of consecutive samples per named group; the last group may be smaller. None: no groups.
+            meta: values of custom_meta columns by column name, one value per sample.
+            unproduced: samples that are not ready until `produce` is called for them.
 
         Raises:
-            ValueError: `group_size` is below 1, or a column of `meta` does not have one value per sample.
-            IndexError: an element of `unproduced` is not a sample.
+            ValueError: `group_size` is below 1, or a column in `meta` does not have one value per sample.
+            IndexError: an index in `unproduced` is out of range.
         """
         if group_size is not None and group_size < 1:
             raise ValueError(f"group_size: got {group_size}, expected at least 1")
@@ -63,7 +63,7 @@ class ListView(PartitionView):
             groups.close(np.arange(groups.slots.count))
         for name, column in (meta or {}).items():
             if len(column) != count:
-                raise ValueError(f"got meta {name!r} of {len(column)} values, expected {count}, one value per sample")
+                raise ValueError(f"meta: got {len(column)} values for column {name!r}, expected {count}")
             partition.meta.write([column_of(name, count, range(count), column)], rows)
         self._task = partition.open_task("list")
         self._cells = partition.cells.declare(FieldSpec("produced")).cell
@@ -72,17 +72,20 @@ class ListView(PartitionView):
         super().__init__(partial(Scan, ready, ScanStarts(partition, "list"), watch=ScanWatch()))
 
     def consume(self, rows: Indexes) -> None:
-        """Mark rows as consumed, as if they had been delivered and acknowledged."""
+        """Mark rows as consumed, as if a client had claimed and acknowledged them."""
         self._task.claim.write(rows, CONSUMED_EARLIER)
 
     def record(self, plan: Plan, *, max_uses: int = 1) -> None:
-        """Consume and drop rows and count deliveries, as the service does with `get_meta(max_uses=)`."""
+        """Apply a plan as the service does: count deliveries, drop the plan's dropped rows, consume used-up rows.
+
+        A row is used up after `max_uses` deliveries, as with `get_meta(max_uses=)`.
+        """
         recorded = self._task.using_up(RecordedPlan.of(plan), max_uses)
         self._task.deliver(recorded, recorded.named, batch_spec=_SPEC)
         self.plan_count += 1
 
     def produce(self, rows: Indexes) -> None:
-        """Mark rows as having all their fields."""
+        """Mark rows as produced, so they become ready."""
         self._cells.write(rows, 0)
 
     def rollout_names(self, rows: Indexes) -> list[str | None]:
@@ -90,9 +93,9 @@ class ListView(PartitionView):
         return [None] * len(rows)
 
     def lengths(self, rows: Indexes) -> Indexes:
-        """Return token counts `(n,)`."""
+        """Return the token counts `(n,)` of rows."""
         return self._lengths[rows]
 
     def field_lengths(self, field: str, rows: Indexes) -> Indexes:
-        """Return the token counts `(n,)` for any field."""
+        """Return the token counts `(n,)` of rows, whatever the field."""
         return self._lengths[rows]

@@ -1,4 +1,4 @@
-"""Options of a sampler: read from its constructor, and validated against the caller's config."""
+"""Reads a sampler's options from its constructor, and validates a client's sampler_config against them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REQUIRED: Final = inspect.Parameter.empty
 
 
 def describe_sampler(name: str, kind: type[Sampler]) -> SamplerDescription:
-    """Return the name, first docstring sentence and options of a sampler."""
+    """Describe a sampler class: its name, the first sentence of its docstring, and its options."""
     first_paragraph = " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())
     sentence, stop, _ = first_paragraph.partition(". ")
     parameters, _ = _parameters(kind)
@@ -39,7 +39,7 @@ def describe_sampler(name: str, kind: type[Sampler]) -> SamplerDescription:
 
 
 def _documented(kind: type[Sampler]) -> dict[str, str]:
-    """Return the docstring texts of options; those of a class take precedence over those of its bases."""
+    """Return each option's text from the docstrings of the class and its bases; the most derived class wins."""
     texts: dict[str, str] = {}
     for doc in (inspect.getdoc(part) for base in kind.__mro__[:-1] for part in (base, vars(base).get("__init__"))):
         section = re.search(r"^(?:Attributes|Args):\n((?:\s+.*\n?|\n)+)", doc or "", re.MULTILINE)
@@ -50,10 +50,10 @@ def _documented(kind: type[Sampler]) -> dict[str, str]:
 
 
 def build_sampler(name: str, kind: type[Sampler], config: Mapping[str, object]) -> Sampler:
-    """Create a sampler with these options.
+    """Create a sampler of class `kind` with the options in `config`.
 
     Raises:
-        InvalidArgumentError: an option is unknown or missing, or its type or value is wrong.
+        InvalidArgumentError: an option is unknown or missing, or has the wrong type or an invalid value.
     """
     parameters, takes_any = _parameters(kind)
     for option in config:
@@ -69,7 +69,7 @@ def build_sampler(name: str, kind: type[Sampler], config: Mapping[str, object]) 
     ]
     if missing:
         raise InvalidArgumentError(
-            f"sampler_config: sampler {name!r} needs {', '.join(map(repr, missing))}, got "
+            f"sampler_config: sampler {name!r} requires {', '.join(map(repr, missing))}, got "
             f"{', '.join(map(repr, config)) or 'no options'}",
             field=_FIELD,
             metadata={"option": missing[0]},
@@ -89,7 +89,7 @@ def build_sampler(name: str, kind: type[Sampler], config: Mapping[str, object]) 
     try:
         return kind(**options)
     except (TypeError, ValueError) as error:
-        message = f"sampler_config: sampler {name!r} refuses {json.dumps(options, default=repr)}: {error}"
+        message = f"sampler_config: sampler {name!r} rejected the options {json.dumps(options, default=repr)}: {error}"
         option = str(error).partition(":")[0]
         if option not in parameters:
             raise InvalidArgumentError(message, field=_FIELD) from error
@@ -97,7 +97,7 @@ def build_sampler(name: str, kind: type[Sampler], config: Mapping[str, object]) 
 
 
 def _parameters(kind: type[Sampler]) -> tuple[dict[str, inspect.Parameter], bool]:
-    """Return the keyword parameters, and whether any other keyword is accepted."""
+    """Return the constructor's keyword parameters, and whether it accepts any other keyword (`**kwargs`)."""
     parameters = inspect.signature(kind).parameters.values()
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return (
@@ -107,12 +107,12 @@ def _parameters(kind: type[Sampler]) -> tuple[dict[str, inspect.Parameter], bool
 
 
 def _type_hints(kind: type[Sampler]) -> dict[str, Any]:
-    # A dataclass may inherit options whose types are imported only in the module of its base class. The hints of a
-    # class are resolved in the module of each base, those of a generated constructor only in the last module.
+    # A dataclass may inherit options whose types are imported only in the module of a base class. `get_type_hints` of a
+    # class looks in the module of each base; for a generated constructor, it looks only in the subclass's module.
     annotated = kind if is_dataclass(kind) else kind.__init__
     try:
         return get_type_hints(annotated)
-    except (NameError, TypeError):  # names imported only for type checking: the constructor validates its arguments
+    except (NameError, TypeError):  # names imported only for type checking; the constructor then validates all values
         return {}
 
 
@@ -123,7 +123,7 @@ _LISTS: Final = (list, tuple, Sequence)
 
 
 def _words(hint: Any) -> str:
-    """Describe a type hint in terms of JSON, for clients in every language; "" if only the constructor checks it."""
+    """Describe a type hint in JSON terms, for clients in every language; "" if only the constructor validates it."""
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(filter(None, map(_words, get_args(hint))))
     if get_origin(hint) is Literal:
@@ -134,7 +134,7 @@ def _words(hint: Any) -> str:
 
 
 def _checked(value: object, hint: Any) -> object:
-    """Validate a value against its hint; a value that only the constructor checks is returned unchanged."""
+    """Validate a value against a type hint; return it unchanged if only the constructor can validate it."""
     if not _words(hint):
         return value
     try:
@@ -145,7 +145,7 @@ def _checked(value: object, hint: Any) -> object:
 
 
 def whole_numbers(value: Any) -> Any:
-    """Convert integral doubles in a JSON value to integers, since all numbers are doubles on the wire."""
+    """Convert integral floats in a JSON value to integers, since the wire format carries all numbers as doubles."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):

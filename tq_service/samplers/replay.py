@@ -1,4 +1,4 @@
-"""A sampler that draws delivered samples again, by priority, for off-policy methods."""
+"""A sampler for off-policy methods that delivers samples repeatedly, drawn at random by priority."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySampler(Sampler):
-    """Takes a share of fresh samples, which were never delivered, and draws the rest of a batch by priority.
+    """Fills part of each batch with fresh samples (never delivered before) and draws the rest at random by priority.
 
-    Draws are with replacement, with probability p**exponent / Σ p**exponent, as in prioritized experience replay (T.
-    Schaul, J. Quan, I. Antonoglou, D. Silver, "Prioritized Experience Replay", ICLR 2016). With `batch_unit="group"`
-    entire named groups are delivered, with the mean priority of their members; likewise rollouts with "rollout". The
-    draws of a batch depend on the seed, the number of earlier plans, and the samples.
+    Samples are drawn with replacement. A sample with priority p has probability p**exponent / Σ p**exponent, as in T.
+    Schaul, J. Quan, I. Antonoglou, D. Silver, "Prioritized Experience Replay", ICLR 2016. With `batch_unit="group"`,
+    entire named groups are delivered; the priority of a group is the mean priority of its samples. With "rollout", the
+    same applies to rollouts. The samples drawn depend only on the seed, the number of earlier plans and the ready
+    samples.
 
     Attributes:
-        fresh: share of fresh samples in a batch, oldest first; 0: all samples are drawn, delivered before or not.
-        priority_key: custom_meta column with the priority of a sample, at least 0; null: all priorities are equal. A
-            sample without a value has priority 0.
-        exponent: exponent of the priorities; 0: all samples with a nonzero priority are equally likely.
-        seed: seed of the draws.
-        max_uses: number of deliveries after which a sample is consumed; null: never.
+        fresh: share of a batch reserved for fresh samples, oldest first. 0: the entire batch is drawn by priority.
+        priority_key: custom_meta column with the priority of each sample, at least 0; samples without a value have
+            priority 0. null: all priorities are equal.
+        exponent: exponent applied to the priorities; 0: all samples with a nonzero priority are equally likely.
+        seed: seed of the random draws.
+        max_uses: number of deliveries after which a sample is consumed; null: samples are never consumed.
     """
 
     name: ClassVar[str] = "replay"
@@ -54,7 +55,7 @@ class ReplaySampler(Sampler):
             raise ValueError("priority_key: got an empty name, expected a custom_meta column")
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
-        """Return fresh and drawn samples, distributed round-robin to the ranks, or None if too few are fresh.
+        """Return fresh and drawn samples, assigned round-robin to the ranks, or None if they are too few for a batch.
 
         Raises:
             InvalidArgumentError: a priority is negative or not a finite number.
@@ -77,7 +78,7 @@ class ReplaySampler(Sampler):
         return Plan.of(ranks, consumed=_rows(units, consumed))
 
     def _draw(self, view: View, units: Groups, uses: Indexes, count: int) -> Indexes:
-        """Return up to `count` units drawn with replacement; fewer if all units are used up."""
+        """Draw up to `count` units with replacement; fewer if all units have reached `max_uses`. Return their ids."""
         may_be_drawn = uses > 0 if self.fresh else np.ones(uses.size, np.bool_)
         drawn, ids = uses[:0], np.flatnonzero(may_be_drawn)
         if not count or not ids.size:
@@ -88,7 +89,8 @@ class ReplaySampler(Sampler):
         ids, priorities = ids[priorities > 0], priorities[priorities > 0]
         weights = (priorities / priorities.max()) ** self.exponent
         rng = np.random.default_rng((self.seed, view.plan_count))
-        # Draws of a unit beyond its last use are repeated, which is equivalent to drawing one by one without the unit.
+        # If a unit is drawn more often than `max_uses` allows, the excess is drawn again among the other units. The
+        # result is distributed as if units were drawn one by one and removed when used up.
         while drawn.size < count and ids.size:
             ends = np.cumsum(weights)
             places = ends.searchsorted(rng.random(count - drawn.size) * ends[-1], side="right")
@@ -101,7 +103,7 @@ class ReplaySampler(Sampler):
         return drawn
 
     def _priorities(self, view: View, units: Groups) -> Floats:
-        """Return the priority of each unit, relative to the largest priority of a sample."""
+        """Return the priority of each unit, divided by the largest priority of any sample."""
         if self.priority_key is None:
             return np.ones(len(units))
         values, present = view.values(self.priority_key, units.rows)
@@ -120,7 +122,7 @@ class ReplaySampler(Sampler):
 
 
 def _units(view: View, request: PlanRequest) -> Groups:
-    """Return the units of delivery: ready named groups or rollouts, or single ready samples."""
+    """Return the units that can be delivered: ready named groups, ready rollouts, or single ready samples."""
     if request.batch_unit != "sample":
         return view.ready_groups(unit=request.batch_unit)
     rows = view.ready()
@@ -128,14 +130,14 @@ def _units(view: View, request: PlanRequest) -> Groups:
 
 
 def _rows(units: Groups, ids: Indexes) -> Indexes:
-    """Return the rows of the units, in the order of `ids`."""
+    """Return the rows of the units with the given ids, in the order of `ids`."""
     starts, sizes = units.starts[ids], units.sizes[ids]
     firsts = np.repeat(starts - np.cumsum(sizes) + sizes, sizes)
     return units.rows[firsts + np.arange(firsts.size)]
 
 
 def _occurrence(values: Indexes) -> Indexes:
-    """Return the number of earlier occurrences of each value `(n,)`."""
+    """Return how often each value occurs earlier in the array, `(n,)`."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     result = np.empty_like(values)

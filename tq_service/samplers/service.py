@@ -1,7 +1,7 @@
-"""Finds samplers by name and runs them safely.
+"""Loads samplers by name, and isolates the service from faulty samplers when it runs them.
 
-Samplers are built in, registered, or imported from an installed package or any module. A sampler that raises, hangs or
-returns an invalid plan fails only its own request.
+Samplers are built in, registered, or imported from an installed package or any module. If a sampler raises, hangs or
+returns an invalid plan, only the request that named this sampler fails.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ _LARGEST_INT64: Final = 2**63 - 1
 
 
 class SamplerRegistry:
-    """Resolves sampler names and validates options.
+    """Resolves sampler names to sampler objects and validates their options.
 
-    A name refers to a built-in or registered sampler, to an entry point of group `tq_service.samplers`, or, if allowed,
-    to `module:Class`. Third-party code is imported in a thread on first use. Samplers are stateless, so one instance
-    serves all requests with the same options. Belongs to one event loop.
+    A name refers to a built-in or registered sampler, to an entry point in the group `tq_service.samplers`, or, if the
+    service allows it, to `module:Class`. Third-party samplers are imported in a thread on first use. Samplers are
+    stateless, so one instance serves all requests with the same options. Use a registry on one event loop only.
     """
 
     def __init__(self, *, allow_import: bool = False, max_instances: int = 256) -> None:
         """Create a registry of the built-in samplers.
 
         Args:
-            allow_import: whether `module:Class` may name any importable class. Clients then decide which code the
-                server imports.
-            max_instances: maximum number of resolved samplers to keep.
+            allow_import: whether clients may request any importable sampler as `module:Class`. If True, clients can
+                make the server import any installed module.
+            max_instances: maximum number of sampler objects to cache.
         """
         self._allow_import = allow_import
         self._max_instances = max_instances
@@ -67,20 +67,22 @@ class SamplerRegistry:
         self._instances: OrderedDict[tuple[str, str], Sampler] = OrderedDict()
 
     def register(self, name: str, cls: type[Sampler]) -> None:
-        """Add a sampler under a name.
+        """Register a sampler class under a name.
 
         Raises:
-            ValueError: the name is empty, contains a colon or is taken, or the class is not a Sampler.
+            ValueError: the name is empty, contains a colon or is used by another class, or `cls` is not a Sampler.
         """
         if not name or ":" in name:
             raise ValueError(f"name: got {name!r}, expected a non-empty name without a colon")
         if self._classes.get(name, cls) is not cls:
-            raise ValueError(f"name: {name!r} is taken by {self._classes[name].__qualname__}; choose another name")
+            raise ValueError(
+                f"name: {name!r} is already used by {self._classes[name].__qualname__}; choose another name"
+            )
         _check_class(name, cls)
         self._classes[name] = cls
 
     async def resolve(self, name: str, config: Mapping[str, object] | None = None) -> Sampler:
-        """Return the sampler of this name with these options.
+        """Return a sampler with the given name and options, created on first use.
 
         Raises:
             InvalidArgumentError: the sampler does not exist or could not be loaded, or an option is unknown or missing,
@@ -89,12 +91,12 @@ class SamplerRegistry:
         config = whole_numbers(dict(config or {}))
         try:
             config_json = json.dumps(config, sort_keys=True)
-        except (TypeError, ValueError):  # not JSON, so it cannot serve as a key
+        except (TypeError, ValueError):  # options that are not JSON cannot be a cache key
             return build_sampler(name, await self._class(name), config)
         return await self.resolve_json(name, config_json)
 
     async def resolve_json(self, name: str, config_json: str) -> Sampler:
-        """Return the sampler of this name with options in canonical JSON (sorted keys); see `resolve`."""
+        """Return a sampler as `resolve` does, for options given as canonical JSON (sorted keys)."""
         key = (name, config_json)
         sampler = self._instances.get(key)
         if sampler is None:
@@ -109,10 +111,10 @@ class SamplerRegistry:
         return self._classes.get(name) or self._imported.get(name) or await self._load(name)
 
     def describe(self) -> list[SamplerDescription]:
-        """Return all samplers, sorted by name; unused ones of installed packages are listed without loading them."""
+        """Describe all samplers, sorted by name; samplers of installed packages are listed without importing them."""
         infos = {name: describe_sampler(name, kind) for name, kind in (self._imported | self._classes).items()}
         for name, entry_point in self._entry_points.items():
-            summary = f"Of an installed package: {entry_point.value}."
+            summary = f"From an installed package: {entry_point.value}."
             infos.setdefault(name, SamplerDescription(name=name, summary=summary, options=()))
         return [infos[name] for name in sorted(infos)]
 
@@ -122,8 +124,8 @@ class SamplerRegistry:
         return {entry_point.name: entry_point for entry_point in found}
 
     async def _load(self, name: str) -> type[Sampler]:
-        # Two calls may load one name at the same time: Python imports a module once, so both get the same class.
-        if "_entry_points" not in vars(self):  # reads the metadata of all installed packages
+        # If two calls load the same name at once, both get the same class, since Python imports a module only once.
+        if "_entry_points" not in vars(self):  # slow, since it reads the metadata of all installed packages
             await run_in_daemon_thread(lambda: self._entry_points, thread_name="tq-sampler-entry-points")
         if name in self._entry_points:
             kind = await _import(name, self._entry_points[name].load)
@@ -151,8 +153,8 @@ async def _import(name: str, load: Callable[[], Any]) -> type[Sampler]:
     except ImportError as error:
         raise _not_loaded(
             name,
-            f"sampler: {name!r} cannot be imported by the service: {type(error).__name__}: {error}; is it installed "
-            "where the service runs, or on the service's PYTHONPATH?",
+            f"sampler: {name!r} cannot be imported by the service: {type(error).__name__}: {error}; install it "
+            "where the service runs, or add it to the service's PYTHONPATH",
         ) from error
     except BaseException as error:  # third-party code may raise anything, including SystemExit
         raise _not_loaded(
@@ -179,19 +181,20 @@ def _check_class(name: str, kind: Any) -> type[Sampler]:
 
 
 class PlanRunner:
-    """Runs `plan` of samplers: inline if they declare it, async ones on the event loop, all others in threads.
+    """Runs the `plan` method of samplers: inline if the sampler allows it, awaited if it is async, else in a thread.
 
-    A hung thread cannot be killed, so heavy plans run in separate threads, at most `max_threads`. While some of these
-    hang, the rest keep serving; while all hang, heavy plans are refused at once. A hung thread that finally ends is
-    free again. Threads are daemons, so they do not keep the process from exiting. Belongs to one event loop.
+    Python cannot kill a hung thread, so the number of planning threads is limited to `max_threads`. While some threads
+    hang, the remaining threads run plans; while all hang, plans that need a thread fail immediately. A thread whose
+    plan eventually returns is free again. Daemon threads are used, so a hung plan does not prevent the process from
+    exiting. Use a runner on one event loop only.
     """
 
     def __init__(self, *, max_threads: int = 4, timeout_seconds: float = 30.0) -> None:
         """Create a runner.
 
         Args:
-            max_threads: maximum number of heavy plans at the same time, including hung ones.
-            timeout_seconds: maximum duration of a plan, including the wait for a thread.
+            max_threads: maximum number of plans that run in threads at the same time, including hung plans.
+            timeout_seconds: maximum duration of a plan, including the time it waits for a thread.
         """
         if max_threads < 1:
             raise ValueError(f"max_threads: got {max_threads}, expected at least 1")
@@ -200,7 +203,7 @@ class PlanRunner:
         self._timeout_seconds = timeout_seconds
         self._max_threads = max_threads
         self._free_threads = asyncio.Semaphore(max_threads)
-        # Names and deadlines of plans in threads; a plan counts as hung after its deadline by the loop's clock.
+        # Sampler name and deadline, by the loop's clock, of each plan in a thread. Past its deadline a plan is hung.
         self._running: list[tuple[str, float]] = []
 
     @property
@@ -210,20 +213,20 @@ class PlanRunner:
         return sorted(name for name, deadline in self._running if deadline <= now)
 
     def check(self, sampler: Sampler, request: PlanRequest) -> None:
-        """Let the sampler check the request.
+        """Call the sampler's `check` with the request.
 
         Raises:
             TqError: raised by the sampler if the request does not fit its options.
-            SamplerError: the sampler raised anything else.
+            SamplerError: the sampler raised any other exception.
         """
         _guarded(sampler, lambda: sampler.check(request))
 
     def length(self, sampler: Sampler) -> LengthSource | None:
-        """Return the length source that a sampler needs.
+        """Return the source of token counts that a sampler needs, or None if it does not use token counts.
 
         Raises:
             TqError: raised by the sampler.
-            SamplerError: the sampler raised anything else.
+            SamplerError: the sampler raised any other exception.
         """
         return _guarded(sampler, lambda: sampler.length)
 
@@ -231,9 +234,9 @@ class PlanRunner:
         """Return the validated plan of a sampler that runs inline, or None if too few samples are ready.
 
         Raises:
-            MustBeAwaited: the sampler does not run inline, its plan is a coroutine, or the view raised this.
+            MustBeAwaited: the sampler does not run inline, `plan` is async, or the view raised MustBeAwaited.
             TqError: raised by the sampler.
-            SamplerError: the sampler raised anything else, or did not return a valid plan for this request.
+            SamplerError: the sampler raised any other exception or returned an invalid plan.
         """
         runs_inline = _guarded(sampler, lambda: sampler.runs_inline(request))
         if not runs_inline or inspect.iscoroutinefunction(sampler.plan):
@@ -247,12 +250,12 @@ class PlanRunner:
     async def run(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
         """Return the sampler's validated plan, or None if too few samples are ready.
 
-        The sampler runs in a thread, even if it could run inline; a coroutine is awaited on the event loop.
+        Runs `plan` in a thread, even if it could run inline. If `plan` is async, it is awaited on the event loop.
 
         Raises:
             TqError: raised by the sampler.
-            SamplerError: the sampler raised anything else, or did not return a valid plan for this request.
-            SamplerTimeoutError: the sampler took too long, or all threads are used by hung samplers.
+            SamplerError: the sampler raised any other exception or returned an invalid plan.
+            SamplerTimeoutError: the sampler took too long, or no planning thread was free in time.
         """
         deadline = asyncio.get_running_loop().time() + self._timeout_seconds
         if inspect.iscoroutinefunction(sampler.plan):
@@ -274,7 +277,7 @@ class PlanRunner:
             self._running.remove(running)
             self._free_threads.release()
 
-        # The thread is free when it ends, which may be long after its caller gave up.
+        # The thread slot is released only when the plan returns, which may be long after its caller timed out.
         finished = start_daemon_thread(lambda: sampler.plan(view, request), thread_name=f"tq-plan-{sampler.name}")
         finished.add_done_callback(free)
         await self._wait(sampler, finished, deadline)
@@ -295,7 +298,7 @@ class PlanRunner:
         except TimeoutError:
             raise SamplerTimeoutError(
                 f"sampler {sampler.name!r} did not get one of the {self._max_threads} planning threads within "
-                f"{self._timeout_seconds} s; allow more threads, or plan smaller batches",
+                f"{self._timeout_seconds} s; raise sampler_threads or request smaller batches",
                 metadata={"sampler": sampler.name},
             ) from None
 
@@ -306,18 +309,21 @@ class PlanRunner:
             await self._wait(sampler, task, deadline)
         finally:
             task.cancel()
-        if task.cancelled():  # by the sampler itself, since cancelling a finished task has no effect
+        if task.cancelled():  # the sampler cancelled itself, since `task.cancel()` above has no effect on a done task
             raise _failure(sampler, asyncio.CancelledError())
         return task.result()
 
     async def _wait(self, sampler: Sampler, future: asyncio.Future[T], deadline: float) -> None:
-        """Wait until the future is done without cancelling it, since a sampler may ignore a cancellation."""
+        """Wait until the future is done or the deadline passes; a late future is not cancelled here.
+
+        A sampler may ignore a cancellation, which would block the caller.
+        """
         loop = asyncio.get_running_loop()
         done, _ = await asyncio.wait([future], timeout=max(deadline - loop.time(), 0.0))
         if not done:
             raise SamplerTimeoutError(
-                f"sampler {sampler.name!r} has not returned within {self._timeout_seconds} s; nothing was consumed; "
-                "make it faster, or request smaller batches",
+                f"sampler {sampler.name!r} has not returned within {self._timeout_seconds} s; no samples were "
+                "consumed; make the sampler faster or request smaller batches",
                 metadata={"sampler": sampler.name},
             )
 
@@ -341,14 +347,14 @@ async def _guarded_await(sampler: Sampler, plan: Awaitable[T]) -> T:
 
 
 def _retrieve(task: asyncio.Future[T]) -> None:
-    """Retrieve the exception of a task that is not awaited, so asyncio does not log it as never retrieved."""
+    """Retrieve a task's exception, so asyncio does not log "exception was never retrieved" for a timed-out plan."""
     if not task.cancelled():
         task.exception()
 
 
 def _failure(sampler: Sampler, error: BaseException) -> SamplerError:
     return SamplerError(
-        f"sampler {sampler.name!r} raised {type(error).__name__}: {error}; nothing was consumed",
+        f"sampler {sampler.name!r} raised {type(error).__name__}: {error}; no samples were consumed",
         metadata={"sampler": sampler.name, "exception": type(error).__name__},
     )
 
@@ -357,37 +363,37 @@ def _failure(sampler: Sampler, error: BaseException) -> SamplerError:
 
 
 def check_plan(sampler: str, plan: object, request: PlanRequest) -> Plan | None:
-    """Validate the form of a plan and normalise it; the planner checks whether its rows are ready.
+    """Validate and normalise the plan that a sampler returned. Whether its rows are ready is checked by the planner.
 
-    The result can be logged and sent, which must not fail after its rows are consumed. So numpy integers are converted
-    to plain ones, and objects of subclasses to those of `tq_service.state.plan`.
+    The normalised plan can always be journaled and sent, since an error after its rows are consumed would lose them.
+    Numpy integers become Python integers, and instances of subclasses become the classes of `tq_service.state.plan`.
 
     Raises:
-        SamplerError: it is not a Plan, does not have one part per rank, or is without rows. Or it repeats a row without
-            giving `consumed`, has positions that repeat or are outside the rank's rows, or numbers of steps or packs
-            that differ between ranks. Or a value does not have the type declared in `tq_service.state.plan`.
+        SamplerError: `plan` is not a Plan, does not have one part per rank, or has no rows. Or it repeats a row without
+            setting `consumed`, or a rank's positions repeat or are out of range. Or ranks have different numbers of
+            steps or packs, or a value does not have the type declared in `tq_service.state.plan`.
     """
     try:
         return None if plan is None else _checked(plan, request)
     except _MalformedPlanError as error:
         got, expected = error.args
         raise SamplerError(
-            f"sampler {sampler!r} returned {got}, expected {expected}; nothing was consumed",
+            f"sampler {sampler!r} returned {got}, expected {expected}; no samples were consumed",
             metadata={"sampler": sampler},
         ) from None
 
 
 class _MalformedPlanError(Exception):
-    """Carries descriptions of the returned and the expected value."""
+    """A plan is malformed; `args` are descriptions of the returned and the expected value."""
 
 
 def _checked(plan: object, request: PlanRequest) -> Plan:
     if not isinstance(plan, Plan):
         raise _MalformedPlanError(f"a {type(plan).__name__}", "a Plan or None")
     if not isinstance(plan.ranks, tuple) or not all(isinstance(rank, RankPlan) for rank in plan.ranks):
-        raise _MalformedPlanError(f"ranks of {plan.ranks!r:.80}", "a tuple of RankPlan; Plan.of(parts) makes it")
+        raise _MalformedPlanError(f"ranks of {plan.ranks!r:.80}", "a tuple of RankPlan, as created by Plan.of(parts)")
     if len(plan.ranks) != request.rank_count:
-        raise _MalformedPlanError(f"parts for {len(plan.ranks)} ranks", f"one for each of {request.rank_count}")
+        raise _MalformedPlanError(f"parts for {len(plan.ranks)} ranks", f"one part for each of {request.rank_count}")
     for rank, part in enumerate(plan.ranks):
         _check_array(f"rows of rank {rank}", part.rows)
         _check_array(f"dropped rows of rank {rank}", part.dropped)
@@ -402,7 +408,7 @@ def _checked(plan: object, request: PlanRequest) -> Plan:
         _check_array("consumed", plan.consumed)
         _check_unique("consumed row", plan.consumed.copy(), "every row at most once")
         rows = np.union1d(rows, plan.consumed)
-        if rows.size > MOST_SAMPLES:  # distinct rows; each may be repeated any number of times
+        if rows.size > MOST_SAMPLES:  # the limit applies to distinct rows; each may be repeated any number of times
             raise _MalformedPlanError(f"{rows.size} rows", f"at most {MOST_SAMPLES} over all ranks")
     if dropped.size:
         remedy = "every row at most once, and only rows that are neither delivered nor consumed"
@@ -425,7 +431,7 @@ def _plain(part: RankPlan) -> RankPlan:
 
 
 def _check_unique(what: str, rows: Indexes, remedy: str) -> None:
-    """Refuse repeated rows; sorts the array."""
+    """Raise _MalformedPlanError if a row is repeated. Sorts `rows` in place."""
     rows.sort()
     is_repeated = rows[1:] == rows[:-1]
     if is_repeated.any():
@@ -443,7 +449,7 @@ def _check_shape_of_steps(plan: Plan) -> None:
         if shape != shapes[0]:
             raise _MalformedPlanError(
                 f"packs by step {shapes[0]} for rank 0 and {shape} for rank {rank}",
-                "the same numbers of steps and packs for every rank; fill up with empty packs",
+                "the same numbers of steps and packs for every rank; add empty packs",
             )
 
 
@@ -457,10 +463,10 @@ def _check_packs(rank: int, part: RankPlan) -> None:
             _check_array(f"lengths of rank {rank}", pack.lengths)
             if pack.lengths.shape != pack.positions.shape:
                 raise _MalformedPlanError(
-                    f"{pack.lengths.size} lengths for {pack.positions.size} positions", "one for each"
+                    f"{pack.lengths.size} lengths for {pack.positions.size} positions", "one length for each position"
                 )
             if pack.lengths.min(initial=0) < 0:
-                raise _MalformedPlanError(f"a length of {pack.lengths.min()} for rank {rank}", "lengths of 0 or more")
+                raise _MalformedPlanError(f"a length of {pack.lengths.min()} for rank {rank}", "lengths of at least 0")
         padding: Any = pack.padding_tokens
         if isinstance(padding, bool) or not isinstance(padding, int | np.integer):
             raise _MalformedPlanError(f"padding_tokens as {type(padding).__name__}", "an int")
@@ -472,18 +478,18 @@ def _check_packs(rank: int, part: RankPlan) -> None:
     if positions.size and (positions.min() < 0 or positions.max() >= part.rows.size):
         raise _MalformedPlanError(
             f"positions {positions.min()} to {positions.max()} for rank {rank}",
-            f"positions in [0, {part.rows.size}), which index the rank's rows",
+            f"positions in [0, {part.rows.size}), the number of the rank's rows",
         )
     if np.bincount(positions).max(initial=0) > 1:
         raise _MalformedPlanError(
-            f"position {np.bincount(positions).argmax()} of rank {rank} in two packs", "one at most"
+            f"position {np.bincount(positions).argmax()} of rank {rank} in two packs", "each position at most once"
         )
 
 
 def _check_array(what: str, array: Any) -> None:
-    if type(array) is not np.ndarray:  # a masked array is a subclass, and cannot be sent
+    if type(array) is not np.ndarray:  # a masked array, which cannot be sent, is an instance of a subclass
         raise _MalformedPlanError(
-            f"{what} as {type(array).__name__}", "a numpy array of int64; Plan.of(parts) converts"
+            f"{what} as {type(array).__name__}", "a numpy array of int64, as created by Plan.of(parts)"
         )
     if array.ndim != 1 or array.dtype != np.int64:
         raise _MalformedPlanError(f"{what} as {array.dtype} of shape {array.shape}", "one dimension of int64")

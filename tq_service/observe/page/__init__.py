@@ -1,1 +1,1 @@
-"""The live page: a small web server that reads the service as a client and shows it to any number of browsers."""
+"""The live page: a small web server that reads a service as its client and shows the service's state in browsers."""

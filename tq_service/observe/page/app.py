@@ -1,4 +1,4 @@
-"""The live page's web server: static assets and a stream of frames, restricted to requests with an allowed host."""
+"""The web server of the live page. It serves static assets and a stream of frames, only for allowed host names."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tq_service.observe.page.feed import Feed
 _MOST_STREAMS: Final = 100
 _GRACE_SECONDS: Final = 2
 
-# Browsers load scripts and styles only from the page's own files. The scripts write names as text, never as markup, so
-# that the name of a partition cannot run as a script.
+# Security headers. Browsers load scripts and styles only from this server. The scripts write names as text, never as
+# markup, so the name of a partition cannot inject a script.
 _HEADERS: Final = {
     "Cache-Control": "no-cache",
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -41,15 +41,15 @@ _HEADERS: Final = {
 
 
 def make_app(feed: Feed, *, root_path: str = "", allowed_hosts: Iterable[str] = ()) -> ASGIApp:
-    """Return the live page as an ASGI application.
+    """Return the ASGI application that serves the live page.
 
     Args:
-        feed: source of the frames.
-        root_path: the path under which a proxy serves the page, such as "/tq"; the proxy may strip it from requests.
+        feed: feed whose frames are streamed to browsers.
+        root_path: URL path under which a proxy serves the page, such as "/tq"; the proxy may strip it from requests.
         allowed_hosts: host names to accept in requests, in addition to localhost and all IP addresses.
 
     Raises:
-        InvalidArgumentError: `root_path` is not a path.
+        InvalidArgumentError: `root_path` is not a valid path.
     """
     root_path = _checked_path(root_path)
     stream_count = 0
@@ -60,7 +60,7 @@ def make_app(feed: Feed, *, root_path: str = "", allowed_hosts: Iterable[str] = 
         if request.method == "HEAD":
             return Response(media_type="text/event-stream", headers=headers)
         if stream_count >= _MOST_STREAMS:
-            text = f"{_MOST_STREAMS} browsers already show this page; close one\n"
+            text = f"{_MOST_STREAMS} browsers are already connected to this page; close one of them\n"
             return PlainTextResponse(text, 503, headers={"Retry-After": "10", "Cache-Control": "no-store"})
 
         async def events() -> AsyncIterator[bytes]:
@@ -84,7 +84,7 @@ def make_app(feed: Feed, *, root_path: str = "", allowed_hosts: Iterable[str] = 
 
         routes = [Route(root_path, with_slash), Mount(root_path, routes=routes), *routes]
     app = Starlette(routes=routes)
-    app.router.redirect_slashes = False  # such a redirect would echo the request's host
+    app.router.redirect_slashes = False  # Starlette's redirect would contain the request's Host header
     return _Guarded(app, allowed_hosts)
 
 
@@ -96,10 +96,10 @@ def _checked_path(path: str) -> str:
 
 
 class _Guarded:
-    """Rejects requests with a foreign host, and adds headers that restrict the page.
+    """ASGI middleware that rejects requests for unknown host names, and adds security headers to responses.
 
-    DNS rebinding gives a page of another site the same origin as ours, so it could read our page. Such a request
-    carries the other site's name in its Host header. IP addresses are safe, since they are not resolved.
+    With DNS rebinding, a page of another site could get the same origin as the live page and read it. The Host header
+    of such a request contains the other site's name. IP addresses are safe, since they are not resolved by DNS.
     """
 
     def __init__(self, app: ASGIApp, allowed_hosts: Iterable[str]) -> None:
@@ -144,7 +144,7 @@ def _is_ip_address(name: str) -> bool:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that ends the streams of frames before it waits for connections, and does not handle signals."""
+    """A uvicorn server that closes the feed at shutdown, before it waits for connections, and ignores signals."""
 
     def __init__(self, config: uvicorn.Config, feed: Feed, on_started: Callable[[], None]) -> None:
         super().__init__(config)
@@ -164,10 +164,10 @@ class _Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on an address of this machine; port 0 chooses a free port.
+    """Return a socket that listens on an address of this machine; with port 0, the system chooses a free port.
 
     Raises:
-        InvalidArgumentError: the address cannot be bound.
+        InvalidArgumentError: the system refuses to listen on this address.
     """
     is_ipv6 = ":" in host
     try:
@@ -186,14 +186,14 @@ def listen(host: str, port: int) -> socket.socket:
 async def serve_page(
     feed: Feed, app: ASGIApp, bound: socket.socket, *, stop: asyncio.Event, on_started: Callable[[], None]
 ) -> None:
-    """Serve the live page, and read the service for it, until `stop` is set.
+    """Run the feed and the web server of the live page until `stop` is set.
 
     Args:
-        feed: source of the frames.
-        app: the page, from `make_app`.
-        bound: the listening socket, from `listen`; closed at the end.
+        feed: feed of the page's frames, which this function runs.
+        app: application returned by `make_app`.
+        bound: listening socket returned by `listen`; closed at the end.
         stop: event that ends the server.
-        on_started: called once the page is reachable.
+        on_started: callback for when the page is reachable.
     """
     config = uvicorn.Config(
         app, lifespan="off", ws="none", access_log=False, log_config=None, server_header=False, proxy_headers=False,
@@ -205,7 +205,7 @@ async def serve_page(
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait([reading, serving, stopping], return_when=asyncio.FIRST_COMPLETED)
-    finally:  # streams must end before the feed that they wait for, even if reading failed
+    finally:  # end the streams before the feed, since they wait for its frames, even if the feed failed
         server.should_exit = True
         await asyncio.wait([serving])
         reading.cancel()

@@ -1,7 +1,7 @@
-"""Reads the service on behalf of all browsers: one status call and one JSON frame every 2 s for any number of them.
+"""Reads the service for all browsers: makes one status call and one JSON frame every 2 s, however many browsers read.
 
-Each frame is complete, so a browser that connects later misses nothing. Results of the client appear in a frame under
-the names of their attributes. Rates, curves and durations of waits are computed in `trends.py`.
+Each frame contains the complete state, so browsers can connect at any time. JSON names are the attribute names of
+`tq_service.results`. `trends.py` computes rates, curves and durations of waits.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _ANSWER_SECONDS: Final = 2.0
 
 
 class Feed:
-    """Follows a service while `run` is running, and yields its newest state to each browser.
+    """Reads the status of a service periodically in `run`, and yields the newest state to each browser in `frames`.
 
         run: status, frame, status, frame, ...      frames: one iterator per browser, each with the newest frame only
 
-    Confined to one event loop.
+    Use a feed on one event loop only.
 
     Args:
         client: client of the service.
-        prefix: prefix of the names of the partitions to show.
+        prefix: only partitions whose names begin with this prefix are shown.
         interval_seconds: time between two status calls.
     """
 
@@ -41,7 +41,7 @@ class Feed:
         self._client = client
         self._prefix = prefix
         self._interval_seconds = interval_seconds
-        self._run_id = secrets.token_hex(4)  # tells browsers that event numbers start at 1 again
+        self._run_id = secrets.token_hex(4)  # lets browsers detect a new run, whose event numbers start at 1 again
         self._trends = Trends()
         self._status: ServiceStatus | None = None
         self._seen_at = 0.0
@@ -49,18 +49,18 @@ class Feed:
         self._state, self._problem = "connecting", ""
         self._events = EventLog()
         self._frame = b""
-        self._changed = asyncio.Event()  # set at the next frame or at the end
+        self._changed = asyncio.Event()  # set when the next frame is published or the feed is closed
         self._closed = False
 
     async def run(self) -> None:
-        """Read the service periodically until cancelled, even while it does not respond."""
+        """Call `look` periodically until cancelled, even while the service does not respond."""
         while True:
             began = time.monotonic()
             await self.look()
             await asyncio.sleep(max(0.0, began + self._interval_seconds - time.monotonic()))
 
     async def look(self) -> None:
-        """Read the service once and publish a frame with the result."""
+        """Read the service's status once and publish a frame with the status or the error."""
         began = time.monotonic()
         try:
             status = await self._client.status(prefix=self._prefix, explain=True, timeout=_ANSWER_SECONDS)
@@ -71,7 +71,7 @@ class Feed:
         self._publish()
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """Yield the newest frame as one line of JSON, then each later frame; slow readers skip frames."""
+        """Yield the newest frame as one line of JSON, then later frames; a slow reader skips frames."""
         seen = b""
         while not self._closed:
             if self._frame is seen:
@@ -81,7 +81,7 @@ class Feed:
                 yield seen
 
     def close(self) -> None:
-        """End all iterators of frames."""
+        """End all iterators returned by `frames`."""
         self._closed = True
         self._changed.set()
 
@@ -99,7 +99,9 @@ class Feed:
         self._trends.miss()
         is_refused = isinstance(error, UnauthenticatedError | PermissionDeniedError)
         self._state = "refused" if is_refused else "away"
-        first = error.__cause__ if isinstance(error.__cause__, TqError) else error  # omits the number of attempts
+        first = (
+            error.__cause__ if isinstance(error.__cause__, TqError) else error
+        )  # the cause's message does not mention the number of attempts
         self._problem = f"no reply within {_ANSWER_SECONDS:g} s" if isinstance(error, DeadlineError) else first.message
         if self._away_since is None:
             self._away_since = began
@@ -132,17 +134,17 @@ def _span(seconds: float) -> str:
 
 
 MOST_PARTITIONS: Final = 200
-"""Maximum number of partitions to show, those that changed most recently; the others are only counted."""
+"""Maximum number of partitions in a frame. The most recently changed partitions are shown, others only counted."""
 
 _MOST_WAITS: Final = 200
 _MOST_FIELDS: Final = 64
 _MOST_TASKS: Final = 64
-# Fields of a task that a frame omits: batches are in "balances", and times in "steps".
+# Fields of a task that are emptied in frames; "balances" contains the batches and "steps" the step times.
 _LEFT_OUT: Final = {"recent_batches": (), "dead_lettered_indexes": (), "step_times": None}
 
 
 def as_json(document: dict[str, Any]) -> bytes:
-    """Return a document as one line of JSON."""
+    """Encode a document as one line of JSON."""
     return json.dumps(document, separators=(",", ":"), allow_nan=False, default=_json_value).encode()
 
 
@@ -157,12 +159,12 @@ def _facts(result: Any) -> dict[str, Any]:
 
 
 def status_of(status: ServiceStatus, trends: Trends, now: float) -> dict[str, Any]:
-    """Return the state of the service as shown by the page, in a form that `as_json` accepts.
+    """Return the state of the service for a frame, as a document for `as_json`.
 
     Args:
-        status: the last status that was read.
-        trends: the trends, to which `status` was already added.
-        now: time on the clock that `trends` uses, in seconds.
+        status: the last status read from the service.
+        trends: trends that already include `status`.
+        now: current time in seconds, on the clock passed to `Trends.see`.
     """
     shown = heapq.nlargest(
         MOST_PARTITIONS,
@@ -171,7 +173,10 @@ def status_of(status: ServiceStatus, trends: Trends, now: float) -> dict[str, An
     )
     waits = sorted(status.waits, key=trends.waits_since)
     return {
-        "service": {**_facts(status.service), "data_dir": ""},  # not meant for everyone who may open the page
+        "service": {
+            **_facts(status.service),
+            "data_dir": "",
+        },  # a path on the server must not be shown to everyone who can open the page
         "storages": [
             {**_facts(each), "successor": status.successor_of(each) if each.is_adopted else None}
             for each in status.storages

@@ -1,4 +1,4 @@
-"""Values derived from a series of statuses: rates, curves, durations of waits, recent batches, and events."""
+"""Values that the live page derives from successive statuses: rates, curves, durations of waits, batches and events."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tq_service.results import PartitionDescription, PartitionSummary, Partition
 from tq_service.step_times import StepTimes
 
 POINT_COUNT: Final = 90
-"""Number of points in a curve of the service: three minutes at one point per 2 s."""
+"""Number of points in each curve of the entire service: three minutes at one point per 2 s."""
 
 ROW_POINT_COUNT: Final = 30
-"""Number of points in a curve of a partition or task."""
+"""Number of points in each curve of a partition or task: one minute at one point per 2 s."""
 
 _SIGNIFICANT_DIGITS: Final = 4
 _SMOOTHED_POINTS: Final = 5
@@ -34,11 +34,11 @@ class PartitionTrend:
     """The recent history of a partition.
 
     Attributes:
-        changed_at: time at which a count last changed, in seconds on the clock passed to `Trends.see`.
-        seen: the partition's description in the last status.
-        present: number of samples that are not cleared, over time.
-        inserted_per_second: rate of inserted samples over time.
-        delivered_per_second: rate of samples delivered to each task over time.
+        changed_at: time of the last change to any count of the partition, in seconds on the clock of `Trends.see`.
+        seen: description of the partition in the last status.
+        present: curve of the number of samples that are not cleared.
+        inserted_per_second: curve of the rate of inserted samples.
+        delivered_per_second: curves of the rate of delivered samples, by task.
     """
 
     changed_at: float
@@ -53,14 +53,16 @@ class PartitionTrend:
 
 
 class Trends:
-    """Follows a service from status to status. Curves have one point per status, None if the service did not respond.
+    """Derives curves, recent batches and wait times from the statuses of a service.
+
+    A curve has one point per status call. The point is None if the service did not respond.
 
     Attributes:
-        partitions: partitions of the last status, by name.
-        curves: curves of the service, by name: samples inserted and delivered per second, samples that are not cleared
-            ("present"), bytes used in all storage services ("used").
-        balances: recent batches by group and task, oldest first, each with the name of its partition.
-        steps: step times of the ranks, by group and task.
+        partitions: history of each partition in the last status, by partition name.
+        curves: curves of the entire service, by name: samples per second ("inserted", "delivered"), samples that are
+            not cleared ("present"), and bytes used in all storage services ("used").
+        balances: recent batches with their partition names, oldest first, by partition group and task.
+        steps: most recent step times of the ranks, by partition group and task.
     """
 
     def __init__(self) -> None:
@@ -72,14 +74,14 @@ class Trends:
         self.steps: dict[TaskKey, StepTimes] = {}
         self._seen_at: float | None = None
         self._waits_since: dict[object, float] = {}
-        self._progress: dict[TaskKey, tuple[int, int]] = {}  # epoch and number of consumed samples of each task
+        self._progress: dict[TaskKey, tuple[int, int]] = {}  # (epoch, consumed count) by partition and task
 
     def see(self, status: ServiceStatus, now: float) -> None:
-        """Add a status.
+        """Update all trends with a new status.
 
         Args:
-            status: the state of the service.
-            now: time on a monotonic clock, in seconds.
+            status: status read from the service.
+            now: time of the read in seconds, on a monotonic clock.
         """
         span = None if self._seen_at is None else max(now - self._seen_at, 1e-3)
         self._seen_at = now
@@ -101,7 +103,7 @@ class Trends:
             trend.inserted_per_second.append(None if span is None else rounded(new_count / span))
             for task in partition.tasks:
                 trend.delivered_per_second[task.task_name].append(rounded(task.delivered_per_second))
-        # Not the sum of the rates of all tasks, which drops with each partition that is cleared.
+        # Computed from counts: the sum of the tasks' rates would drop whenever a partition is cleared.
         self.curves["inserted"].append(None if span is None else rounded(inserted_count / span))
         self.curves["delivered"].append(None if span is None else rounded(delivered_count / span))
         self.curves["present"].append(sum(partition.summary.present_count for partition in status.partitions))
@@ -109,7 +111,7 @@ class Trends:
         self._follow_waits(status, now)
 
     def miss(self) -> None:
-        """Add a gap to the curves because the service did not respond."""
+        """Add a gap to all curves; call this if the service did not respond."""
         for curve in self.curves.values():
             curve.append(None)
         for trend in self.partitions.values():
@@ -117,11 +119,11 @@ class Trends:
                 curve.append(None)
 
     def waits_since(self, wait: PartitionWait) -> float:
-        """Return the time since which every status has contained a given wait of the last status."""
+        """Return the start time of a wait: the time of the earliest status after which the wait was always present."""
         return self._waits_since[_wait_key(wait)]
 
     def _follow_waits(self, status: ServiceStatus, now: float) -> None:
-        """Record the start of each wait; a wait is restarted when its task makes progress."""
+        """Record when each wait started. If its task has made progress since the last status, the wait starts anew."""
         before, self._progress = (
             self._progress,
             {
@@ -137,7 +139,7 @@ class Trends:
             self._waits_since[key] = known[key] if stays else now
 
     def _follow_tasks(self, partition: PartitionDescription, before: PartitionDescription | None) -> int:
-        """Record batches and steps of tasks; return the number of newly delivered samples, except released ones."""
+        """Record new batches and step times of the tasks; return how many more samples they have consumed."""
         name, new_count = partition.summary.partition_id, 0
         earlier = {} if before is None else {(task.task_name, task.epoch): task for task in before.tasks}
         for task in partition.tasks:
@@ -161,18 +163,18 @@ class Trends:
 
 
 def group_of(partition_id: str) -> str:
-    """Return a partition's name up to "@", which the partitions of all steps have in common."""
+    """Return a partition's name up to the first "@", which is the same for the partitions of all training steps."""
     return partition_id.partition("@")[0]
 
 
 def recent_mean(curve: Iterable[float | None]) -> float | None:
-    """Return the mean of a curve's last few points, or None if all of them are missing."""
+    """Return the mean of a curve's last few points, ignoring gaps, or None if all these points are gaps."""
     points = [point for point in list(curve)[-_SMOOTHED_POINTS:] if point is not None]
     return rounded(sum(points) / len(points)) if points else None
 
 
 def rounded(value: float) -> float:
-    """Return a number rounded to a few significant digits, to keep frames small."""
+    """Round a number to a few significant digits, which keeps frames small."""
     return float(f"{value:.{_SIGNIFICANT_DIGITS}g}")
 
 
@@ -186,40 +188,40 @@ def _counts(partition: PartitionDescription) -> tuple[object, ...]:
     return partition.summary, partition.held_count, partition.failed_count, produced, tasks
 
 
-_EVENT_COUNT: Final = 100  # kept for partitions; as many again are kept for services
+_EVENT_COUNT: Final = 100  # maximum number of partition events, and of service events, to keep
 
 
 class EventLog:
-    """The most recent events, in chronological order.
+    """The most recent events in the service, in chronological order.
 
-    An event has a number, starting at 1, and a kind: "made", "sealed" or "cleared" for a partition; "away", "refused",
-    "back" or "restarted" for the service; "silent" or "heard" for a storage service. An event also has the name of the
-    partition or storage service (empty for the service), and a text to show after the name.
+    Events are numbered from 1. The kind of an event is "made", "sealed" or "cleared" for a partition; "away",
+    "refused", "back" or "restarted" for the service; "silent" or "heard" for a storage service. An event also has the
+    name of its partition or storage service (empty for the service itself), and a text that the page shows after it.
     """
 
     def __init__(self) -> None:
-        # Kept separately, so that many short-lived partitions do not displace events of the service.
+        # Two queues, so events of many short-lived partitions do not displace events of the service.
         self._of_services: deque[tuple[float, dict[str, Any]]] = deque(maxlen=_EVENT_COUNT)
         self._of_partitions: deque[tuple[float, dict[str, Any]]] = deque(maxlen=_EVENT_COUNT)
         self._count = 0
 
     def shown(self, now: float) -> list[dict[str, Any]]:
-        """Return the events to show on the page, each with its age in seconds."""
+        """Return all recorded events as JSON objects, each with its age in seconds."""
         events = sorted([*self._of_services, *self._of_partitions], key=lambda noted: noted[1]["number"])
         return [{**event, "seconds": round(now - at, 1)} for at, event in events]
 
     def note(self, at: float, kind: str, text: str, *, name: str = "") -> None:
-        """Add an event."""
+        """Record an event of the given kind; `name` is its partition or storage service."""
         log = self._of_partitions if kind in {"made", "sealed", "cleared"} else self._of_services
         self._count += 1
         log.append((at, {"number": self._count, "kind": kind, "name": name, "text": text}))
 
     def compare(self, before: ServiceStatus, status: ServiceStatus, now: float) -> None:
-        """Add the events between two statuses."""
+        """Record an event for each difference between two successive statuses."""
         if before.service.instance_id != status.service.instance_id:
             what = _counted(len(status.partitions), "partition")
             self.note(now, "restarted", f"the service was restarted; it has {what}")
-        # A storage service whose puts were taken over is silent, and may have the name of one that responds.
+        # Only own storages: a storage service whose puts were taken over may have the name of one that responds.
         silent = {storage.storage_id: storage.is_silent for storage in before.own_storages}
         for storage in status.own_storages:
             if storage.is_silent and not silent.get(storage.storage_id):

@@ -662,7 +662,7 @@ function renderLimits(status) {
 }
 
 function mirrorFacts(mirror) {
-  const answers = mirror.is_reachable === null ? "not asked yet" : mirror.is_reachable ? "answers" : "does not answer";
+  const answers = mirror.is_reachable === null ? "not contacted yet" : mirror.is_reachable ? "answers" : "does not answer";
   const facts = [`mirror ${mirror.url} ${answers}`, `${bytes(mirror.unmirrored_bytes)} unmirrored`];
   if (mirror.short_put_count) facts.push(`${counted(mirror.short_put_count, "put", "puts")} with fewer copies than requested`);
   if (mirror.unfetched_put_count) facts.push(`${counted(mirror.unfetched_put_count, "put", "puts")} not fetched yet`);
