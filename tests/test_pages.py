@@ -127,7 +127,7 @@ def test_files_of_the_package_that_decisions_name_exist() -> None:
         if "\nReplaced by" not in (text := page.read_text())
         for name in re.findall(r"`((?:[a-z_]+/)+[a-z_0-9]+\.py)`(?! of )", text)  # of a commit, or of another project
     }
-    assert ("0022-storage-has-two-floors.md", "blobs/memory.py") in named
+    assert ("0022-storage-has-two-layers.md", "blobs/memory.py") in named
     assert [one for one in sorted(named) if not any(file.endswith(f"/{one[1]}") for file in files)] == []
 
 
