@@ -215,8 +215,7 @@ def concatenated(columns: Sequence[MetaColumn]) -> MetaColumn:
 
 
 def laid_over(old: MetaColumn, new: MetaColumn) -> MetaColumn:
-    """Return a column after a write to the same samples. Written values replace old ones, as JSON if the type
-    differs."""
+    """Return a column after a write to its samples. Written values replace old ones, as JSON if their type differs."""
     rows = np.arange(new.present.size)
     return concatenated([old, new]).at(np.where(new.is_written, rows + rows.size, rows))
 

@@ -13,8 +13,7 @@ from tq_service.errors import InvalidArgumentError
 
 
 class Layout(StrEnum):
-    """Layout of a field's rows. `AUTO`, allowed in declarations only, is dense until rows differ in shape, then
-    jagged."""
+    """Layout of a field's rows. `AUTO`, for declarations only, is dense until rows differ in shape, then jagged."""
 
     AUTO = "auto"
     DENSE = "dense"
