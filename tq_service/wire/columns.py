@@ -505,15 +505,15 @@ def decode_headers(
             )
         if spec.write_once:
             raise InvalidArgumentError(
-                f"field {spec.name!r} has write_once set in a column of a put; set write_once only in CreatePartition, "
-                "when declaring the field",
+                f"field {spec.name!r} has write_once set in a column of a put; set it only when declaring the field "
+                "with CreatePartition",
                 field="write_once",
                 metadata={"field_name": spec.name},
             )
         if spec.scope:
             raise InvalidArgumentError(
-                f"field {spec.name!r} has a scope in a column of a put; set the scope only in CreatePartition, when "
-                "declaring the field",
+                f"field {spec.name!r} has a scope in a column of a put; set it only when declaring the field with "
+                "CreatePartition",
                 field="scope",
                 metadata={"field_name": spec.name},
             )
