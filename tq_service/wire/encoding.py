@@ -199,11 +199,9 @@ def non_tensor_rows(name: str, values: Any) -> list[Any]:
     """Return the rows of a `NonTensorStack` or `NonTensorData`, like tensordict's `tolist()`.
 
     A `NonTensorData` usually contains a single value for all rows, even if the value is a list. There are two
-    exceptions.
-    An array of objects or text with one item per row contains the rows, because a TensorDict converts lists and arrays
-    to
-    such arrays. A `NonTensorData` outside a TensorDict, without a batch dimension, contains the rows if its value is a
-    list, a tuple or an array.
+    exceptions. An array of objects or text with one item per row contains the rows, because a TensorDict converts lists
+    and arrays to such arrays. A `NonTensorData` outside a TensorDict, without a batch dimension, contains the rows if
+    its value is a list, a tuple or an array.
 
     Raises:
         InvalidArgumentError: the `NonTensorData` is a single value, and the number of rows is unknown.

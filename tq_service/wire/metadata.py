@@ -561,8 +561,7 @@ def rows_to_meta_columns(rows: Sequence[Mapping[str, Any]]) -> list[MetaColumn]:
 
     Values are JSON values, or numpy or torch scalars and arrays. None removes a value, and `JSON_NULL` stores null. The
     type of a column is the type of its first number, boolean or text; values of other types are stored as JSON.
-    Integers
-    mixed with floats become floats. If a sample's mapping lacks a name, the sample's value is left unchanged.
+    Integers mixed with floats become floats. If a sample's mapping lacks a name, the sample's value is left unchanged.
 
     Raises:
         InvalidArgumentError: JSON cannot represent a value; the message contains row and key.

@@ -506,10 +506,9 @@ def no_collection() -> Iterator[None]:
     """Disable Python's cyclic garbage collector in this process during the `with` block.
 
     The collector runs after every 700 additional live objects, and sometimes scans all objects of the process. With
-    torch
-    imported, a scan takes longer than reading thousands of objects. All objects created in the block stay alive, so the
-    collector could not free any. If several threads use this block, the collector may resume when the first thread
-    exits.
+    torch imported, a scan takes longer than reading thousands of objects. All objects created in the block stay alive,
+    so the collector could not free any. If several threads use this block, the collector may resume when the first
+    thread exits.
     """
     was_enabled = gc.isenabled()
     gc.disable()
