@@ -36,7 +36,7 @@ _CAUSES: Final = (
 
 
 def parse_address(address: str, name: str = "address", default_port: int = DEFAULT_PORT) -> str:
-    """Normalize an address to gRPC's form, "host:port", with the default port if the address has none.
+    """Normalize an address to gRPC's form, "host:port", with the default port if the port is missing.
 
     Addresses of several controllers of a cluster are separated by commas.
 

@@ -1,4 +1,4 @@
-"""Turns for writes that wait for capacity, so that smaller writes cannot overtake a large write forever."""
+"""Turns for writes that wait for capacity, to keep smaller writes from overtaking a large write forever."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class AdmissionTurn:
 
     Writes that fit may overtake writes that do not fit, because a waiting write may depend on samples of later writes.
     However, a large write would never fit if other writes always took freed capacity immediately. After being overtaken
-    for 10 seconds, the longest-waiting write therefore gets a turn, in which freed capacity is reserved for it. A turn
-    ends after 5 seconds, because a write that can never fit must not block all others. The other writes then proceed
-    for 10 seconds before the next turn.
+    for 10 seconds, the longest-waiting write therefore gets a turn, and capacity freed during the turn is reserved for
+    it. A turn ends after 5 seconds, because a write that can never fit must not block all others. The other writes then
+    proceed for 10 seconds before the next turn.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -87,7 +87,7 @@ carriers: Final[list[Callable[[], Sequence[tuple[str, str]]]]] = []
 
 
 class Stage(StrEnum):
-    """Stages of a trainer's step, in the order in which a batch passes through them; see `StepTimes`."""
+    """Stages of a trainer's step, in the order that a batch passes through them; see `StepTimes`."""
 
     WORK = "work"
     LOADER = "loader"
@@ -103,7 +103,7 @@ class Span(NamedTuple):
     """A period that a batch spent in one stage.
 
     Attributes:
-        stage: stage in which the time was spent.
+        stage: stage that the time was spent in.
         began_at: start time in seconds of `time.perf_counter`, a clock shared by all processes of a host.
         ended_at: end time, on the same clock.
         size_bytes: number of bytes transferred or processed.
@@ -184,7 +184,7 @@ def timed(items: Iterable[T], timer: TimesSteps | None = None) -> Iterator[T]:
     """Yield the micro-batches of a loader, and record the time spent waiting for each and working on each.
 
     Client calls that the consumer makes between micro-batches are collected too. This works because the generator runs
-    in the consumer's context, where its collection stays active while the consumer works.
+    in the consumer's context, so its collection stays active while the consumer works.
     """
     if not probes and timer is None:
         yield from items

@@ -155,8 +155,8 @@ class _Network(_Section):
     port: int = Field(DEFAULT_PORT, ge=0, le=65535, description="Port to listen on; 0 for any free port.")
     advertise: AdvertisedAddress | None = Field(
         None,
-        description="Address (host:port) at which clients reach this storage service or cluster controller; the port "
-        "defaults to the listening port. Default: the host name and port for role storage and for controllers of a "
+        description="Address (host:port) that clients use to reach this storage service or cluster controller; the "
+        "port defaults to the listening port. Default: the host name and port for role storage and for controllers of a "
         "cluster; the controller's address for role all.",
     )
     controller: Addresses | None = Field(
@@ -189,7 +189,7 @@ class _Network(_Section):
     )
     bulk_advertise: AdvertisedAddress | None = Field(
         None,
-        description="Address (host:port) at which clients reach the bulk port; the port defaults to the listening "
+        description="Address (host:port) that clients use to reach the bulk port; the port defaults to the listening "
         "bulk port. Default: the host of the storage service's own address.",
     )
     metrics_port: int | None = Field(
@@ -441,8 +441,8 @@ class _Security(_Section):
     audit_repeat_seconds: float = Field(
         0.0,
         ge=0,
-        description="Time window in which repeated rejections of the same kind are logged as one line with a count, "
-        "so that they cannot fill the disk; 0 logs each rejection.",
+        description="Time window for combining repeated rejections of the same kind into one log line with a count, to "
+        "keep them from filling the disk; 0 logs each rejection.",
     )
 
 
@@ -645,7 +645,7 @@ class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurabilit
         return self.checkpoint_dir
 
     def advertised_address(self, port: int) -> str:
-        """Return the address at which clients reach this storage service or controller; `port` is the listening port.
+        """Return the address of this storage service or controller for clients; `port` is the listening port.
 
         The address is empty for a storage service in the controller's process, because clients use the controller's
         address.

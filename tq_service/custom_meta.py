@@ -42,7 +42,7 @@ MetaValue: TypeAlias = "JsonValue | JsonNull"
 
 
 def keeping_nulls(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a copy of custom_meta in which None values are replaced by `JSON_NULL`, so they are stored as null."""
+    """Return a copy of custom_meta with None values replaced by `JSON_NULL`, so they are stored as null."""
     return [{name: JSON_NULL if value is None else value for name, value in row.items()} for row in rows]
 
 

@@ -1,7 +1,7 @@
 """Calls that run in daemon threads and are awaited from the event loop.
 
 Executor threads are joined when the interpreter exits, so a single hung call would keep the process alive forever.
-Starting a thread costs little compared to the calls for which this module is used.
+Starting a thread costs little compared to the calls that use this module.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class SampleNotFoundError(NotFoundError):
 
 
 class CellNotFoundError(NotFoundError):
-    """The sample exists, but has no value for the field."""
+    """The sample exists, but lacks a value for the field."""
 
     reason = "CELL_NOT_FOUND"
 

@@ -17,7 +17,7 @@ class LogMessage:
     string, so names chosen by clients cannot forge fields or lines.
 
     Args:
-        text: description of the event; identical in all lines of this kind, so that they can be searched for.
+        text: description of the event; identical in all lines of this kind, which makes them searchable.
         fields: facts by name, such as `partition`, `storage`, `put_id`, `request_id`, `error`. Bytes are ids and are
             written in hexadecimal; None values are omitted.
     """

@@ -13,7 +13,7 @@ from tq_service.step_times import StepTimes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Revision:
-    """A point in the history of a service instance, from which `watch` can start. Plain, serializable data.
+    """A point in the history of a service instance that `watch` can start from. Plain, serializable data.
 
     Attributes:
         instance_id: id of the service instance, 16 random bytes; a restarted service has a new id and a new history.
@@ -33,7 +33,7 @@ class ConsumptionStatus:
         total_count: samples inserted into the partition so far, including cleared ones.
         skipped_count: samples that the task will never receive, including the remaining members of groups that lost a
             member.
-        sealed: whether the partition is sealed, so that no new samples can be inserted.
+        sealed: whether the partition is sealed, that is, accepts no new samples.
         complete: whether the task has nothing left to receive: in a sealed partition or, with `samples_per_round`, in
             the rounds that have begun.
         epoch: epoch of the task, that is, the number of times its consumption was reset.
@@ -102,7 +102,7 @@ class WaitCode(StrEnum):
 
 
 class Lack(Enum):
-    """Reason why samples cannot be delivered yet. Each value is a message template in which `{0}` is the `NotReady`.
+    """Reason why samples cannot be delivered yet. Each value is a message template; `{0}` is the `NotReady`.
 
     Attributes:
         FIELD: the samples lack the field `name`.
@@ -166,7 +166,7 @@ class WaitReason:
         counts_groups: whether `ready_count` and `needed_count` count groups or rollouts.
         not_ready: number of samples that cannot be delivered yet, by reason; a sample may be counted for several
             reasons.
-        sealed: whether the partition is sealed, so that no new samples can be inserted.
+        sealed: whether the partition is sealed, that is, accepts no new samples.
         waiting_put_count: puts of new samples that wait for capacity.
         put_waits_for: why the first waiting put waits; empty if no put waits.
     """
@@ -195,7 +195,7 @@ class PartitionSummary:
         incarnation: 16 random bytes, which differ if a partition with this name is cleared and created again.
         inserted_count: samples inserted so far, including cleared ones.
         present_count: samples that have not been cleared.
-        sealed: whether the partition is sealed, so that no new samples can be inserted.
+        sealed: whether the partition is sealed, that is, accepts no new samples.
     """
 
     partition_id: str
@@ -209,7 +209,7 @@ class PartitionList(list[PartitionSummary]):
     """Partitions, sorted by name.
 
     Attributes:
-        revision: revision of the complete list, from which `watch` can start.
+        revision: revision of the complete list; `watch` can start from it.
     """
 
     def __init__(self, partitions: Iterable[PartitionSummary], revision: Revision | None = None) -> None:
@@ -290,8 +290,8 @@ class TaskStatus:
         recent_batches: the last 16 batches planned for the task's ranks in this epoch, in order; empty after a service
             restart.
         oldest_version: lowest `version` of the live or held samples left for the task, as of the most recent scan. None
-            in updates of `watch`, and if these samples have no version or have not been scanned yet.
-        staleness_versions: number of versions by which producers are ahead of the task: the highest version of a sample
+            in updates of `watch`, and if these samples lack a version or have not been scanned yet.
+        staleness_versions: number of versions that producers are ahead of the task: the highest version of a sample
             in the partition minus `oldest_version`. None if `oldest_version` is None.
         leasing_claim_count: claims with leased samples.
         leases: the 20 claims with leased samples that were delivered first, in order; empty in updates of `watch`.
@@ -382,20 +382,20 @@ class EvictedUnit:
     Attributes:
         serial: sequence number of the unit within the task, starting at 1.
         unit: "sample" if a single sample was evicted, otherwise "rollout" or "group".
-        group: name of the evicted group, or of the group that contained the unit; None if there is none.
-        key: key of the unit's first sample; None if the sample has no key.
+        group: name of the evicted group, or of the group that contained the unit; None without a group.
+        key: key of the unit's first sample; None without a key.
         reason: "unmatched": `where` excluded the unit or one of its members. "too_small": fewer than `least_members`
             members were left. "late": the unit was unfinished and would have become too stale. "overflow": the unit had
             the lowest priority when new samples were put.
-        version: the policy version that was published when the unit was evicted. The policy is the one that `where`
-            compares with, or else the one of `not_before_version` or of the partition's `max_staleness`. None without a
-            policy or a published version.
+        version: the policy version that was published when the unit was evicted. The policy is taken from `where`, or
+            else from `not_before_version` or the partition's `max_staleness`. None without a policy or a
+            published version.
         sample_count: number of evicted samples; for a cleared group, this includes samples that had failed earlier.
         refill: outcome of `get_meta(refill=)`. "refilled": the sample is claimable again; "pending": it was claimable
             already; "unknown": the partition or key does not exist; "used_up": the sample was already refilled
             `max_refills` times; "given_up": the task will never receive the sample, because it failed, was
             dead-lettered, dropped or skipped, or the ranks have reached their end. None: no refill was requested.
-        rollout: name of the evicted rollout, or of the rollout of the unit's first sample; None if there is none.
+        rollout: name of the evicted rollout, or of the rollout of the unit's first sample; None without a rollout.
     """
 
     serial: int
@@ -474,7 +474,7 @@ class PartitionDescription:
         waiting_put_count: puts of new samples that wait for capacity or for a task.
         declared_tasks: names of the only tasks that may consume the partition; empty if any task may.
         samples_per_round: declared number of samples per round; None if not declared.
-        revision: revision of this description, from which `watch` can start.
+        revision: revision of this description; `watch` can start from it.
         release: rules for clearing samples automatically; None: samples are never cleared automatically.
         released_count: samples released after all required tasks were done with them.
         expired_count: samples released because of their age.
@@ -564,7 +564,7 @@ class RecordingStatus:
         place: directory or URL of the recording, without passwords; empty if the caller's token does not cover all
             partitions.
         is_recording: whether steps are being recorded; False after an error.
-        error: the error that stopped the recording; empty if there was none.
+        error: the error that stopped the recording; empty otherwise.
         step_count: number of steps in the recording.
         stored_bytes: size in bytes of all steps in the recording.
         recorded_step_count: steps recorded since the service started.
@@ -631,7 +631,7 @@ class ControllerStatus:
 
     Attributes:
         name: name of the controller within the cluster, unchanged while its data directory exists.
-        address: address at which clients reach the controller.
+        address: address that clients use to reach the controller.
         is_leader: whether the controller is the leader; all others are standbys.
         epoch: for the leader, a number higher than that of every earlier leader; 0 for standbys.
         lag_count: journal records that the controller had not applied as of one second ago.
@@ -671,14 +671,14 @@ class StorageStatus:
 
     Attributes:
         storage_id: name of the storage service.
-        address: address at which clients reach the service; empty if it runs in the controller's process and shares the
-            controller's address.
+        address: address that clients use to reach the service; empty if it runs in the controller's process and shares
+            the controller's address.
         used_bytes: bytes stored and reserved.
         max_bytes: byte quota of the service; None: unlimited.
         put_count: number of stored puts.
         version: version of the service; empty if unknown.
         heard_ago_seconds: time since the last heartbeat; None if the service runs in the controller's process.
-        is_silent: whether heartbeats have been missing for so long that the service receives no new puts.
+        is_silent: whether the service receives no new puts because its heartbeats have stopped.
         mirror: state of the mirror as of the last heartbeat; None without a mirror.
         is_adopted: whether this entry describes the puts of a lost storage service that the successor at `address` has
             taken over. `used_bytes` and `max_bytes` are those of the successor, whose quota includes these puts.
@@ -720,7 +720,7 @@ class ServiceStatus:
         partitions: partitions of the service, sorted by name.
         waits: waiting calls by reason, sorted by partition and then by arrival of the first call; at most 32 entries
             per partition.
-        revision: revision of the complete status, from which `watch` can start.
+        revision: revision of the complete status; `watch` can start from it.
         controllers: controllers of the cluster, with the leader first; empty for a single controller.
         policies: published policy versions, sorted by policy.
     """
@@ -735,7 +735,7 @@ class ServiceStatus:
 
     @property
     def own_storages(self) -> list[StorageStatus]:
-        """Storage services excluding adopted entries, so that bytes and quotas can be summed."""
+        """Storage services excluding adopted entries, so bytes and quotas can be summed."""
         return [storage for storage in self.storages if not storage.is_adopted]
 
     def successor_of(self, adopted: StorageStatus) -> str | None:
@@ -766,7 +766,7 @@ class CheckpointSummary:
 
     Attributes:
         name: name of the checkpoint, relative to the service's `checkpoint_dir`.
-        written_at: time at which writing the checkpoint began, in seconds since 1970 (UTC).
+        written_at: time when writing the checkpoint began, in seconds since 1970 (UTC).
         file_bytes: size of the checkpoint file in bytes.
         metadata: metadata specified by the caller of `checkpoint`.
         problem: why the checkpoint cannot be read, according to its header; empty if it can be read.

@@ -215,7 +215,7 @@ class FieldSpec:
 
     @property
     def ragged_dims(self) -> tuple[int, ...]:
-        """Dimensions in which rows may differ in size; empty for a jagged field while all rows have the same shape."""
+        """Dimensions whose size may differ between rows; empty for a jagged field while all rows are alike in shape."""
         return tuple(dim for dim, size in enumerate(self.row_shape or ()) if size < 0)
 
     def describe(self) -> str:
@@ -261,8 +261,7 @@ class Admission:
             wait if the ratio is too high, and puts wait if it is too low. 0: unbounded.
         min_size_to_sample: with `samples_per_insert`: number of samples that must be inserted before the first batch.
             The ratio counts only samples inserted later. 0 is treated as 1.
-        error_buffer: with `samples_per_insert`: number of deliveries by which the task may be ahead of or behind the
-            ratio.
+        error_buffer: with `samples_per_insert`: number of deliveries that the task may be ahead of or behind the ratio.
     """
 
     task_name: str
@@ -416,7 +415,7 @@ class Admit:
     """Request for slots that rollout workers receive with the prompts they claim; see `get_meta(admit=)`.
 
     Attributes:
-        partition_id: partition in which the slots are created; it must exist.
+        partition_id: partition to create the slots in; it must exist.
         group_size: slots per prompt. If more than 1, the slots form a group named after the prompt's key. If 1 or None,
             there is a single slot with the prompt's key.
         on_lost: what to do with slots that are still held when the lease expires. "remove": the slots are removed, and

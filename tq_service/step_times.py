@@ -1,8 +1,8 @@
 """Time breakdown of a trainer's steps: `StepTimer` measures the stages, `StepReport` shows their shares and advice.
 
 A step ends when the trainer receives its next data. The step time is split into the trainer's own work and the stages
-that the trainer waited for. Fetching a batch while the trainer works costs no step time, so a stage counts only for the
-time in which the trainer waits for it::
+that the trainer waited for. Fetching a batch while the trainer works costs no step time, so a stage counts only while
+the trainer waits for it::
 
     trainer   ── work ─────────────────────┐   waits   ┌── work ──
     loader        rollouts ── plan ── transfer ── host ┘
@@ -43,12 +43,12 @@ class StepTimes:
 
     Attributes:
         work_seconds: time spent on the trainer's own work.
-        rollouts_seconds: time in which the batch was not ready: too few samples were produced, or the claim waited for
+        rollouts_seconds: time while the batch was not ready: too few samples were produced, or the claim waited for
             a version, a staleness limit or capacity (see `explain`).
         plan_seconds: time of calls to the controller, for planning and the round trip.
         transfer_seconds: time for transferring bytes from storage services.
         host_seconds: time for decoding, copying, splitting and packing on the host.
-        device_seconds: time in which the host waited for copies to a device.
+        device_seconds: time while the host waited for copies to a device.
         loader_seconds: time for other work of the loader, such as waiting for a replica that fetches for this one.
         put_seconds: time for puts made by the trainer itself.
         batch_count: number of batches measured.
@@ -74,7 +74,7 @@ class StepTimes:
 
     @classmethod
     def sum(cls, ranks: Iterable[StepTimes]) -> StepTimes | None:
-        """Return the sum over all ranks, or None if there are none."""
+        """Return the sum over all ranks, or None without ranks."""
         found = list(ranks)
         if not found:
             return None
@@ -205,7 +205,7 @@ class StepTimer:
         if batch_count < 1:
             raise InvalidArgumentError(f"batch_count is {batch_count}; expected at least 1", field="batch_count")
         self.clock = clock
-        self._lock = Lock()  # because the fetching thread reports what the training thread measures
+        self._lock = Lock()  # because the fetching thread reports the training thread's measurements
         self._batches: deque[dict[Stage, float]] = deque(maxlen=batch_count)
         self._calls: dict[Stage, deque[tuple[int, float]]] = {}
         self._reported_at: float | None = None
@@ -231,9 +231,9 @@ class StepTimer:
         """Add all or part of a step. The trainer works from `began_at` to `asked_at`, and waits until `ended_at`.
 
         Args:
-            began_at: time at which the trainer received its previous data.
-            asked_at: time at which the trainer requested more data.
-            ended_at: time at which the trainer received the requested data.
+            began_at: time when the trainer received its previous data.
+            asked_at: time when the trainer requested more data.
+            ended_at: time when the trainer received the requested data.
             calls: calls made by the trainer while it worked.
             waits: all stages of the batch that the trainer waited for, and the number of batches that begin with it.
         """

@@ -169,7 +169,7 @@ class ListeningProcess:
         return self.process.poll()
 
     def read_log(self) -> str:
-        """Return what the program has logged so far.
+        """Return the program's log so far.
 
         Raises:
             ValueError: the program has no separate log file.

@@ -19,7 +19,7 @@ _COMMIT_LENGTH: Final = 9
 
 
 def _commit() -> str:
-    """Return the commit from which this package was built, or that its clone has checked out; "" if unknown."""
+    """Return the commit that this package was built from, or that its clone has checked out; "" if unknown."""
     try:
         return (_PACKAGE / "COMMIT").read_text().strip()  # written by hatch_build.py
     except OSError:

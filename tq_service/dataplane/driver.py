@@ -92,7 +92,7 @@ class Allocated:
 
     Attributes:
         put: answer of the storage service.
-        mapping: memory of the put, in which `place_columns` determines the place of each column.
+        mapping: memory of the put, with the columns placed by `place_columns`.
         lease: lease of the memory; the client may use the memory while this object exists.
     """
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Deadline(Protocol):
-    """The time by which a call must be finished."""
+    """The deadline of a call."""
 
     def remaining(self) -> float:
         """Return the remaining seconds, or 0 after the deadline."""

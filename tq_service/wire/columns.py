@@ -49,7 +49,7 @@ _NUMPY_NAMES: Final = frozenset({
 def loaded_torch() -> ModuleType | None:
     """Return torch if this process has imported it, otherwise None; without torch, no value can be a tensor."""
     torch = sys.modules.get("torch")
-    # While another thread is importing torch, the module has no Tensor attribute yet, so no tensor can exist.
+    # While another thread is importing torch, the module lacks the Tensor attribute, so no tensor can exist.
     return torch if hasattr(torch, "Tensor") else None
 
 
@@ -587,7 +587,7 @@ def extents_as(other: FieldSpec, spec: FieldSpec, extents: Extents | None, row_c
     Args:
         other: the target spec, with additional ragged dimensions or without an encoding, such as a spec that covers
             several puts of a field.
-        spec: the spec with which the rows were put.
+        spec: the spec of the rows when they were put.
         extents: `(row_count, extents per row of spec)`, or None if `spec` is dense.
         row_count: number of rows.
     """
@@ -604,7 +604,7 @@ MOST_FRAME_PARTS: Final = 4096
 """Maximum number of chunks per frame. Joining that many chunks takes a few milliseconds, whatever their size."""
 
 SEND_AS_KEY: Final = "tq-send-as"
-"""Key of the initial metadata by which a storage service grants capacity for a put and asks for its bytes.
+"""Key of the initial metadata that a storage service sends to grant capacity for a put and request its bytes.
 
 The value tells the client how to send the bytes.
 """
@@ -747,7 +747,7 @@ class ColumnReceiver:
         buffers: memory for each column, to be filled and then shared with tensors; None: allocate new memory.
 
     Attributes:
-        views: views of the buffers, in the order in which they are filled.
+        views: views of the buffers, in filling order.
     """
 
     def __init__(self, columns: Sequence[ColumnShape], buffers: Sequence[Bytes | ScatteredRows] | None = None) -> None:

@@ -52,7 +52,7 @@ _OF_CLUSTER: Final[dict[str, Any]] = {
 }
 
 CONTROLLER_CONNECTION_SECONDS: Final = 30
-"""Seconds for which a cluster's controller accepts new calls on a connection; calls in flight continue.
+"""Time in seconds that a cluster's controller accepts new calls on a connection; calls in flight continue.
 
 Some clients reach all controllers under one name, through a load balancer that routes to the leader. The limit makes
 such clients reconnect to the current leader.
@@ -202,11 +202,11 @@ class Credentials:
 
     @property
     def sent_secret(self) -> str:
-        """Name of the secret that would be exposed in plaintext calls; empty if there is none."""
+        """Name of the secret that would be exposed in plaintext calls; empty without a secret."""
         return "the token" if self.has_token else ""
 
     def metadata(self) -> Metadata | None:
-        """Return the call metadata that contains the token, or None if there is no token.
+        """Return the call metadata that contains the token, or None without a token.
 
         Raises:
             UnauthenticatedError: the token file cannot be used.
@@ -236,7 +236,7 @@ class Credentials:
         """Check that no token will be sent to another machine in plaintext.
 
         Raises:
-            InvalidArgumentError: the address is on another machine, there is no TLS, and `insecure` is not set.
+            InvalidArgumentError: the address is on another machine, TLS is off, and `insecure` is not set.
         """
         if self.sent_secret and self.tls is None and not self._insecure and not is_loopback_target(address):
             raise InvalidArgumentError(
@@ -359,7 +359,7 @@ class Controllers:
     def __init__(self, addresses: str) -> None:
         self._given = split_addresses(addresses)
         self.current = self._given[0]
-        self._silent_at: dict[str, float] = {}  # by address: time at which a call last timed out
+        self._silent_at: dict[str, float] = {}  # by address: when a call last timed out
         self.has_several = len(self._given) > 1
 
     def note(self, asked: str, failure: TqError) -> None:

@@ -91,7 +91,7 @@ def new_stream(device: Device) -> Stream:
 
 
 def using(stream: Stream) -> AbstractContextManager[Any]:
-    """Return a context manager in which a stream is this thread's current stream."""
+    """Return a context manager that makes a stream this thread's current stream."""
     context: AbstractContextManager[Any] = load_torch().cuda.stream(stream)
     return context
 

@@ -54,7 +54,7 @@ def find_device(name: Any) -> Device | None:
 
 
 def on_these_streams(work: Callable[[], T]) -> Callable[[], T]:
-    """Wrap work for execution in another thread, where it uses the current streams of the calling thread."""
+    """Wrap work for another thread, to use the current streams of the calling thread there."""
     streams = cuda.side_streams()
     if not streams:
         return work
@@ -120,7 +120,7 @@ Chunk: TypeAlias = memoryview | DeviceBytes
 def on_host(chunks: Iterable[Chunk]) -> Iterator[list[memoryview]]:
     """Yield the bytes of chunks on the host, in order. The next device block is copied while the caller uses a block.
 
-    Delete each yielded list before requesting the next one, so that its memory can be reused.
+    Delete each yielded list before requesting the next one, so its memory can be reused.
     """
     here: list[memoryview] = []
     copies: deque[tuple[cuda.Event, Bytes, DeviceBytes]] = deque()
@@ -204,7 +204,7 @@ def upload(arrays: Sequence[Bytes], device: Device) -> list[Tensor]:
     device's current stream waits for the copies, but this thread does not. Do not modify the arrays afterwards.
 
     Raises:
-        torch.OutOfMemoryError: the device has no memory left; no memory is retained.
+        torch.OutOfMemoryError: the device is out of memory; no memory is retained.
     """
     pins = [PINNED.find(array) if array.size else None for array in arrays]
     addresses = [array.ctypes.data for array in arrays]

@@ -112,7 +112,7 @@ def _ragged(column: SourceColumn) -> SourceColumn:
 
 
 def has_lists(data: Any) -> bool:
-    """Return whether a column is a list, so that its encoding depends on the spec of an existing field."""
+    """Return whether a column is a list, whose encoding depends on the spec of an existing field."""
     is_mapping = isinstance(data, Mapping) and not _is_tensordict(data)
     return is_mapping and any(isinstance(values, (list, tuple)) for values in data.values())
 
@@ -272,7 +272,7 @@ def _encode_nested(name: str, values: Any) -> SourceColumn:
         rows = list(nested.unbind())
         alike = all(row.shape == rows[0].shape for row in rows)
         return _encode_rows(name, rows, (0,) if alike else ())
-    ragged_dim = int(nested._ragged_idx) - 1  # torch has no public attribute for it
+    ragged_dim = int(nested._ragged_idx) - 1  # torch lacks a public attribute for it
     if ragged_dim or nested.lengths() is not None:
         try:
             rows = list(nested.unbind())
@@ -420,8 +420,8 @@ def _encode_rows(name: str, rows: list[Any], ragged_dims: Sequence[int] = ()) ->
     Args:
         name: name of the field.
         rows: the rows, as tensors or as arrays.
-        ragged_dims: dimensions to make ragged in addition to those in which rows differ. If there are none of either,
-            the column is dense.
+        ragged_dims: dimensions to make ragged even if all rows agree in them. Without ragged dimensions, the column is
+            dense.
     """
     shapes = [tuple(row.shape) for row in rows]
     is_small = sum(row.nbytes for row in rows) < _GATHER_BELOW_BYTES * len(rows)

@@ -52,7 +52,7 @@ def code_of(error: errors.TqError) -> grpc.StatusCode:
 
 
 def to_status(error: errors.TqError, **facts: str) -> Status:
-    """Convert an error to `google.rpc.Status`; long texts are truncated so that they fit in trailers.
+    """Convert an error to `google.rpc.Status`; long texts are truncated to fit in trailers.
 
     Args:
         error: the error to convert.
@@ -94,8 +94,8 @@ def from_rpc_error(code: grpc.StatusCode, details: str | None, status: Status | 
     Args:
         code: status code of the call.
         details: message of the call.
-        status: status from the trailers (`status_from_trailers`). None if gRPC or a proxy answered, so that only the
-            code determines the class.
+        status: status from the trailers (`status_from_trailers`). None if gRPC or a proxy answered; the code then
+            determines the class.
     """
     info, violation, retry = ErrorInfo(), BadRequest(), RetryInfo()
     has_info = has_retry = False

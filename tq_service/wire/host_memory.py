@@ -230,7 +230,7 @@ class Blocks:
 
     Args:
         kept_bytes: maximum total size of unused blocks.
-        kept_seconds: time for which an unused block is kept.
+        kept_seconds: how long an unused block is kept.
     """
 
     def __init__(self, kept_bytes: int = _KEPT_BYTES, kept_seconds: float = _KEPT_SECONDS) -> None:
@@ -253,7 +253,7 @@ class Blocks:
         return block.array(0, size, _Use(self, block, None if device is None else PINNED.pin(block, device)))
 
     def take_columns(self, sizes: Sequence[int], device: Device) -> list[Bytes]:
-        """Return arrays of these sizes for a device, all in one block, so that a single copy covers all of them."""
+        """Return arrays of these sizes for a device, all in one block, so a single copy covers them."""
         starts, end = place_columns(sizes)
         block = self.take(max(end, 1), device)
         return [block[start : start + size] for start, size in zip(starts, sizes, strict=True)]

@@ -196,7 +196,7 @@ class CellRuns:
 
 
 def set_indexes(message: pb.BatchMeta, indexes: Indexes | range) -> None:
-    """Set the sample indexes of a batch message that has none yet."""
+    """Set the sample indexes of a batch message without indexes."""
     if len(indexes) > _FEW_VALUES:
         if isinstance(indexes, range):
             firsts, counts = [indexes.start], [len(indexes)]
@@ -241,7 +241,7 @@ def exact_numbers(values: Sequence[Any], kinds: set[type]) -> NDArray[Any] | Non
     """Convert Python bools, integers or floats to an array that represents them exactly; return None if impossible.
 
     Args:
-        values: numbers, or values of any other types, for which the result is None.
+        values: numbers, or values of any other types (the result is then None).
         kinds: the set of the types of all values.
     """
     if kinds == {int, float} and not any(type(value) is int and abs(value) > LARGEST_EXACT for value in values):
@@ -422,7 +422,7 @@ def _encode_meta_column(column: MetaColumn) -> pb.MetaColumn:
         message.name = column.name
         if values.size or (column.json is None and column.removed is None):
             kind: Any = getattr(message, _FIELDS[column.values.dtype])
-            kind.SetInParent()  # sets the column's type even if there are no values
+            kind.SetInParent()  # sets the column's type even without values
             if values.dtype.hasobject:
                 kind.values.extend(values.tolist())
             else:

@@ -91,11 +91,11 @@ def new_region(size: int) -> int:
     the memory can fail.
 
     Raises:
-        OSError: the system has no file descriptors or memory left.
+        OSError: the system is out of file descriptors or memory.
     """
     fd = os.memfd_create("tq_service", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.fchmod(fd, 0o600)  # so that only the service's user can reopen the memory through /proc
+        os.fchmod(fd, 0o600)  # only the service's user may reopen the memory through /proc
         os.posix_fallocate(fd, 0, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FIXED_SIZE)
     except BaseException:
@@ -140,7 +140,7 @@ def write(fd: int, columns: Sequence[SourceColumn]) -> None:
     """Write columns into a memfd in the layout of `place_columns`, without the page faults of a new mapping.
 
     Raises:
-        OSError: the system has no memory left.
+        OSError: the system is out of memory.
     """
     at = 0
     for views in on_host(_placed(columns)):
@@ -159,7 +159,7 @@ def write_sealed(columns: Sequence[SourceColumn]) -> int:
     """Write columns into new sealed memory in the layout of `place_columns`, and return its file descriptor.
 
     Raises:
-        OSError: the system has no memory or file descriptors left.
+        OSError: the system is out of memory or file descriptors.
     """
     fd = os.memfd_create("tq_service", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:

@@ -39,7 +39,7 @@ class RowCut:
         range_counts: `(n,)`, number of ranges per row; empty: all ranges apply to every row.
         chunks: indexes of the requested chunks of each row, if chunks are requested instead of ranges.
         chunk_count: number of chunks into which each row is divided; 0: ranges are requested.
-        align: number of which every chunk length is a multiple.
+        align: number that divides every chunk length.
         second: start and stop along the second dimension; None: the entire dimension.
     """
 

@@ -289,7 +289,7 @@ class BulkServer:
                 self._dismiss(connection)
 
     def _admit(self, connection: BulkConnection, peer: str) -> bool:
-        """Return whether a connection may proceed; at the limit, end another one that has not sent a valid ticket."""
+        """Return whether a connection may proceed; at the limit, first end one that has not sent a valid ticket."""
         with self._lock:
             is_full = len(self._proven) + len(self._unproven) >= _MOST_CONNECTIONS
             if self._is_closed or (is_full and not self._unproven):

@@ -54,7 +54,7 @@ class FdChannel:
         seconds: maximum time for connecting and for the answer to the hello message.
 
     Attributes:
-        session_id: id by which calls refer to the session.
+        session_id: id that calls use to refer to the session.
         can_allocate: whether a put may be filled after the service has answered it.
         regions: the regions that the session has mapped.
 

@@ -183,7 +183,7 @@ class SharedMemoryServer:
                     return
                 continue
             if len(self._sessions) >= _MOST_SESSIONS:
-                # End the oldest session that no call has used, so that processes without calls cannot exclude others.
+                # End the oldest session that no call has used, so processes without calls cannot exclude others.
                 unproven = next((session for session in self._sessions.values() if not session.is_proven), None)
                 if unproven is None:
                     connection.close()
@@ -221,7 +221,7 @@ def peer_uid(connection: socket.socket) -> int:
 
 
 def make_private(directory: Path) -> None:
-    """Create a directory accessible to the current user only, inside a directory where all users may create files.
+    """Create a directory accessible to the current user only, inside a directory that all users may write to.
 
     Raises:
         OSError: the directory cannot be created, or other users can write to it and could replace the socket.
