@@ -156,7 +156,7 @@ class _Network(_Section):
     advertise: AdvertisedAddress | None = Field(
         None,
         description="Address (host:port) that clients use to reach this storage service or cluster controller; the "
-        "port defaults to the listening port. Default: the host name and port for role storage and for controllers of a "
+        "port defaults to the listening port. Default: host name and port for role storage and for controllers of a "
         "cluster; the controller's address for role all.",
     )
     controller: Addresses | None = Field(
