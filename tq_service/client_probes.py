@@ -55,8 +55,9 @@ probes: Final[list[Probe]] = []
 class ProbeNotes:
     """Buffers the events of a worker process until they are reported to the probes of its parent process.
 
-    After a fork, a worker inherits its parent's probes. They would update counters that nothing reads or, with the
-    multiprocess files of prometheus-client, count events twice. `ProbeNotes` therefore replaces all other probes.
+    After a fork, a worker inherits its parent's probes. Inherited probes would update counters that nothing reads or,
+    with the multiprocess files of prometheus-client, count events twice. `ProbeNotes` therefore replaces all other
+    probes.
     """
 
     def __init__(self) -> None:
@@ -183,8 +184,8 @@ class TimesSteps(Protocol):
 def timed(items: Iterable[T], timer: TimesSteps | None = None) -> Iterator[T]:
     """Yield the micro-batches of a loader, and record the time spent waiting for each and working on each.
 
-    Client calls that the consumer makes between micro-batches are collected too. This works because the generator runs
-    in the consumer's context, so its collection stays active while the consumer works.
+    Client calls that the consumer makes between micro-batches are collected too. The generator runs in the consumer's
+    context, so its collection stays active while the consumer works.
     """
     if not probes and timer is None:
         yield from items

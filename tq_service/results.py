@@ -365,8 +365,8 @@ class RestartedRanks:
         epoch: epoch of the task.
         batch_index: the first batch that the ranks must request.
         repeated_batch_count: batches from `batch_index` on that had already been trained and will be trained again.
-        repeated_sample_count: samples in the repeated batches. Both counts are 0 if an earlier call already restarted
-            the ranks.
+        repeated_sample_count: samples in the repeated batches. The counts of repeated batches and samples are 0 if an
+            earlier call already restarted the ranks.
     """
 
     epoch: int
@@ -388,12 +388,12 @@ class EvictedUnit:
             members were left. "late": the unit was unfinished and would have become too stale. "overflow": the unit had
             the lowest priority when new samples were put.
         version: the policy version that was published when the unit was evicted. The policy is taken from `where`, or
-            else from `not_before_version` or the partition's `max_staleness`. None without a policy or a
-            published version.
+            else from `not_before_version` or the partition's `max_staleness`. None without a policy or a published
+            version.
         sample_count: number of evicted samples; for a cleared group, this includes samples that had failed earlier.
-        refill: outcome of `get_meta(refill=)`. "refilled": the sample is claimable again; "pending": it was claimable
-            already; "unknown": the partition or key does not exist; "used_up": the sample was already refilled
-            `max_refills` times; "given_up": the task will never receive the sample, because it failed, was
+        refill: outcome of `get_meta(refill=)`. "refilled": the sample is claimable again; "pending": the sample was
+            already claimable; "unknown": the partition or key does not exist; "used_up": the sample was already
+            refilled `max_refills` times; "given_up": the task will never receive the sample, because it failed, was
             dead-lettered, dropped or skipped, or the ranks have reached their end. None: no refill was requested.
         rollout: name of the evicted rollout, or of the rollout of the unit's first sample; None without a rollout.
     """

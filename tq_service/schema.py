@@ -242,13 +242,13 @@ class Admission:
             or its samples are acknowledged ("trained"), or when the next version of `policy` is published after that
             ("published").
         policy: policy whose versions `given_back="published"` waits for, in the client's namespace.
-        max_staleness: maximum number of versions published between the creation of a sample's slot and its training. It
-            sets `most` to `(max_staleness + 1) * global_batch` and `given_back` to "published". Batches are planned
-            within this bound, and samples are created only by `acquire`. None: unbounded.
+        max_staleness: maximum number of versions published between the creation of a sample's slot and its training.
+            Setting `max_staleness` sets `most` to `(max_staleness + 1) * global_batch` and `given_back` to "published".
+            Batches are planned within this bound, and samples are created only by `acquire`. None: unbounded.
         global_batch: with `max_staleness`: number of units that all ranks together consume per version.
         late: with `max_staleness`: what to do with unfinished work that delays a batch. "wait": batches wait for the
             work. "evict": the work is evicted, even if a worker holds it; see `get_meta(unmatched=, refill=)`.
-        most_running: maximum number of held units (units being generated) at a time. Beyond it, `acquire`,
+        most_running: maximum number of held units (units being generated) at a time. At the limit, `acquire`,
             `get_meta(admit=)` and puts of held samples wait for other units to finish. A group is held while any of its
             samples is held. 0: unlimited.
         overflow: what to do with a put that would exceed `most` outstanding units. "wait": the put waits.

@@ -224,8 +224,8 @@ class ServiceProcess(ListeningProcess):
         with ServiceProcess("--max-bytes", "1GiB") as service, tq.Client(service.address) as client:
             ...
 
-    The service keeps its port across restarts, and stops when this process ends for any reason. It does not inherit
-    settings from environment variables (`TQ_*`).
+    The service keeps its port across restarts, and stops when this process ends for any reason. The service does not
+    inherit settings from environment variables (`TQ_*`).
 
     Args:
         *flags: flags of `tq-service serve`.

@@ -7,9 +7,9 @@ bytes. When objects in different encodings are read together, each row has a sec
 Encoding never imports torch, because only a process that has imported torch can have tensors to encode.
 
 The Python protobuf library copies a field twice. A message with a single field consists of a tag, the length as a
-varint, and the bytes. This module writes such a message with one copy, and reads a frame without copying. Headers, and
-messages encoded in an unusual way, are left to the protobuf library. gRPC turns an exception in a deserializer into
-INTERNAL without a message, so decoders return `Garbled` instead of raising.
+varint, and the bytes. This module writes a single-field message with one copy, and reads a frame without copying.
+Headers, and messages encoded in an unusual way, are left to the protobuf library. gRPC turns an exception in a
+deserializer into INTERNAL without a message, so decoders return `Garbled` instead of raising.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _torch_dtype(name: str) -> Any:
 Extents = NDArray[np.int64]
 
 MAX_ROWS: Final = 1 << 24
-"""Maximum number of rows per put or get. It limits the memory that a receiver allocates based on a header alone."""
+"""Maximum number of rows per put or get, to limit the memory that a receiver allocates based on a header alone."""
 
 _MAX_BYTES: Final = 1 << 60
 _MAX_DIMS: Final = 64

@@ -42,7 +42,7 @@ _OBJECT_KINDS: Final = "OUST"  # kinds of numpy dtypes
 def encode_columns(data: Any, known: Mapping[str, FieldSpec] | None = None) -> list[SourceColumn]:
     """Encode the columns of a put, without copying tensors that are contiguous and on the CPU.
 
-    Tensors on a device are not copied to the host. Their bytes are read after the work submitted to the current stream.
+    Tensors on a device are not copied to the host. The bytes of a tensor are read after the current stream's work.
 
     Args:
         data: a TensorDict with one batch dimension, or a mapping of field names to columns of `n` rows each. A column
@@ -356,8 +356,8 @@ def _as_numbers(values: Sequence[Any], kinds: set[type]) -> NDArray[Any] | None:
 def _encode_number_lists(name: str, values: Sequence[list[Any]], known: FieldSpec | None) -> SourceColumn | None:
     """Encode rows that are lists of numbers as a tensor column; return None for other lists.
 
-    Empty lists could contain any type, and nested lists may have an irregular shape. Both become tensors only in an
-    existing tensor field. The kind of a field thus does not depend on the values of the first put.
+    Empty lists could contain any type, and nested lists may have an irregular shape. Empty and nested lists become
+    tensors only in an existing tensor field. The kind of a field thus does not depend on the values of the first put.
     """
     items: list[Any] = []
     for some in _parts(values, _LISTS_AT_ONCE):

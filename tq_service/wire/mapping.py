@@ -1,6 +1,7 @@
 """Memory mapped by this process, which can be pinned for a device: an entire memfd, or new anonymous memory.
 
-These mappings do not keep a file descriptor open. Python's `mmap` keeps one per mapping, and their number is limited.
+Mappings of this module do not keep a file descriptor open. Python's `mmap` keeps one per mapping, and their number is
+limited.
 """
 
 from __future__ import annotations

@@ -350,8 +350,8 @@ def register_object_codec(name: str, kind: type, *, encode: Callable[[Any], Any]
         kind: type of the objects; the codec is also used for subclasses that have no codec of their own.
         encode: function that converts an object to a value that can be put without a codec: plain values, tensors,
             arrays, or containers of them.
-        decode: function that recreates the object from the result of `encode`. It runs in every reader, on data from
-            any producer, so it must not trust or unpickle its input.
+        decode: function that recreates the object from the result of `encode`. The function runs in every reader, on
+            data from any producer, so it must not trust or unpickle its input.
 
     Raises:
         InvalidArgumentError: the name is invalid, or the type is supported without a codec.

@@ -4,7 +4,7 @@ The columns of a put are stored in one memfd, one after another, each aligned to
 memory:
 
 - A *region* is created by the storage service, written by clients that run as the same user, and reused for later puts.
-  Its size is fixed. Clients are trusted to write only during their own puts; see `dataplane.shared_memory`.
+  The size of a region is fixed. Clients are trusted to write only during their own puts; see `dataplane.shared_memory`.
 - *Sealed memory* is created and written once by a client that runs as another user, and then sealed. After that, no
   process, including the client, can write, shrink or grow the memory.
 

@@ -98,7 +98,7 @@ class RowCut:
         )
 
     def to_proto(self, field_names: Sequence[str]) -> RowSliceMessage:
-        """Encode a message that requests this part of the rows of some fields."""
+        """Encode this cut as a protobuf message for the given fields."""
         message = RowSliceMessage(field_names=field_names)
         if self.chunk_count:
             message.chunks.extend(self.chunks)

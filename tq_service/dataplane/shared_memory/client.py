@@ -153,7 +153,7 @@ class FdChannel:
         return Lease(partial(self._releases.add, offer_id))
 
     def take(self, offer_id: bytes, indexes: Sequence[int]) -> list[int]:
-        """Take the offer of a put or get. Its regions are leased to this session until they are filled or released.
+        """Take the offer of a put or get; the regions are leased to this session until they are filled or released.
 
         Args:
             offer_id: id of the offer.

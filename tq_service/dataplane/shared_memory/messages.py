@@ -40,7 +40,7 @@ def send(connection: socket.socket, message: SharedMemoryRequest | SharedMemoryA
 def receive(
     connection: socket.socket, kind: type[Message], most_fds: int = MOST_FDS
 ) -> tuple[Message, list[int]] | None:
-    """Return the next message and its file descriptors, which the caller must close; None after the last message.
+    """Return the next message and its file descriptors, which the caller must close; None at the end.
 
     Raises:
         InvalidArgumentError: the data is not a message of this kind, or exceeds the limits.

@@ -1,8 +1,8 @@
 """Server side of shared memory: a Unix socket for clients on the same host, and the sessions of these clients.
 
 A session transfers file descriptors only during a Put or Get call that contains its session_id, or for a few seconds
-after a GetInline. This call determines which memory may be read and written. Memory that a client has taken is leased
-to the session until the client releases the memory or the connection ends:
+after a GetInline. The call determines which memory the session may read and write. Memory that a client has taken is
+leased to the session until the client releases the memory or the connection ends:
 
     Put or Get: offer -> TakeMemory: lease, the call continues without it -> Filled or Release: released
                                                                           -> end of the connection: not released
