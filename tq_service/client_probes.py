@@ -214,9 +214,9 @@ def timed(items: Iterable[T], timer: TimesSteps | None = None) -> Iterator[T]:
             calls = Collected()
             collected_here.set(calls)
             yield item
-            del item  # so it is not kept alive while waiting for the next item
+            del item  # otherwise, it stays alive during the wait for the next item
     finally:
-        if collected_here.get() in (calls, waits):  # a garbage-collected generator may end in another thread
+        if collected_here.get() in (calls, waits):  # false if it is garbage-collected in another thread
             collected_here.set(outer)
         close = getattr(iterator, "close", None)
         if close is not None:

@@ -48,7 +48,7 @@ def outcome_of(call: Callable[[], T]) -> Callable[[], T]:
     """Make a call, and return a function that returns the call's result or raises its exception."""
     try:
         result = call()
-    except BaseException as error:  # raised in the awaiting caller, whatever it is
+    except BaseException as error:  # the awaiting caller receives any exception
         raised = error
 
         def reraise() -> T:

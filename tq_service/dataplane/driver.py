@@ -139,7 +139,7 @@ class AsyncDriver(Protocol):
 
 
 async def async_run(steps: Steps[T]) -> T:
-    """Await each call that the steps yield, and return their result. A failed call is raised inside the steps."""
+    """Await each call that the steps yield, and return their result. Errors of a call are raised inside the steps."""
     try:
         call = next(steps)
         while True:
@@ -155,7 +155,7 @@ async def async_run(steps: Steps[T]) -> T:
 
 
 def run(steps: Steps[T]) -> T:
-    """Make each call that the steps yield, and return their result. A failed call is raised inside the steps."""
+    """Make each call that the steps yield, and return their result. Errors of a call are raised inside the steps."""
     try:
         call = next(steps)
         while True:
@@ -370,7 +370,7 @@ class _GrpcSteps:
             call = self._put_call(self._put, deadline.remaining(), self._metadata())
             try:
                 send_as = yield partial(call.start, header)
-                if send_as is None:  # the put was rejected, or exists already
+                if send_as is None:  # the service rejected the put, or has stored it already
                     pass
                 elif send_as.region is not None and session is not None:
                     yield partial(self._in_thread, session.fill, send_as.region, columns)
@@ -398,7 +398,7 @@ class _GrpcSteps:
             if request.ByteSize() >= PART_BYTES:
                 return None
             answer = yield self._unary(self.storage.PutInline, request, deadline.remaining())
-            if not answer.HasField("region"):  # a retry, because an earlier answer was lost
+            if not answer.HasField("region"):  # this call is a retry, because an earlier answer was lost
                 return None
             mapping, lease = yield partial(self._in_thread, session.allocate, answer.region)
         return Allocated(answer.put, mapping, lease)

@@ -175,7 +175,7 @@ class AnswerReader:
             raise InternalError("a storage service offered shared memory without a session")
         pages = self._check_offer(offer)
         private: list[Pages | None] = [
-            each if self._placement is None or not number else None  # a placement copies from the shared mapping
+            each if self._placement is None or not number else None  # with a placement, copy from the shared mapping
             for number, each in zip(offer.memories, pages, strict=True)
         ]
         lease, regions = channel.begin_lease(offer.offer_id), channel.regions
@@ -201,7 +201,7 @@ class AnswerReader:
             for memory, start, size in _slices(column):
                 if start + size > mappings[memory].size:
                     raise InternalError(
-                        f"a storage service offered {size} bytes starting at byte {start}, in memory of "
+                        f"a storage service offered {size} bytes starting at byte {start}, but the memory has "
                         f"{mappings[memory].size} bytes"
                     )
         self._shared = {
@@ -238,7 +238,7 @@ class AnswerReader:
         if self._placement is None:
             return mapping.array(start, size, lease) if size >= least_bytes else None
         device = self._placement.device_of(self._columns[column.column_index])
-        used_bytes = (pages[memory].end - pages[memory].first) * PAGE_BYTES  # for all columns in this memory
+        used_bytes = (pages[memory].end - pages[memory].first) * PAGE_BYTES  # used by all columns of this block
         if device is None or not mapping.is_shared or used_bytes < least_bytes:
             return None
         pin = PINNED.pin(mapping, device)

@@ -452,7 +452,7 @@ def decode_header(message: metadata_pb2.ColumnHeader, row_count: int) -> ColumnS
     spec = decode_spec(message.spec)
     _validate_spec(spec)
     width = extent_count(spec)
-    data = message.extents  # each access to the field makes a copy
+    data = message.extents  # a single access, because each one copies the field
     if len(data) != row_count * width * 8:
         raise _wrong_column(
             spec,
@@ -643,7 +643,7 @@ WAITING_BYTES: Final = "waiting_bytes"
 _LARGEST_THRESHOLD_BYTES: Final = (32 << 20) - (64 << 10)
 _HEADER_TAG: Final = 0x0A  # field 1, length-delimited
 _FRAME_TAG: Final = 0x12  # field 2, length-delimited
-_MAX_VARINT_BYTES: Final = 5  # for a size; the protobuf library rejects longer ones
+_MAX_VARINT_BYTES: Final = 5  # for the size of a field; the protobuf library rejects longer varints
 
 FrameParts: TypeAlias = Sequence[memoryview | bytes | bytearray]
 

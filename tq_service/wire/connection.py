@@ -221,7 +221,7 @@ class Credentials:
             if signature is None or signature != self._file_signature:
                 self._metadata = _bearer(path.read_text(), str(path))
                 self._file_signature = signature
-        except (OSError, ValueError) as error:  # replaced or removed: the previous token may still be valid
+        except (OSError, ValueError) as error:  # if the file is gone, the last token may still be valid
             if self._metadata is None:
                 raise UnauthenticatedError(
                     f"the token file {path} cannot be used: {error}", metadata={"path": str(path)}
@@ -363,7 +363,7 @@ class Controllers:
         self.has_several = len(self._given) > 1
 
     def note(self, asked: str, failure: TqError) -> None:
-        """Choose the controller to call after a failed call; failures of calls to other controllers are ignored."""
+        """Choose the controller to call after a failed call; only failures of the `current` controller have an effect."""
         if not isinstance(failure, UnavailableError) or asked != self.current:
             return
         leader = ""

@@ -106,7 +106,7 @@ class DeviceBytes:
         return DeviceBytes(self._values[part], self._ready)
 
     def copy_to(self, target: Bytes) -> cuda.Event:
-        """Start copying the bytes to the host; return an event after the copy. Keep both alive until the event."""
+        """Start copying the bytes to `target`; return an event after the copy. Keep both objects alive until then."""
         self._ready.synchronize()  # blocks this thread instead of the stream, which other callers' copies also use
         stream = copy_stream(self.device, "down")
         cuda.copy(cuda.load_torch().from_numpy(target), self._values, stream)
@@ -149,7 +149,7 @@ def on_host(chunks: Iterable[Chunk]) -> Iterator[list[memoryview]]:
         if here:
             yield here
     finally:
-        for event, *_ in copies:  # in case the caller stops early
+        for event, *_ in copies:  # in case the caller stops iterating early
             event.synchronize()
 
 
@@ -157,7 +157,7 @@ def copy_to_host(target: Bytes, chunks: Iterable[Chunk]) -> None:
     """Copy chunks into host memory one after another, directly from a device if the host memory is pinned."""
     view, end = target.data, 0
     pin = PINNED.find(target)
-    copies: list[tuple[cuda.Event, DeviceBytes]] = []  # keeps the chunks, whose memory the device could otherwise reuse
+    copies: list[tuple[cuda.Event, DeviceBytes]] = []  # chunks stay referenced, so the device cannot reuse their memory
 
     def copy(start: int, source: memoryview) -> int:
         end = start + len(source)

@@ -36,7 +36,7 @@ _GATHER_BELOW_BYTES: Final = 64 << 10
 
 _AT_ONCE: Final = 1 << 16  # objects processed in one call into C, which blocks other threads
 _LISTS_AT_ONCE: Final = 1 << 10
-_OBJECT_KINDS: Final = "OUST"  # kinds of numpy dtypes
+_OBJECT_KINDS: Final = "OUST"  # kinds of NumPy dtypes whose values are objects or text
 
 
 def encode_columns(data: Any, known: Mapping[str, FieldSpec] | None = None) -> list[SourceColumn]:
@@ -154,7 +154,7 @@ def _fields_of_tensordict(data: Any) -> list[tuple[Any, Any]]:
     for name in data.keys():  # noqa: SIM118  (iterating over a TensorDict yields rows)
         try:
             fields.append((name, data.get(name)))
-        except RuntimeError:  # a lazy stack whose rows differ in shape
+        except RuntimeError:  # raised for a lazy stack whose rows differ in shape
             fields.append((name, data.get(name, as_list=True)))
     return fields
 
@@ -303,7 +303,7 @@ def _encode_list(name: str, values: Sequence[Any], known: FieldSpec | None) -> S
     if not values:
         return _encode_dense(name, np.zeros(0, np.float32))  # rejected later, like all data with 0 rows
     kinds = _kinds(values)
-    if any(map(_is_non_tensor, kinds.values())):  # items that iterating over a NonTensorStack yields
+    if any(map(_is_non_tensor, kinds.values())):  # from iterating over a NonTensorStack
         values = [value.tolist() if _is_non_tensor(value) else value for value in values]
         kinds, known = _kinds(values), _objects_unless_tensors(name, known)
     if known is None or known.layout is not Layout.OBJECT:
@@ -337,7 +337,7 @@ def _encode_tensors(name: str, values: Sequence[Any], kinds: set[type], known: F
     if are_arrays and all(row.dtype.kind not in _OBJECT_KINDS for row in values if isinstance(row, np.ndarray)):
         try:
             return _encode_arrays(name, values)
-        except (AttributeError, RuntimeError):  # torch's error does not name the field
+        except (AttributeError, RuntimeError):  # torch's message does not contain the field's name
             for row in values:
                 _check_values(name, row)
             raise
@@ -461,7 +461,7 @@ def _encode_objects(name: str, values: Sequence[Any], kinds: set[type]) -> Sourc
     if kinds == {str}:
         try:
             return _objects_column(name, Encoding.TEXT, values, lambda part, _: [text.encode() for text in part])
-        except UnicodeEncodeError:  # a lone surrogate, which UTF-8 does not support, but msgpack does as used here
+        except UnicodeEncodeError:  # a lone surrogate, which msgpack supports here, unlike UTF-8
             pass
     elif kinds <= {bytes, bytearray, memoryview}:
         return _objects_column(name, Encoding.BYTES, values, lambda part, _: list(map(bytes, part)))
@@ -474,7 +474,7 @@ def _encode_objects(name: str, values: Sequence[Any], kinds: set[type]) -> Sourc
 def _objects_column(
     name: str, encoding: Encoding, values: Sequence[Any], encode: Callable[[Sequence[Any], int], list[bytes]]
 ) -> SourceColumn:
-    """Encode a column of objects. `encode` is called with a slice of the objects and the position of its first one."""
+    """Encode a column of objects. `encode` is called with a slice of the objects and the slice's start position."""
     sizes, chunks = [], []
     for number, part in enumerate(_parts(values)):
         blobs = encode(part, number * _AT_ONCE)

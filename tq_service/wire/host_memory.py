@@ -106,8 +106,8 @@ class _Pinned:
 class PinnedMemory:
     """Pins mappings up to a limit; unpins the least recently used unused ones to make space for others. Thread-safe.
 
-    A mapping is unpinned before it is unmapped, and after the last copy that uses it: until the copy has finished,
-    `keep` retains the arrays. The lock is reentrant, because a finalizer can run in a thread that holds the lock.
+    A mapping is unpinned before it is unmapped, and after the last copy that uses it, because `keep` retains the arrays
+    until the copy has finished. The lock is reentrant, because a finalizer can run in a thread that holds the lock.
 
     Args:
         limit_bytes: maximum total number of pinned bytes; None: the value of `TQ_PINNED_BYTES`, else 1 GiB.
@@ -164,7 +164,7 @@ class PinnedMemory:
                 copy = next(iter(self._copies), None)
             if copy is None:
                 break
-            copy.synchronize()  # after which the memory of the copy may be unpinned
+            copy.synchronize()  # then the memory that the copy uses may be unpinned
         return None
 
     def find(self, array: Bytes) -> Pin | None:
@@ -182,7 +182,7 @@ class PinnedMemory:
             if self._may_pin(mapping):
                 break
             if other.pin() is None and (unused := other.mapping()) is not None:
-                with suppress(IndexError):  # the mapping is being unmapped
+                with suppress(IndexError):  # raised if the mapping is being unmapped
                     unused.on_unmap.pop()()
                 self.tidy()
         if not self._may_pin(mapping):
@@ -246,7 +246,7 @@ class Blocks:
         if size < _SMALL_BYTES and device is None:
             return np.empty(size, np.uint8)
         if device is not None:
-            PINNED.tidy()  # returns blocks whose copies have finished
+            PINNED.tidy()  # makes blocks of finished copies available
         block = self._reused(size, is_inherited=device is None)
         if block is None:
             block = Mapping.anonymous(size, is_inherited=device is None)
@@ -294,14 +294,14 @@ class _Use:
 
     __slots__ = ("_block", "_blocks", "_pin")
 
-    _is_finalizing = staticmethod(sys.is_finalizing)  # bound here, because modules are empty when the process exits
+    _is_finalizing = staticmethod(sys.is_finalizing)  # bound here, because modules are cleared when Python exits
 
     def __init__(self, blocks: Blocks, block: Mapping, pin: Pin | None) -> None:
         self._blocks, self._block, self._pin = blocks, block, pin
 
     def __del__(self) -> None:
         if not self._is_finalizing():
-            self._pin = None  # before another thread can reuse the block
+            self._pin = None  # unpin before another thread can reuse the block
             self._blocks.put_back(self._block)
 
 

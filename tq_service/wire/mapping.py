@@ -27,8 +27,8 @@ HUGE_PAGE_BYTES: Final = 2 << 20
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _MAP_NORESERVE: Final = 0x4000
 _READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
-_FILE_PAGE: Final = np.uint64(1 << 61)  # in /proc/self/pagemap: a page of the file, not this process's copy of the page
-_IN_USE: Final = np.uint64(3 << 62)  # in /proc/self/pagemap: a page in memory or in swap
+_FILE_PAGE: Final = np.uint64(1 << 61)  # bit in /proc/self/pagemap: the page is the file's, not a copy
+_IN_USE: Final = np.uint64(3 << 62)  # bits in /proc/self/pagemap: the page is in memory or in swap
 
 
 @cache
@@ -93,7 +93,7 @@ class Mapping:
         OSError: the operating system refused the mapping.
     """
 
-    _is_finalizing = staticmethod(sys.is_finalizing)  # bound here, because modules are empty when the process exits
+    _is_finalizing = staticmethod(sys.is_finalizing)  # bound here, because modules are cleared when Python exits
 
     def __init__(self, fd: int, *, is_shared: bool, is_inherited: bool = True, is_populated: bool = False) -> None:
         flags = mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE | _MAP_NORESERVE

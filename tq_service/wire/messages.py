@@ -57,7 +57,7 @@ _SECONDS: Final = "_seconds"
 _READERS: Final[Mapping[Any, Callable[[Any], Any]]] = {
     FieldSpec: decode_spec,
     Scalar: decode_value,
-    Published: lambda message: Published(message.policy, message.offset),  # without the policy's default
+    Published: lambda message: Published(message.policy, message.offset),  # keeps an empty policy
 }
 _WORDS: Final[Mapping[Any, EnumWords[Any]]] = {
     BatchUnit: BATCH_UNITS,
@@ -198,7 +198,7 @@ def to_duration(seconds: float) -> Duration:
     Raises:
         ValueError: the number of seconds is NaN.
     """
-    seconds = max(min(seconds, MOST_SECONDS), -MOST_SECONDS)  # with this order of arguments, NaN is passed on
+    seconds = max(min(seconds, MOST_SECONDS), -MOST_SECONDS)  # this order of arguments preserves NaN
     whole = int(seconds)  # rounded towards 0, so both parts have the same sign
     nanos = round((seconds - whole) * _NANOS)
     if abs(nanos) == _NANOS:

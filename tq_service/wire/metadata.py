@@ -588,7 +588,7 @@ def values_to_meta_column(name: str, values: Any) -> MetaColumn:
     Raises:
         InvalidArgumentError: `values` is not a sequence of values, or JSON cannot represent one of them.
     """
-    if hasattr(values, "detach"):  # a tensor
+    if hasattr(values, "detach"):  # the values are a tensor
         tensor = values.detach().cpu()
         values = (tensor.double() if tensor.is_floating_point() else tensor).numpy()
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0:
@@ -598,7 +598,7 @@ def values_to_meta_column(name: str, values: Any) -> MetaColumn:
             field="custom_meta",
         )
     kind = ""
-    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.itemsize <= 8:  # no longdouble
+    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.itemsize <= 8:  # excludes longdouble
         kind = values.dtype.kind
     if kind in {"i", "f", "b"}:
         typed = cast("NDArray[Any]", values).astype(DTYPES[kind])

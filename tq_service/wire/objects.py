@@ -149,7 +149,7 @@ def _extension(value: Any, depth: int) -> Any:
     if base is None:
         raise _Refused
     plain = base(value)
-    is_extension = base in _SEQUENCES or (base is int and plain.bit_length() > 63)  # msgpack calls this only once
+    is_extension = base in _SEQUENCES or (base is int and plain.bit_length() > 63)  # msgpack does not convert again
     return _extension(plain, depth) if is_extension else plain
 
 

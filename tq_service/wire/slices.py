@@ -220,7 +220,7 @@ def cut_rows(
     rows, begins, ends = cut.ranges(lengths)
     cut_lengths = np.bincount(rows, ends - begins, lengths.size).astype(np.int64)
     if extent_counts.size:
-        offsets = np.cumsum(kept) - kept  # of each extent; made relative to its cell's first extent in the next line
+        offsets = np.cumsum(kept) - kept  # of extents; the next line makes them relative to the first of the cell
         offsets -= np.repeat(offsets[firsts], extent_counts)
         counts = extent_counts[rows]
         _check_piece_count(spec, int(counts.sum()))
@@ -248,8 +248,7 @@ def _check_cut(spec: FieldSpec, cut: RowCut, *, is_joined: bool) -> None:
     elif cut.second is not None and (len(shape) < 2 or shape[1] < 0):
         problem = "a slice of the second dimension requires the same size in all rows; slice only the first dimension"
     elif is_joined and -1 in shape[1:]:
-        problem = "only cells that differ in no other dimension than the first can be joined; get the field without "
-        "extent_counts"
+        problem = "only cells that differ solely in the first dimension can be joined; get it without extent_counts"
     if problem:
         raise InvalidArgumentError(
             f"field {spec.name!r} is {spec.describe()}, and {problem}",

@@ -62,7 +62,7 @@ class BulkLink:
     def __init__(self, address: str, tls: Tls | None = None, *, is_enabled: bool | None = None) -> None:
         self._address = address
         self._tls = tls
-        self._lock = threading.Lock()  # protects everything below
+        self._lock = threading.Lock()  # protects all attributes below
         self._is_enabled = os.environ.get(SWITCH_VARIABLE, "").lower() != "off" if is_enabled is None else is_enabled
         self._ask_at = time.monotonic()
         self._port: _Port | None = None
@@ -171,7 +171,7 @@ class BulkLink:
         others = [_STREAMS.submit(run) for _ in range(min(ticket.stream_count, count) - 1)]
         run()
         for other in others:
-            if not other.cancel():  # threads that had not started are not needed, as this thread did their work
+            if not other.cancel():  # unstarted threads are not needed: this thread did their work
                 other.result()
         if failures:
             if remaining() > 0:  # otherwise, the cause is the deadline and not the port

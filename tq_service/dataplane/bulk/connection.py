@@ -49,7 +49,7 @@ _MESSAGE: Final = np.dtype(
 _HAS_SENDMMSG: Final = sys.platform == "linux" and ctypes.sizeof(ctypes.c_void_p) == 8
 
 Moved: TypeAlias = Callable[[int], None]
-"""Callback after each step, with the number of bytes moved; 0 after an idle second. Raises to abort the transfer."""
+"""Callback after each step, with the number of bytes moved, 0 after an idle second; an exception ends the transfer."""
 
 Integers: TypeAlias = NDArray[np.int64]
 

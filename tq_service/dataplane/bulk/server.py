@@ -82,7 +82,7 @@ class Transfer:
         self._on_unused = on_unused
         self._loop = asyncio.get_running_loop()
         self._done: asyncio.Future[None] = self._loop.create_future()
-        self._lock = threading.Lock()  # protects everything below
+        self._lock = threading.Lock()  # protects all attributes below
         self._is_closed = False
         self._handed_out: set[int] = set()
         self._count = self._left_count = -(-size_bytes // self.ticket.range_bytes)
@@ -232,7 +232,7 @@ class BulkServer:
         return len(self._proven)
 
     def takes(self, size_bytes: int) -> bool:
-        """Return whether a transfer of this size should use bulk; small or too many transfers use frames instead."""
+        """Return whether a transfer should use bulk; small or too many transfers must use frames instead."""
         return size_bytes >= BULK_BYTES and len(self._transfers) < _MOST_TRANSFERS
 
     def open(

@@ -83,7 +83,8 @@ class ReadMapping:
 
     def take(self, pages: Pages) -> bool:
         """Mark a range as used if it does not overlap a used range; return whether it was marked. Not thread-safe."""
-        if any(used.first < pages.end and pages.first < used.end for used in tuple(self._used)):  # may shrink now
+        # Iterate over a copy, because another thread may free a range at any time.
+        if any(used.first < pages.end and pages.first < used.end for used in tuple(self._used)):
             return False
         self._used.append(pages)
         return True

@@ -70,7 +70,7 @@ class Memory(Protocol):
 
 
 class SharedMemoryServer:
-    """Listens on a socket in a directory and manages the clients' sessions. Confined to one event loop.
+    """Listens on a socket in a directory and manages the clients' sessions. For use in a single event loop.
 
     Args:
         directory: directory of the socket; users who can access it may use shared memory.
@@ -380,7 +380,7 @@ class Session:
         except BlockingIOError:
             if received is None:
                 return  # woken up without a message
-            # The socket is full of unread answers. If this one were skipped, the client would take the next one for it.
+            # The socket is full of unread answers. Without this one, the client would misread the next one.
         except (OSError, TqError) as error:
             reason = error
         _log.info(LogMessage("a shared memory session ended", reason=reason))
