@@ -197,7 +197,7 @@ class SamplesClearedError(PreconditionError):
 
 
 class BatchForgottenError(PreconditionError):
-    """The batch was planned without consuming its samples, and has been dropped in favor of newer such batches."""
+    """The batch was planned without consuming its samples, and has been dropped for newer batches of this kind."""
 
     reason = "BATCH_FORGOTTEN"
 

@@ -62,7 +62,7 @@ class ProductionStatus:
         produced_count: samples that have all of the requested fields.
         total_count: samples that have or can still receive the requested fields, because they are neither cleared nor
             failed.
-        complete: whether all of these samples have the fields and no new samples will be inserted (with
+        complete: whether all samples in `total_count` have the fields and no new samples will be inserted (with
             `samples_per_round`, none before the next round).
     """
 
@@ -161,7 +161,7 @@ class WaitReason:
         data_fields: the fields that the claims request.
         waiting_count: number of calls that wait for this reason; 0 in the answer to the caller's own claim.
         left_count: live or held samples that the task has not consumed.
-        ready_count: number of these samples that could be delivered now; with `counts_groups`, of groups or rollouts.
+        ready_count: samples in `left_count` that could be delivered now; with `counts_groups`, groups or rollouts.
         needed_count: ready samples that the claim needs; with `counts_groups`, the groups or rollouts that it needs.
         counts_groups: whether `ready_count` and `needed_count` count groups or rollouts.
         not_ready: number of samples that cannot be delivered yet, by reason; a sample may be counted for several
@@ -290,7 +290,7 @@ class TaskStatus:
         recent_batches: the last 16 batches planned for the task's ranks in this epoch, in order; empty after a service
             restart.
         oldest_version: lowest `version` of the live or held samples left for the task, as of the most recent scan. None
-            in updates of `watch`, and if these samples lack a version or have not been scanned yet.
+            in updates of `watch`, and if the samples left lack a version or have not been scanned yet.
         staleness_versions: number of versions that producers are ahead of the task: the highest version of a sample
             in the partition minus `oldest_version`. None if `oldest_version` is None.
         leasing_claim_count: claims with leased samples.
@@ -391,9 +391,9 @@ class EvictedUnit:
             else from `not_before_version` or the partition's `max_staleness`. None without a policy or a published
             version.
         sample_count: number of evicted samples; for a cleared group, this includes samples that had failed earlier.
-        refill: outcome of `get_meta(refill=)`. "refilled": the sample is claimable again; "pending": the sample was
-            already claimable; "unknown": the partition or key does not exist; "used_up": the sample was already
-            refilled `max_refills` times; "given_up": the task will never receive the sample, because it failed, was
+        refill: outcome of `get_meta(refill=)`. "refilled": the sample is claimable again. "pending": the sample was
+            already claimable. "unknown": the partition or key does not exist. "used_up": the sample was already
+            refilled `max_refills` times. "given_up": the task will never receive the sample, because it failed, was
             dead-lettered, dropped or skipped, or the ranks have reached their end. None: no refill was requested.
         rollout: name of the evicted rollout, or of the rollout of the unit's first sample; None without a rollout.
     """
@@ -415,7 +415,7 @@ class EvictedUnits:
 
     Attributes:
         units: evicted units with a serial above the requested one; empty if there are none.
-        dropped_count: number of such units that are no longer stored.
+        dropped_count: number of evicted units with higher serials that are no longer stored.
     """
 
     units: tuple[EvictedUnit, ...]
@@ -681,7 +681,7 @@ class StorageStatus:
         is_silent: whether the service receives no new puts because its heartbeats have stopped.
         mirror: state of the mirror as of the last heartbeat; None without a mirror.
         is_adopted: whether this entry describes the puts of a lost storage service that the successor at `address` has
-            taken over. `used_bytes` and `max_bytes` are those of the successor, whose quota includes these puts.
+            taken over. `used_bytes` and `max_bytes` are those of the successor, whose quota includes the adopted puts.
     """
 
     storage_id: str
@@ -788,7 +788,7 @@ class CheckpointCopy:
     Attributes:
         name: name of the checkpoint, relative to the service's `checkpoint_dir`.
         put_count: number of puts that restoring the checkpoint will create.
-        value_bytes: size of these puts in bytes.
+        value_bytes: size in bytes of the puts that will be created.
         pause_seconds: longest time during which the service answered no calls while writing the checkpoint.
     """
 

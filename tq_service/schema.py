@@ -238,9 +238,9 @@ class Admission:
         most: maximum number of outstanding units, 1 or more.
         unit: unit of `most`: samples, rollouts or groups. A sample without a rollout or group counts as one unit.
             Additional members of a group or rollout that is already counted do not count.
-        given_back: when a delivered unit stops being outstanding: on delivery ("delivered"), once its batch is trained
-            or its samples are acknowledged ("trained"), or when the next version of `policy` is published after that
-            ("published").
+        given_back: when a delivered unit stops being outstanding. "delivered": on delivery. "trained": once its batch
+            is trained or its samples are acknowledged. "published": when the next version of `policy` is published
+            after that.
         policy: policy whose versions `given_back="published"` waits for, in the client's namespace.
         max_staleness: maximum number of versions published between the creation of a sample's slot and its training.
             Setting `max_staleness` sets `most` to `(max_staleness + 1) * global_batch` and `given_back` to "published".
@@ -252,8 +252,9 @@ class Admission:
             `get_meta(admit=)` and puts of held samples wait for other units to finish. A group is held while any of its
             samples is held. 0: unlimited.
         overflow: what to do with a put that would exceed `most` outstanding units. "wait": the put waits.
-            "drop_lowest": the same change clears the pending units with the lowest priority. Units are kept if they are
-            held, leased, in an untrained batch of ranks (`advance`), or in an incomplete group.
+            "drop_lowest": the change that inserts the new samples clears the pending units with the lowest priority.
+            Units are kept if they are held, leased, in an untrained batch of ranks (`advance`), or in an incomplete
+            group.
         priority_key: with `overflow="drop_lowest"`: custom_meta column with a sample's priority; a group's priority is
             the mean over its members. Units without a value are dropped last; units of equal priority are dropped
             oldest first. Empty: all units are dropped oldest first.
@@ -378,8 +379,8 @@ class Release:
             sample. Ranks are done once their batch is "trained", or "saved", that is, covered by a trainer checkpoint
             (`advance`). Samples that failed, or were skipped with their group, also count as done. None: samples are
             not released by consumption.
-        tasks: tasks that must be done with a sample; empty: all declared `tasks` of the partition. Queue claims of
-            these tasks need a lease.
+        tasks: tasks that must be done with a sample; empty: all declared `tasks` of the partition. Queue claims of the
+            listed tasks need a lease.
         ttl_seconds: release a sample this long after it was put or became live, even if tasks are not done with it.
             Samples in a batch that one of `tasks` has yet to train or save are kept. Ages restart at 0 when the service
             starts. None: samples are not released by age.

@@ -43,8 +43,8 @@ class StepTimes:
 
     Attributes:
         work_seconds: time spent on the trainer's own work.
-        rollouts_seconds: time while the batch was not ready: too few samples were produced, or the claim waited for
-            a version, a staleness limit or capacity (see `explain`).
+        rollouts_seconds: time while the batch was not ready, because samples were missing, or the claim waited for a
+            version, a staleness limit or capacity (see `explain`).
         plan_seconds: time of calls to the controller, for planning and the round trip.
         transfer_seconds: time for transferring bytes from storage services.
         host_seconds: time for decoding, copying, splitting and packing on the host.

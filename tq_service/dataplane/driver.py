@@ -7,7 +7,7 @@
 - Stream, if no other transport is available: a header, followed by frames.
 
 The asyncio and the synchronous drivers share the steps of a call. As in psycopg, steps are generators that yield the
-calls to make; `async_run` or `run` makes these calls. Parts that differ exist in two versions with the same interface.
+calls to make; `async_run` or `run` makes these calls. Parts that differ have an asyncio and a synchronous version.
 """
 
 from __future__ import annotations

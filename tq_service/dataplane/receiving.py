@@ -102,7 +102,7 @@ class AnswerReader:
     Attributes:
         offer: offer of columns in shared memory, which `receive_shared` must take before the get can finish, or None.
         ticket: bulk ticket for the other columns, which `receive_bulk` must receive before the get can finish; None if
-            these columns arrive in frames.
+            the other columns arrive in frames.
         sent_bytes: size in bytes of the values sent, excluding those in shared memory.
 
     All methods raise InternalError if the storage service violates the protocol.

@@ -819,8 +819,8 @@ def _plain_frame(data: bytes) -> memoryview | None:
 def keep_frame_buffers() -> None:
     """Raise glibc's mmap threshold for this process, once; has no effect with other C libraries.
 
-    Mapping fresh pages costs more than copying data into them. glibc maps each block above the threshold anew. When it
-    frees such a block, it raises the threshold to the block's size (`M_MMAP_THRESHOLD` in mallopt(3)). Freeing one
+    Mapping fresh pages costs more than copying data into them. glibc maps each block above the threshold anew. When
+    glibc frees a mapped block, the threshold rises to the block's size (`M_MMAP_THRESHOLD` in mallopt(3)). Freeing one
     untouched block of 32 MiB is therefore enough. In measurements, the speed of gets increased from 0.7 to 1.3 GB/s,
     and puts of asyncio clients without gets needed only half of the CPU time.
     """

@@ -1,10 +1,10 @@
 """Connections to a service: channel options, client credentials, and choice of the controller to call.
 
-Clients authenticate with a bearer token over TLS. Services authenticate to each other in the same way.
+Clients authenticate with a bearer token over TLS. Services also authenticate to each other with tokens and TLS.
 
 A large request is split into several messages of one call. Messages are small, so only a few bytes are in flight to a
 service at a time. If the first request of a call has at least `PART_BYTES`, its serialized form is split into parts of
-exactly this size; the last part is smaller and may be empty. The service joins the parts before it executes the
+exactly this size. The last part is smaller and may be empty. The service joins the parts before it executes the
 request, so the request is executed completely or not at all.
 """
 
@@ -55,7 +55,7 @@ CONTROLLER_CONNECTION_SECONDS: Final = 30
 """Time in seconds that a cluster's controller accepts new calls on a connection; calls in flight continue.
 
 Some clients reach all controllers under one name, through a load balancer that routes to the leader. The limit makes
-such clients reconnect to the current leader.
+clients behind a load balancer reconnect to the current leader.
 """
 
 
@@ -170,10 +170,10 @@ class Credentials:
 
     Args:
         token: the bearer token, or the path of a file that contains the token and is reread when it changes. None: the
-            token in `TQ_TOKEN`, else in the file named by `TQ_TOKEN_FILE`, else no token. False: no token, even if
-            these variables are set.
+            token in `TQ_TOKEN`, else in the file named by `TQ_TOKEN_FILE`, else no token. False: no token, even if the
+            token variables are set.
         tls: TLS settings for the service. None: the settings in `TQ_TLS_CA`, `TQ_TLS_CERT` and `TQ_TLS_KEY`, else
-            plaintext. False: plaintext, even if these variables are set.
+            plaintext. False: plaintext, even if the TLS variables are set.
         insecure: whether the token may be sent to other machines in plaintext; None: whether `TQ_INSECURE` is true.
     """
 
@@ -363,7 +363,7 @@ class Controllers:
         self.has_several = len(self._given) > 1
 
     def note(self, asked: str, failure: TqError) -> None:
-        """Choose the controller to call after a failed call; only failures of the `current` controller have an effect."""
+        """Choose the controller to call after a failed call; ignore failures of controllers other than `current`."""
         if not isinstance(failure, UnavailableError) or asked != self.current:
             return
         leader = ""

@@ -45,11 +45,11 @@ def encode_columns(data: Any, known: Mapping[str, FieldSpec] | None = None) -> l
     Tensors on a device are not copied to the host. The bytes of a tensor are read after the current stream's work.
 
     Args:
-        data: a TensorDict with one batch dimension, or a mapping of field names to columns of `n` rows each. A column
-            is a tensor or array `(n, ...)`; a nested tensor, or a list of tensors or arrays with one or more dimensions
-            (jagged); a list of numbers or 0-dim tensors (dense scalars; int becomes int64, float becomes float64); a
-            list of lists of numbers (jagged, or dense if all have the same length); or a list of other values
-            (objects). See `non_tensor_rows` for `NonTensorData`.
+        data: a TensorDict with one batch dimension, or a mapping of field names to columns of `n` rows each. A tensor
+            or array `(n, ...)` becomes a dense column. A nested tensor, or a list of tensors or arrays with one or more
+            dimensions, becomes jagged. A list of numbers or 0-dim tensors becomes dense scalars (int64 for int, float64
+            for float). A list of lists of numbers becomes jagged, or dense if all have the same length. A list of other
+            values becomes a column of objects. See `non_tensor_rows` for `NonTensorData`.
         known: specs of fields that exist in the partition. Object fields accept any list. In tensor fields, nested
             lists of numbers and empty lists also become tensors. Objects become text if all are str, bytes if all are
             bytes, and msgpack otherwise.
@@ -199,8 +199,8 @@ def non_tensor_rows(name: str, values: Any) -> list[Any]:
     """Return the rows of a `NonTensorStack` or `NonTensorData`, like tensordict's `tolist()`.
 
     A `NonTensorData` usually contains a single value for all rows, even if the value is a list. There are two
-    exceptions. An array of objects or text with one item per row contains the rows, because a TensorDict converts lists
-    and arrays to such arrays. A `NonTensorData` outside a TensorDict, without a batch dimension, contains the rows if
+    exceptions. An array of objects or text with one item per row contains the rows, because a TensorDict stores lists
+    and arrays that way. A `NonTensorData` outside a TensorDict, without a batch dimension, contains the rows if
     its value is a list, a tuple or an array.
 
     Raises:

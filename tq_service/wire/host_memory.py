@@ -10,9 +10,9 @@ The operating system needs more time to map new pages than to receive the bytes.
 from 0.5 to 2.2 GB/s, and the entire difference was system time. A training loop receives and drops batches of similar
 size, so a few blocks are enough for all batches.
 
-Blocks for a device, buffers filled by loader workers, and regions of a storage service on this host are pinned, because
-copies of pageable memory are several times slower. Memory stays pageable if the limit of pinned memory is reached or
-the operating system refuses to pin more.
+Blocks for a device, buffers filled by loader workers, and regions of a storage service on this host are pinned. Copies
+of pageable memory would be several times slower. Memory stays pageable if the limit of pinned memory is reached or the
+operating system refuses to pin more.
 
 Arrays can be garbage-collected at any time in any thread, so their finalizers do not use locks.
 """
@@ -253,7 +253,7 @@ class Blocks:
         return block.array(0, size, _Use(self, block, None if device is None else PINNED.pin(block, device)))
 
     def take_columns(self, sizes: Sequence[int], device: Device) -> list[Bytes]:
-        """Return arrays of these sizes for a device, all in one block, so a single copy covers them."""
+        """Return arrays of the given sizes for a device, all in one block, so a single copy covers them."""
         starts, end = place_columns(sizes)
         block = self.take(max(end, 1), device)
         return [block[start : start + size] for start, size in zip(starts, sizes, strict=True)]

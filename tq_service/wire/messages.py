@@ -84,7 +84,7 @@ _ENUMS: Final[Mapping[str, EnumWords[Any]]] = {
 
 
 def read_message(kind: type[Result], message: Message, **given: Any) -> Result:
-    """Create a dataclass instance from the message fields with the same names.
+    """Create a dataclass instance from the message fields that have the names of its fields.
 
     An optional field becomes None if it is unset or, for fields without presence, empty. Repeated fields become tuples,
     submessages become dataclasses of the annotated types, and a Duration `x` becomes the float `x_seconds`. An empty

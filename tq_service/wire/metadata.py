@@ -2,7 +2,7 @@
 
 Sample indexes and row numbers are large integer arrays that mostly consist of runs of consecutive numbers. custom_meta
 is sent in columns. Users write custom_meta as columns or as one mapping per sample, and read one mapping per sample.
-`values_to_meta_column`, `rows_to_meta_columns` and `meta_columns_to_rows` convert between these forms.
+`values_to_meta_column`, `rows_to_meta_columns` and `meta_columns_to_rows` convert between columns and mappings.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def decode_integers(values: Sequence[int]) -> Indexes:
 def fill_packed(message: Any, field: str, values: NDArray[Any]) -> None:
     """Fill an empty repeated field of 4- or 8-byte numbers or of booleans.
 
-    Protobuf encodes these values in the same way as an array does, so a single copy is enough.
+    A packed protobuf field contains the same bytes as an array, so a single copy is enough.
     """
     if values.size <= _FEW_VALUES:
         getattr(message, field).extend(values.tolist())

@@ -1,7 +1,7 @@
 """Slices of rows: the requested bytes of each row of a column, and the shape of the resulting column.
 
-The storage service slices rows, because only the service knows their lengths. A client slices only cells whose extents
-are stored in several storage services, after joining these extents.
+The storage service slices rows, because only the service knows their lengths. A client slices a cell only if its
+extents are stored in several storage services, after joining the extents.
 """
 
 from __future__ import annotations

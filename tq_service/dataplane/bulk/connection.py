@@ -7,7 +7,7 @@ Threads of both the client and the storage service use this module. The messages
     and the bytes of the range, from the client for a put, from the service for a get
 
 After each system call, a thread waits for the interpreter lock, for up to 5 ms if another thread is busy. Transferring
-a range therefore uses as few system calls as possible: sockets are blocking, the kernel handles timeouts, one call
+a range therefore uses as few system calls as possible. Sockets are blocking, and the kernel handles timeouts. One call
 receives a complete range, and one call sends up to a million slices of memory.
 """
 

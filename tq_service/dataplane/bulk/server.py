@@ -3,9 +3,10 @@
     a call opens a transfer   ->  its ticket is sent to the client  ->  threads move its ranges  ->  the call continues
     a call closes a transfer  ->  its threads are interrupted  ->  its memory is released once the last thread is done
 
-The authorized call determines which bytes may be read or written. Until the call ends, its ticket is valid for these
-bytes, in one direction. The service divides the bytes into ranges and accepts each range only once. Otherwise, a
-repeated range could be counted in place of a missing one, whose memory still contains bytes of another put.
+The authorized call determines which bytes may be read or written. Until the call ends, its ticket is valid for the
+authorized bytes, in one direction. The service divides the bytes into ranges and accepts each range only once.
+Otherwise, a repeated range could be counted in place of a missing one, whose memory still contains bytes of another
+put.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 A region is mapped once for writing and at least once for reading. All sessions of this process share the mappings,
 which remain for later puts and gets, together with their page tables. Arrays returned to a program are on private
-mappings, in page ranges that no other get is using. If the program writes to an array, it writes to copies of these
-pages. When the last array is deleted, the copies are discarded and the get's lease is released. The shared mapping
-serves bytes that the program never receives: the bytes of puts, and of gets that are copied to a device. The shared
-mapping can be pinned; see `host_memory`.
+mappings, in page ranges that no other get is using. If the program writes to an array, the kernel copies the affected
+pages first. When the last array is deleted, the copies are discarded and the get's lease is released. The shared
+mapping serves bytes that the program never receives: the bytes of puts, and of gets that are copied to a device. The
+shared mapping can be pinned; see `host_memory`.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ _regions: WeakValueDictionary[tuple[int, bytes, int], _Region] = WeakValueDictio
 class MappedRegions:
     """Regions that one session has used and that the service has not dropped. Thread-safe.
 
-    Sessions of this process with the same service share the mappings of a region. A region is unmapped once each of
-    these sessions has ended or has been told that the region was dropped.
+    Sessions of this process with the same service share the mappings of a region. A region is unmapped once each
+    session that used it has ended or has been told that the region was dropped.
 
     Args:
         run_id: id of the service's process. If a service restarts with the same instance id, it numbers its regions
