@@ -207,7 +207,10 @@ async def test_a_read_of_a_put_that_cannot_be_fetched_now_is_to_be_tried_again()
             "set only one of them",
         ),
         ({"mirror": "m", "role": "storage", "controller": "c"}, "mirror is not a URL"),
-        ({"mirror": "file:///m", "role": "storage", "controller": "c", "mirror_required": 2}, "no put could ever complete"),
+        (
+            {"mirror": "file:///m", "role": "storage", "controller": "c", "mirror_required": 2},
+            "no put could ever complete",
+        ),
     ],
 )
 def test_settings_of_a_mirror_that_do_not_fit_are_refused(settings, message):
