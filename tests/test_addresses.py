@@ -41,7 +41,7 @@ def test_what_addresses_stand_for(given, expected):
         ("grpc://localhost", "leave out 'grpc://'"),
         ("localhost:50051/", "leave out the path '/'"),
         ("localhost/train", "leave out the path '/train'"),
-        ("localhost:", "'' is not a port, a number from 1 to 65535"),
+        ("localhost:", "'' is not a port number from 1 to 65535"),
         ("localhost:0", "'0' is not a port"),
         ("localhost:65536", "'65536' is not a port"),
         ("localhost:-1", "'-1' is not a port"),

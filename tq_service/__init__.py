@@ -1,8 +1,8 @@
-"""The data service for RL post-training of language models.
+"""Data service for RL post-training of language models.
 
-Samples, columns and balanced batches for data-parallel ranks over gRPC: `Client` and `AsyncClient` talk to the service,
-`tq_service.data` feeds trainers. Samplers are in `tq_service.samplers`, errors in `tq_service.errors`, the types of
-answers in `tq_service.types`.
+The service stores samples in columns, and delivers balanced batches to data-parallel ranks over gRPC. `Client` and
+`AsyncClient` call the service, and `tq_service.data` feeds trainers. Samplers are in `tq_service.samplers`, errors in
+`tq_service.errors`, and the types of results in `tq_service.types`.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ __all__ = [
     "types",
 ]
 
-# Imported on first use: the core, samplers and balancing do not need grpc, and the command line (health probes in
-# particular) needs neither clients nor numpy.
+# These names are imported on first use. The core, samplers and balancing do not need grpc. The command line, which also
+# runs health probes, needs neither clients nor numpy.
 _LAZY: Final = {
     **dict.fromkeys(("AsyncClient", "BatchMeta", "Client"), "tq_service.client"),
     **dict.fromkeys(("Admission", "Admit", "FieldSpec", "Published", "Release"), "tq_service.schema"),
@@ -76,5 +76,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    # Only public names: neither imports of this file, nor submodules that happen to be loaded.
+    # List public names only, without imports of this file and without submodules that happen to be loaded.
     return sorted(__all__)

@@ -13,13 +13,13 @@ DEFAULT_ADDRESS: Final = f"localhost:{DEFAULT_PORT}"
 
 _EXPECTED: Final = f"expected 'host:port', such as '{DEFAULT_ADDRESS}'"
 _HOST: Final = re.compile(r"[\w.-]+")
-# Targets in gRPC's own notation, passed unchanged.
+# Prefixes of targets in gRPC's own notation that are passed to gRPC unchanged.
 _LOCAL_SCHEMES: Final = ("unix:", "unix-abstract:", "vsock:", "xds:")
-# gRPC targets with hosts and ports; ipv4 and ipv6 may list several.
+# gRPC targets that contain hosts and ports; an ipv4 or ipv6 target may list several.
 _DNS: Final = re.compile(r"(dns:(?://[^/]*/)?)(.*)", re.DOTALL)
 _LIST: Final = re.compile(r"(ipv[46]:)(.*)", re.DOTALL)
 
-# Patterns in gRPC's error texts, tried in this order, each with the cause that it indicates.
+# Patterns for gRPC's error messages, tried in this order, and the causes that they indicate.
 _CAUSES: Final = (
     ("connection refused", "connection refused"),
     ("misformatted domain name|domain name not found|errors resolving|dns resolution|lookup|c-ares", "name not found"),
@@ -36,18 +36,18 @@ _CAUSES: Final = (
 
 
 def parse_address(address: str, name: str = "address", default_port: int = DEFAULT_PORT) -> str:
-    """Return an address in gRPC's form, "host:port", with the default port if it lacks one.
+    """Normalize an address to gRPC's form, "host:port", with the default port if the port is missing.
 
-    The addresses of several controllers in a cluster are separated by commas.
+    Addresses of several controllers of a cluster are separated by commas.
 
-    A host is a name, an IPv4 address or an IPv6 address in brackets; the brackets are optional if the port is omitted.
-    Targets in gRPC's own notation are accepted too: "dns:...", "ipv4:...", "ipv6:...", "unix:...", "unix-abstract:...",
-    "vsock:...", "xds:...".
+    A host is a name, an IPv4 address or an IPv6 address in brackets; the brackets may be omitted along with the port.
+    Targets in gRPC's own notation are also accepted: "dns:...", "ipv4:...", "ipv6:...", "unix:...",
+    "unix-abstract:...", "vsock:...", "xds:...".
 
     Args:
-        address: the address.
-        name: name of the argument or setting, for the error.
-        default_port: port to use if none is given.
+        address: the address to normalize.
+        name: name of the argument or setting, for error messages.
+        default_port: port to use if the address contains none.
 
     Raises:
         InvalidArgumentError: the address is not valid.
@@ -59,7 +59,7 @@ def parse_address(address: str, name: str = "address", default_port: int = DEFAU
 
 
 def normal_address(address: str, default_port: int = DEFAULT_PORT) -> str:
-    """Like `parse_address`, but the error message omits the value.
+    """Normalize one address like `parse_address`, but omit the value from error messages.
 
     Raises:
         ValueError: the address is not valid.
@@ -80,7 +80,7 @@ def normal_address(address: str, default_port: int = DEFAULT_PORT) -> str:
 
 
 def normal_addresses(addresses: str, default_port: int = DEFAULT_PORT) -> str:
-    """Like `normal_address`, for one address or several separated by commas.
+    """Normalize one address, or several separated by commas, like `normal_address`.
 
     Raises:
         ValueError: one of the addresses is not valid.
@@ -92,14 +92,14 @@ def normal_addresses(addresses: str, default_port: int = DEFAULT_PORT) -> str:
 
 
 def split_addresses(addresses: str) -> list[str]:
-    """Split a comma-separated list of addresses."""
+    """Split a comma-separated list of addresses; gRPC targets that contain commas are not split."""
     if addresses.startswith((*_LOCAL_SCHEMES, "ipv4:", "ipv6:")):
         return [addresses]
     return addresses.split(",")
 
 
 def hosts_and_ports(address: str) -> list[tuple[str, int]]:
-    """Return the (host, port) pairs of a gRPC address; empty for sockets and for targets that only gRPC can resolve."""
+    """Return the (host, port) pairs in a gRPC address; empty for sockets and for targets that only gRPC can resolve."""
     if address.startswith(_LOCAL_SCHEMES):
         return []
     if match := _DNS.fullmatch(address) or _LIST.fullmatch(address):
@@ -143,7 +143,7 @@ def _host_and_port(text: str, default_port: int) -> str:
 def _port(text: str) -> int:
     port = int(text) if text.isascii() and text.isdecimal() and len(text) <= 5 else 0
     if not 1 <= port <= 65535:
-        raise ValueError(f"{_EXPECTED}; {text!r} is not a port, a number from 1 to 65535")
+        raise ValueError(f"{_EXPECTED}; {text!r} is not a port number from 1 to 65535")
     return port
 
 
@@ -155,13 +155,13 @@ def _is_ip(text: str, version: int) -> bool:
 
 
 def cause_of(details: str) -> str:
-    """Return a readable cause for gRPC's text about a failed connection, or the text itself if no pattern matches."""
+    """Return a readable cause for gRPC's message about a failed connection, or the message itself if none is known."""
     text = details.lower()
     return next((cause for pattern, cause in _CAUSES if re.search(pattern, text)), details)
 
 
 def redacted(url: str) -> str:
-    """Return a URL without user, password and query, for messages and logs."""
+    """Return a URL without user, password and query, for use in messages and logs."""
     scheme, separator, rest = url.partition("://")
     if not separator:
         return "(no URL)"

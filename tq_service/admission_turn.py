@@ -1,4 +1,4 @@
-"""Turns for writes that wait for capacity, which protect a large write from being overtaken forever."""
+"""Turns for writes that wait for capacity, to keep smaller writes from overtaking a large write forever."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ TURN_SECONDS: Final = 5.0
 
 
 class Waits(Protocol):
-    """A write that waits for capacity.
+    """A write that is waiting for capacity.
 
     Attributes:
-        since: when its wait began or its last turn ended, on the clock of `AdmissionTurn`.
+        since: time at which its wait began or its last turn ended, on the clock of `AdmissionTurn`.
     """
 
     since: float
 
 
 class AdmissionTurn:
-    """Gives overtaken writes an occasional turn, during which no other write may overtake them.
+    """Gives each overtaken write an occasional turn, during which no other write can overtake it.
 
-    Writes that fit may overtake writes that do not, because the latter may be waiting for samples of later writes. But
-    if freed capacity were always taken at once, a large write would never fit. Therefore the longest-waiting write gets
-    a turn after being overtaken for 10 seconds, and capacity freed during its turn is reserved for it. A turn ends
-    after 5 seconds, because a write that can never fit must not block all others. The others then proceed for 10
-    seconds before the next turn.
+    Writes that fit may overtake writes that do not fit, because a waiting write may depend on samples of later writes.
+    However, a large write would never fit if other writes always took freed capacity immediately. After being overtaken
+    for 10 seconds, the longest-waiting write therefore gets a turn, and capacity freed during the turn is reserved for
+    it. A turn ends after 5 seconds, because a write that can never fit must not block all others. The other writes then
+    proceed for 10 seconds before the next turn.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._holder: Waits | None = None
-        self._over_at = clock()  # end of the last turn
+        self._over_at = clock()  # end of the most recent turn
 
     @property
     def over_at(self) -> float | None:
-        """End of the current turn, or None between turns."""
+        """End time of the current turn, or None if no write has a turn."""
         return None if self.holder is None else self._over_at
 
     @property
     def holder(self) -> Waits | None:
-        """The write whose turn it is, or None."""
+        """The write that has the current turn, or None."""
         if self._holder is not None and self._clock() >= self._over_at:
             self._holder.since = self._over_at
             self._holder = None
         return self._holder
 
     def begin(self, waiting: Iterable[Waits]) -> Waits | None:
-        """Start a turn, if due, for the longest-waiting of the given writes; return the write whose turn it is."""
+        """Give the longest-waiting write a turn if one is due; return the write that has the current turn, or None."""
         longest = min(waiting, key=lambda each: each.since, default=None)
         now = self._clock()
         if self.holder is None and longest is not None and now - max(longest.since, self._over_at) >= PASSED_SECONDS:
@@ -56,6 +56,6 @@ class AdmissionTurn:
         return self._holder
 
     def leave(self, write: Waits) -> None:
-        """Record that a write no longer waits."""
+        """End the turn of a write that no longer waits, if it has one."""
         if self._holder is write:
             self._holder, self._over_at = None, self._clock()

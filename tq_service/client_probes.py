@@ -1,6 +1,6 @@
-"""Timings of clients and loaders, reported to the probes that `tq.instrument` registers.
+"""Timings of clients and loaders, which are reported to the probes registered by `tq.instrument`.
 
-The stages of a batch are collected separately, for the `StepTimer` of the loop that consumes the batch.
+The time that a batch spends in each stage is collected separately, for the `StepTimer` of the consuming loop.
 """
 
 from __future__ import annotations
@@ -17,77 +17,78 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
 T = TypeVar("T")
 
 Note = tuple[str, tuple[Any, ...]]
-"""The name of a `Probe` method, and its arguments."""
+"""The name of a `Probe` method and the arguments of the call."""
 
 
 class Probe(Protocol):
-    """Receives events of clients and loaders of this process, from any thread."""
+    """Interface for receiving events of this process's clients and loaders, from any thread."""
 
     def fetched(self, seconds: float) -> None:
-        """Record a finished `get_data`."""
+        """Record a completed `get_data` call."""
         ...
 
     def received(self, size_bytes: int) -> None:
-        """Record bytes received from storage services."""
+        """Record the number of bytes received from storage services."""
         ...
 
     def put(self, seconds: float, size_bytes: int) -> None:
-        """Record a finished `put` of columns."""
+        """Record a completed `put` call with column data."""
         ...
 
     def claimed(self, seconds: float, status: str) -> None:
-        """Record a finished `get_meta`."""
+        """Record a completed `get_meta` call."""
         ...
 
     def loaded(self, wait_seconds: float, work_seconds: float) -> None:
-        """Record a micro-batch: the wait for the loader, and the work on the previous micro-batch."""
+        """Record a micro-batch: seconds spent waiting for the loader, and working on the previous micro-batch."""
         ...
 
     def stepped(self, seconds: tuple[tuple[str, float], ...]) -> None:
-        """Record a part of a trainer's step: seconds by stage, without stages of 0."""
+        """Record all or part of a trainer's step, as pairs of stage and seconds; stages of 0 seconds are omitted."""
         ...
 
 
 probes: Final[list[Probe]] = []
-"""All registered probes."""
+"""All probes registered in this process."""
 
 
 class ProbeNotes:
-    """Buffers the events of a worker process until they are reported to the probes of its parent.
+    """Buffers the events of a worker process until they are reported to the probes of its parent process.
 
-    A probe inherited through a fork would update counters that nothing reads or, with prometheus-client's multiprocess
-    files, count events twice. Therefore `ProbeNotes` replaces all other probes of the worker.
+    After a fork, a worker inherits its parent's probes. Inherited probes would update counters that nothing reads or,
+    with the multiprocess files of prometheus-client, count events twice. `ProbeNotes` therefore replaces all other
+    probes.
     """
 
     def __init__(self) -> None:
-        self._notes: deque[Note] = deque()  # threads of the client append
+        self._notes: deque[Note] = deque()  # appended to by the threads of clients
 
     def replace_probes(self) -> None:
-        """Become the only probe of this process."""
+        """Make this object the only probe of this process."""
         probes[:] = [cast("Probe", self)]
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        """Return a method of `Probe` that stores its arguments."""
+        """Return a replacement for a `Probe` method, which stores the name and the arguments."""
         return lambda *values: self._notes.append((name, values))
 
     def take(self) -> tuple[Note, ...]:
-        """Return the events since the last call."""
+        """Return and remove the buffered events."""
         return tuple(self._notes.popleft() for _ in range(len(self._notes)))
 
 
 def notify_probes(notes: Iterable[Note]) -> None:
-    """Report events of another process to the probes of this one."""
+    """Report events of another process to the probes of this process."""
     for name, values in notes:
         for probe in probes:
             getattr(probe, name)(*values)
 
 
 carriers: Final[list[Callable[[], Sequence[tuple[str, str]]]]] = []
-"""Functions that return call metadata to send with the token: the trace context, if `tq.trace` was called."""
+"""Functions that return metadata to send with each call, such as the trace context after a call of `tq.trace`."""
 
 
 class Stage(StrEnum):
-    """Stages of a trainer's step, in the order a batch passes through them; see `StepTimes`."""
+    """Stages of a trainer's step, in the order that a batch passes through them; see `StepTimes`."""
 
     WORK = "work"
     LOADER = "loader"
@@ -100,14 +101,14 @@ class Stage(StrEnum):
 
 
 class Span(NamedTuple):
-    """Time that a batch spent in a stage.
+    """A period that a batch spent in one stage.
 
     Attributes:
-        stage: the stage.
-        began_at: start, in seconds of `time.perf_counter`, which all processes of a host share.
-        ended_at: end, on the same clock.
-        size_bytes: bytes moved.
-        is_call: whether the span is one call, or part of one, and counts towards the cost per call.
+        stage: stage that the time was spent in.
+        began_at: start time in seconds of `time.perf_counter`, a clock shared by all processes of a host.
+        ended_at: end time, on the same clock.
+        size_bytes: number of bytes transferred or processed.
+        is_call: whether the span is all or part of a call, and so counts towards the cost per call.
     """
 
     stage: Stage
@@ -117,23 +118,23 @@ class Span(NamedTuple):
     is_call: bool = False
 
 
-_MOST_SPANS: Final = 4096  # bounds memory if a trainer calls clients but never reads from its loader again
+_MOST_SPANS: Final = 4096  # limits memory if a trainer makes calls but never reads from its loader again
 
 
 @dataclass(slots=True, eq=False)
 class Collected:
-    """Spans collected in a section of a program.
+    """Spans collected while a section of a program ran.
 
     Attributes:
-        spans: the spans, in no particular order.
-        batch_count: number of batches begun.
+        spans: collected spans, in no particular order.
+        batch_count: number of batches that began.
     """
 
     spans: list[Span] = field(default_factory=list)
     batch_count: int = 0
 
     def add(self, spans: Iterable[Span], batch_count: int = 0) -> None:
-        """Add spans, such as those of a batch that were collected elsewhere."""
+        """Add spans, such as the spans of a batch that were collected in another process."""
         self.batch_count += batch_count
         if len(self.spans) < _MOST_SPANS:
             self.spans.extend(spans)
@@ -147,21 +148,21 @@ class Collected:
         *,
         is_call: bool = False,
     ) -> None:
-        """Add a span, which ends now unless `ended_at` is given."""
+        """Add a span that ends now, or at `ended_at` if given."""
         ended_at = time.perf_counter() if ended_at is None else ended_at
         self.add((Span(stage, began_at, ended_at, size_bytes, is_call),))
 
 
 collected_here: Final[ContextVar[Collected | None]] = ContextVar("collected_here", default=None)
-"""Collects the calls of this thread or task; None if they are not collected."""
+"""Collects the calls of the current thread or task; None if its calls are not collected."""
 
 step_report: Final[ContextVar[Callable[[], Any] | None]] = ContextVar("step_report", default=None)
-"""Returns the `StepTimes` that a rank sends with a claim; it may return None."""
+"""Function that returns the `StepTimes` to send with a rank's next claim, or None."""
 
 
 @contextmanager
 def collecting() -> Iterator[Collected]:
-    """Collect the calls made within a block, separately from any enclosing collection."""
+    """Collect the calls made within the `with` block, separately from any enclosing collection."""
     collected = Collected()
     token = collected_here.set(collected)
     try:
@@ -171,20 +172,20 @@ def collecting() -> Iterator[Collected]:
 
 
 class TimesSteps(Protocol):
-    """Protocol of `StepTimer`, which times the steps of a trainer."""
+    """Protocol of `StepTimer`, which measures the steps of a trainer."""
 
     clock: Callable[[], float]
 
     def add(self, began_at: float, asked_at: float, ended_at: float, *, calls: Collected, waits: Collected) -> None:
-        """Add a step or a part of one."""
+        """Add all or part of a step; see `StepTimer.add`."""
         ...
 
 
 def timed(items: Iterable[T], timer: TimesSteps | None = None) -> Iterator[T]:
-    """Yield the micro-batches of a loader, and record the time spent waiting for and working on each.
+    """Yield the micro-batches of a loader, and record the time spent waiting for each and working on each.
 
-    Client calls of the consumer between micro-batches are collected too: the generator runs in the consumer's context,
-    so its collection stays active while the consumer works.
+    Client calls that the consumer makes between micro-batches are collected too. The generator runs in the consumer's
+    context, so its collection stays active while the consumer works.
     """
     if not probes and timer is None:
         yield from items
@@ -213,9 +214,9 @@ def timed(items: Iterable[T], timer: TimesSteps | None = None) -> Iterator[T]:
             calls = Collected()
             collected_here.set(calls)
             yield item
-            del item  # not kept alive during the wait for the next one
+            del item  # otherwise, it stays alive during the wait for the next item
     finally:
-        if collected_here.get() in (calls, waits):  # a garbage-collected generator may end in any thread
+        if collected_here.get() in (calls, waits):  # false if it is garbage-collected in another thread
             collected_here.set(outer)
         close = getattr(iterator, "close", None)
         if close is not None:

@@ -1,4 +1,4 @@
-"""Service settings, merged from flags, `TQ_*` variables, a TOML file and defaults, in this order of precedence."""
+"""Service settings, merged from flags, `TQ_*` variables, a TOML file and defaults, in order of precedence."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ CLIENT_VARIABLES: Final = frozenset(
         "TQ_TOKEN_FILE",
     }
 )
-"""Variables read by clients; they may also be set in the environment of a service."""
-# Variables that Kubernetes sets in pods for a Service whose name starts with tq: TQ_X_SERVICE_HOST, TQ_X_PORT=tcp://...
+"""Environment variables read by clients. A service ignores them instead of reporting them as unknown."""
+# Kubernetes sets such variables in pods if a Service's name starts with "tq": TQ_X_SERVICE_HOST, TQ_X_PORT=tcp://...
 _LINK_NAME: Final = re.compile(r"TQ_\w+_(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
 _LINK_VALUE: Final = re.compile(r"(tcp|udp|sctp)://.*")
 
 Role = Literal["controller", "storage", "all"]
 Source = Literal["flag", "env", "file", "default"]
 
-# Settings that must be given together.
+# Pairs of settings that must be set together.
 _PAIRS: Final = (
     ("tls_cert", "tls_key"),
     ("journal", "cluster"),
@@ -72,7 +72,7 @@ def parse_size(text: object) -> object:
     if text.strip().lower() == "none":
         return None
     if not _SIZE.fullmatch(text.strip()):  # ByteSize also accepts bits, and ignores text after a size
-        raise ValueError("expected bytes, such as 8GiB, 500MB or 1048576")
+        raise ValueError("expected a size in bytes, such as 8GiB, 500MB or 1048576")
     return int(_BYTES.validate_python(text.strip()))
 
 
@@ -87,7 +87,7 @@ def format_size(size_bytes: int | None) -> str:
 
 
 def format_setting(name: str, value: object) -> str:
-    """Format a setting's value in its input form, with passwords removed from URLs; None becomes ""."""
+    """Format a setting's value as a user would enter it, without passwords in URLs. None becomes ""."""
     if name.endswith("_bytes") and (value is None or isinstance(value, int)):
         return format_size(value)
     if isinstance(value, str) and "://" in value:
@@ -96,18 +96,18 @@ def format_setting(name: str, value: object) -> str:
 
 
 def default_max_bytes() -> int:
-    """Return half of this process's available memory, rounded down to MiB; the rest is for streams and other uses."""
+    """Return half of this process's available memory, rounded down to MiB; streams and other uses need the rest."""
     return max(memory_limit_bytes() // 2 // 2**20, 1) * 2**20
 
 
 def default_shared_memory_dir() -> Path:
-    """Return this user's directory for the sockets of shared memory."""
-    directory = os.environ.get("TMPDIR") or "/tmp"  # noqa: S108  (the service checks that this user owns it)
+    """Return the current user's directory for shared-memory sockets."""
+    directory = os.environ.get("TMPDIR") or "/tmp"  # noqa: S108  (the service checks that the user owns the directory)
     return Path(directory) / f"tq_service-{os.getuid()}"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a server that listens on `host` is reachable only from this machine."""
+    """Return whether a server listening on `host` can be reached only from this machine."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -129,7 +129,7 @@ def _checked_journal(text: str) -> str:
     if scheme != "etcd" or not separator or not members.strip("/"):
         raise ValueError("expected etcd://host:port,host:port,...")
     if "@" in members:
-        raise ValueError("expected addresses without a user; give etcd_user and etcd_password_file instead")
+        raise ValueError("expected addresses without a user name; set etcd_user and etcd_password_file instead")
     return f"etcd://{','.join(normal_address(each, ETCD_PORT) for each in members.rstrip('/').split(','))}"
 
 
@@ -137,13 +137,13 @@ ETCD_PORT: Final = 2379
 Address = Annotated[str, AfterValidator(normal_address)]
 Addresses = Annotated[str, AfterValidator(normal_addresses)]
 Journal = Annotated[str, AfterValidator(_checked_journal)]
-AdvertisedAddress = Annotated[str, AfterValidator(_checked_address)]  # without a port, the listening one
+AdvertisedAddress = Annotated[str, AfterValidator(_checked_address)]  # the port defaults to the listening port
 Size = Annotated[int, BeforeValidator(parse_size)]
 SizeOrNone = Annotated[int | None, BeforeValidator(parse_size)]
 
 
 class _Section(BaseSettings):
-    """A section of the settings; its docstring is the title of its group in the help and the docs."""
+    """A section of the settings. The docstring is the section's title in the help and the docs."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_ignore_empty=True, frozen=True, extra="forbid")
 
@@ -152,77 +152,79 @@ class _Network(_Section):
     """Network."""
 
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on; 0.0.0.0 for all interfaces.")
-    port: int = Field(DEFAULT_PORT, ge=0, le=65535, description="Port to listen on; 0 lets the system choose one.")
+    port: int = Field(DEFAULT_PORT, ge=0, le=65535, description="Port to listen on; 0 for any free port.")
     advertise: AdvertisedAddress | None = Field(
         None,
-        description="Address (host:port) under which clients reach this storage service, or this controller of a "
-        "cluster; the port defaults to the listening port. Default: host name and port for role storage and for "
-        "controllers of a cluster; the controller's address for role all.",
+        description="Address (host:port) that clients use to reach this storage service or cluster controller; the "
+        "port defaults to the listening port. Default: host name and port for role storage and for controllers of a "
+        "cluster; the controller's address for role all.",
     )
     controller: Addresses | None = Field(
         None,
-        description="Address (host:port) of the controller that a storage service registers with; the port defaults to "
-        "50051. Separate the addresses of several controllers with commas.",
+        description="Address (host:port) of the controller that this storage service registers with; the port "
+        "defaults to 50051. Separate the addresses of several controllers with commas.",
     )
     shared_memory: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="Shared memory for clients on this host, instead of sending bytes: on, off, or auto (on if the "
-        "system and the directory allow it).",
+        description="Whether clients on this host exchange data with the service through shared memory: on, off, or "
+        "auto (on if the operating system and shared_memory_dir permit it).",
     )
     shared_memory_dir: Path = Field(
         default_factory=default_shared_memory_dir,
-        description="Directory of the socket for shared memory; its permissions determine which users can use shared "
-        "memory. Containers on one host must mount the same directory. Default: tq_service-<uid> in the directory for "
-        "temporary files, accessible to this user only.",
+        description="Directory of the shared-memory socket; its permissions determine which users can use shared "
+        "memory. Containers on one host must mount the same directory. Default: tq_service-<uid> in the temporary "
+        "directory, accessible only to the current user.",
     )
     bulk: Literal["on", "off"] = Field(
         "on",
-        description="Separate connections for puts and gets of 2 MiB or more, which use all cores: on (for clients "
-        "that can reach the bulk port), or off (all bytes are sent in gRPC messages).",
+        description="Whether puts and gets of 2 MiB or more use separate connections, which can use all CPU cores: on "
+        "(for clients that can reach the bulk port), or off (all data is sent in gRPC messages).",
     )
     bulk_port: int = Field(
         0,
         ge=0,
         le=65535,
-        description="Port for bulk connections, with the address and security settings of the service; 0 lets the "
-        "system choose a port, which firewalls and Kubernetes usually block.",
+        description="Port for bulk connections, which use the listening address and security settings of the service; "
+        "0 for any free port, which firewalls and Kubernetes usually block.",
     )
     bulk_advertise: AdvertisedAddress | None = Field(
         None,
-        description="Address (host:port) under which clients reach the bulk port; the port defaults to the listening "
-        "port. Default: the host of this storage service's address.",
+        description="Address (host:port) that clients use to reach the bulk port; the port defaults to the listening "
+        "bulk port. Default: the host of the storage service's own address.",
     )
     metrics_port: int | None = Field(
         None,
         ge=0,
         le=65535,
-        description="Port on which Prometheus scrapes /metrics; 0 lets the system choose one. Secured like the "
-        "service: served over TLS if tls_cert is set, and only to tokens with the role read and the prefix '' if "
-        "auth_tokens_file is set. Requires tq-service[metrics]. Default: none.",
+        description="Port on which Prometheus scrapes /metrics; 0 for any free port. The endpoint uses TLS if "
+        "tls_cert is set. If auth_tokens_file is set, it requires a token with role read and prefix ''. Requires "
+        "tq-service[metrics]. Default: none.",
     )
     metrics_host: str = Field(
-        "127.0.0.1", min_length=1, description="Address to listen on for metrics; 0.0.0.0 for all interfaces."
+        "127.0.0.1", min_length=1, description="Address to serve metrics on; 0.0.0.0 for all interfaces."
     )
-    reflection: bool = Field(False, description="Serve gRPC reflection, for grpcurl and similar tools.")
+    reflection: bool = Field(False, description="Enable gRPC reflection for grpcurl and similar tools.")
     max_message_bytes: Size = Field(
         4 * 2**20,
         ge=4 * 2**20,
-        description="Maximum size of a gRPC message; larger requests and bulk data are split into several messages.",
+        description="Maximum size of a gRPC message; larger requests and data transfers are split into several "
+        "messages.",
     )
     max_metadata_bytes: Size = Field(
-        16 * 2**10, ge=2**10, description="Maximum size of one call's metadata: its headers, including the token."
+        16 * 2**10, ge=2**10, description="Maximum size of a call's metadata (headers, including the token)."
     )
     stall_seconds: float = Field(
         60.0,
         gt=0,
         description="Idle timeout of streaming calls: if a client takes longer to send or receive 64 KiB, the call is "
-        "aborted and its memory released.",
+        "aborted and its memory is released.",
     )
     min_stream_rate_bytes: Size = Field(
         8 * 2**20,
         ge=0,
         description="Minimum combined rate of put and get streams, in bytes per second, enforced while puts wait for "
-        "capacity: of n streams, those that are slower than an nth of it after 10 s are aborted. 0: no minimum.",
+        "capacity. After 10 s, each of n streams must reach 1/n of this rate; slower streams are aborted. 0: no "
+        "minimum.",
     )
 
 
@@ -233,14 +235,15 @@ class _Process(_Section):
     uvloop: Literal["auto", "on", "off"] = Field(
         "auto", description="Event loop: uvloop (on), asyncio's default loop (off), or uvloop if installed (auto)."
     )
-    grace_seconds: float = Field(15.0, ge=0, description="Time for calls in flight to finish after SIGTERM.")
+    grace_seconds: float = Field(15.0, ge=0, description="Time allowed for in-flight calls to finish after SIGTERM.")
     traces: bool = Field(
         False,
-        description="Trace calls with OpenTelemetry, as children of the clients' spans. Run the service under a "
-        "program that configures a provider, such as opentelemetry-instrument. Requires tq-service[traces].",
+        description="Trace calls with OpenTelemetry; the spans are children of the clients' spans. Run the service "
+        "under opentelemetry-instrument or another program that configures a tracer provider. Requires "
+        "tq-service[traces].",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Minimum level to log.")
-    log_format: Literal["text", "json"] = Field("text", description="Format of the log lines on stderr.")
+    log_format: Literal["text", "json"] = Field("text", description="Format of log lines on stderr.")
 
 
 class _StorageAndDurability(_Section):
@@ -248,89 +251,93 @@ class _StorageAndDurability(_Section):
 
     storage_id: str | None = Field(
         None,
-        description="Name of the storage service, which must be unique and stay the same across restarts. Default: "
-        "host name and port.",
+        description="Unique name of the storage service, which must not change across restarts. Default: host name "
+        "and port.",
     )
     max_bytes: SizeOrNone = Field(
         default_factory=default_max_bytes,
         gt=0,
-        description="Quota of the storage service, such as 8GiB; none for no limit. Default: half of the available "
-        "memory.",
+        description="Byte quota of the storage service, such as 8GiB; none for no limit. Default: half of the "
+        "available memory.",
     )
     data_dir: Path | None = Field(
         None,
-        description="Directory for the service's state, used by one process at a time. Default: none; the state is "
-        "kept in memory and lost when the service stops.",
+        description="Directory for the service's persistent state, for use by one process at a time. Default: none; "
+        "the state is kept in memory and is lost when the service stops.",
     )
     durability: Literal["auto", "memory", "process", "disk"] = Field(
         "auto",
-        description="Failures that acknowledged changes survive: none (memory), the crash of any process (process), or "
-        "the crash of the host (disk); auto means process if data_dir is set, otherwise memory.",
+        description="Failures that acknowledged changes survive: none (memory), a process crash (process), or a host "
+        "crash (disk). auto selects process if data_dir is set, otherwise memory.",
     )
     mirror: str | None = Field(
         None,
         min_length=1,
-        description="URL of an object store for copies of this storage service's puts on other nodes, such as "
+        description="URL of an object store that keeps copies of this storage service's puts on other nodes, such as "
         "s3://bucket/prefix; see docs/engines.md. If this service is lost, another storage service with the same "
-        "mirror takes over its puts. Requires role storage, without data_dir. Default: none.",
+        "mirror takes over its puts. Requires role storage; cannot be combined with data_dir. Default: none.",
     )
     mirror_copies: int = Field(
-        1, ge=1, description="Number of copies of each put in the mirror, on nodes other than this one."
+        1, ge=1, description="Number of copies of each put in the mirror, all on nodes other than this one."
     )
     mirror_required: int = Field(
         1,
         ge=0,
-        description="Number of copies that the mirror must have before a put completes. With 0, puts are mirrored "
-        "afterwards, and the latest puts are lost along with this service.",
+        description="Number of mirror copies required before a put completes. With 0, puts are mirrored in the "
+        "background, and the most recent puts are lost if this service is lost.",
     )
     mirror_memory_bytes: Size | None = Field(
         None,
         ge=1,
-        description="Memory for stored puts: the least recently used ones are evicted once the mirror has copies of "
-        "them, and read back on access, so max_bytes may exceed memory. Puts and gets in progress need additional "
-        "memory. Only for object stores that survive a power loss. Default: all puts stay in memory.",
+        description="Memory limit for stored puts. Beyond it, the least recently used puts with mirror copies are "
+        "evicted, and read back on access, so max_bytes may exceed the available memory. Puts and gets in progress "
+        "need additional memory. Requires an object store that survives a power loss. Default: all puts stay in "
+        "memory.",
     )
     mirror_offered_bytes: Size = Field(
         0,
         ge=0,
-        description="Memory, in addition to max_bytes, that this node contributes to an object store built on the "
-        "memory of its nodes; it contains copies of other nodes' puts.",
+        description="Memory that this node contributes, in addition to max_bytes, to an object store that pools the "
+        "memory of its nodes. It stores copies of other nodes' puts.",
     )
     checkpoint_dir: Path | None = Field(
         None,
-        description="Directory for checkpoints on the controller's host, preferably on a different disk than data_dir. "
-        "Default: the subdirectory checkpoints of data_dir; without data_dir, Checkpoint and Restore are rejected.",
+        description="Directory for checkpoints on the controller's host, preferably on a different disk than "
+        "data_dir. Default: the checkpoints subdirectory of data_dir; without data_dir, Checkpoint and Restore calls "
+        "are rejected.",
     )
     record: str | None = Field(
         None,
         min_length=1,
-        description="Directory, or URL of an object store such as s3://bucket/prefix, where each batch planned for "
-        "ranks is recorded with its bytes, for tq-service replay; see docs/recording.md. Requires role all. On the "
-        "file system of data_dir, files are linked instead of copied. Default: none.",
+        description="Directory or object store URL, such as s3://bucket/prefix, where each batch planned for ranks is "
+        "recorded with its data, for tq-service replay; see docs/recording.md. Requires role all. If the directory is "
+        "on the file system of data_dir, files are linked instead of copied. Default: none.",
     )
     record_steps: int | None = Field(
         None,
         ge=1,
-        description="Maximum number of steps in the recording; the oldest are removed beyond it. Default: all.",
+        description="Maximum number of steps in the recording; beyond it, the oldest steps are removed. Default: "
+        "unlimited.",
     )
     record_bytes: SizeOrNone = Field(
         None,
         ge=1,
-        description="Maximum size of the recording; the oldest steps are removed beyond it. Default: unlimited.",
+        description="Maximum size of the recording; beyond it, the oldest steps are removed. Default: unlimited.",
     )
     accept_journal_loss: bool = Field(
         False,
-        description="Start despite a damaged journal record in data_dir: records before it are kept, later ones are "
-        "dropped. Use this for one start only, after reading the error of the failed start.",
+        description="Start even if data_dir contains a damaged journal record. Earlier records are kept; the damaged "
+        "record and all later ones are dropped. Set this for a single start, after reading the error of the failed "
+        "one.",
     )
-    put_ttl_seconds: float = Field(300.0, gt=0, description="Time until an uncommitted put expires.")
+    put_ttl_seconds: float = Field(300.0, gt=0, description="Time after which an uncommitted put expires.")
     request_record_seconds: float = Field(
-        600.0, gt=0, description="Retention time of answers to mutating requests, which retries receive again."
+        600.0, gt=0, description="Retention time of answers to mutating requests; retries receive these answers."
     )
     request_record_bytes: Size = Field(
         128 * 2**20,
         ge=2**20,
-        description="Memory for answers kept for retries; the oldest are dropped when it is full.",
+        description="Memory for answers retained for retries; when it is full, the oldest answers are dropped.",
     )
 
 
@@ -339,21 +346,22 @@ class _Cluster(_Section):
 
     journal: Journal | None = Field(
         None,
-        description="Location of the journal of a cluster of controllers: etcd://host:port,host:port,... with the "
-        "client addresses of etcd's members. One controller leads; the others follow the journal, and one of them "
-        "takes over if the leader fails. Requires role controller, cluster and data_dir (for each controller's "
-        "snapshots). Default: the journal is in data_dir.",
+        description="URL of the journal for a cluster of controllers: etcd://host:port,host:port,... with the client "
+        "addresses of the etcd members. One controller leads; the others follow the journal, and one of them takes "
+        "over if the leader fails. Requires role controller, cluster, and data_dir for each controller's snapshots. "
+        "Default: the journal is stored in data_dir.",
     )
     cluster: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$",
-        description="Name of the cluster of controllers in etcd, the same for all of them.",
+        description="Name of the controller cluster in etcd; it must be the same on all controllers.",
     )
     lease_seconds: float = Field(
         5.0,
         ge=2,
         le=60,
-        description="Lease of the leading controller: if it dies, a standby takes over after this time.",
+        description="Lease duration of the leading controller; if the leader dies, a standby takes over after this "
+        "time.",
     )
     etcd_user: str | None = Field(
         None,
@@ -363,7 +371,8 @@ class _Cluster(_Section):
     etcd_password_file: Path | None = Field(None, description="File with the password of etcd_user.")
     etcd_ca: Path | None = Field(
         None,
-        description="CA certificates (PEM) to verify etcd's members; setting this or etcd_cert enables TLS to etcd.",
+        description="CA certificates (PEM) for verifying etcd members; setting etcd_ca or etcd_cert enables TLS to "
+        "etcd.",
     )
     etcd_cert: Path | None = Field(None, description="Client certificate for etcd, with its chain (PEM).")
     etcd_key: Path | None = Field(None, description="Private key of etcd_cert (PEM, no passphrase).")
@@ -375,15 +384,15 @@ class _Batches(_Section):
     max_wait_cap_seconds: float = Field(
         60.0,
         gt=0,
-        description="Maximum wait of one GetMeta or LookupSamples call; clients repeat the call until their own "
-        "timeout.",
+        description="Maximum time that one GetMeta or LookupSamples call waits; clients repeat the call until their "
+        "own timeout.",
     )
-    sampler_timeout_seconds: float = Field(30.0, gt=0, description="Timeout of a sampler per batch.")
-    sampler_threads: int = Field(4, ge=1, description="Threads reserved for samplers.")
+    sampler_timeout_seconds: float = Field(30.0, gt=0, description="Time limit for a sampler to plan one batch.")
+    sampler_threads: int = Field(4, ge=1, description="Number of threads reserved for samplers.")
     allow_sampler_import: bool = Field(
         False,
-        description="Allow clients to name samplers as module:Class, which imports the module in the server. Default: "
-        "yes if the server is reachable only from this machine and requires no tokens, otherwise no.",
+        description="Allow clients to specify samplers as module:Class; the server then imports the module. Default: "
+        "true if the server is reachable only from this machine and requires no tokens, otherwise false.",
     )
 
 
@@ -392,7 +401,7 @@ class _Security(_Section):
 
     tls_cert: Path | None = Field(
         None,
-        description="Certificate of the service with its chain (PEM); enables TLS. Reloaded when it changes.",
+        description="Service certificate with its chain (PEM); enables TLS. Reloaded when the file changes.",
     )
     tls_key: Path | None = Field(
         None, description="Private key of tls_cert (PEM, no passphrase); must not be readable by other users."
@@ -402,37 +411,38 @@ class _Security(_Section):
     )
     tls_ca: Path | None = Field(
         None,
-        description="CA certificates (PEM) to verify the certificates of other services; setting this or tls_cert "
-        "enables TLS to them, with tls_cert as the client certificate. Default: gRPC's default CA certificates.",
+        description="CA certificates (PEM) for verifying other services. Setting tls_ca or tls_cert enables TLS to "
+        "other services, with tls_cert as the client certificate. Default: gRPC's built-in CA certificates.",
     )
     auth_tokens_file: Path | None = Field(
         None,
         description="File with the digests of valid bearer tokens, written by `tq-service token new`; calls without a "
-        "valid token are rejected. Reloaded when it changes.",
+        "valid token are rejected. Reloaded when the file changes.",
     )
     peer_token_file: Path | None = Field(
-        None, description="File with a token of role service, which this service presents to other services."
+        None, description="File containing a token with role service, which this service sends to other services."
     )
     internal_secret_file: Path | None = Field(
         None,
-        description="File with the secret shared by the services of one deployment. It proves that a call comes from a "
-        "service, not from a client. A service with role controller or all creates the file if it is missing. Reloaded "
-        "when it changes. Default: none if services have tokens of role service; a file of this user if everything "
-        "listens on the loopback address; otherwise none, and services in separate processes do not start.",
+        description="File with the secret shared by the services of one deployment. The secret proves that a call "
+        "comes from a service, not from a client. A service with role controller or all creates the file if it is "
+        "missing. Reloaded when the file changes. Default: none if services have tokens with role service; a per-user "
+        "file if all services listen on the loopback address; otherwise none, and services in separate processes do "
+        "not start.",
     )
     insecure: bool = Field(
-        False, description="Allow listening beyond this machine without TLS and tokens; for trusted networks only."
+        False, description="Allow listening on non-loopback addresses without TLS and tokens; for trusted networks."
     )
     audit_file: Path | None = Field(
         None,
-        description="File to append the audit log to, with one line per rejected call and per administrative call. "
-        "Default: stderr, with the other log lines.",
+        description="File to which the audit log is appended: one line per rejected call and per administrative call. "
+        "Default: the audit log is written to stderr with the other log lines.",
     )
     audit_repeat_seconds: float = Field(
         0.0,
         ge=0,
-        description="Window within which repeated rejections of one kind are logged as one line with a count, to keep "
-        "them from filling the disk; 0 logs each rejection.",
+        description="Time window for combining repeated rejections of the same kind into one log line with a count, to "
+        "keep them from filling the disk; 0 logs each rejection.",
     )
 
 
@@ -442,23 +452,23 @@ class _Limits(_Section):
     max_connections: int = Field(
         16_384,
         ge=1,
-        description="Maximum number of open connections; further ones are closed.",
+        description="Maximum number of open connections; further connections are closed.",
     )
     first_call_seconds: float = Field(
         10.0,
         gt=0,
-        description="Time within which a connection must make its first call, with a valid token if tokens are "
-        "required; otherwise it is closed. If tokens are required, health checks do not count.",
+        description="Time within which a new connection must make its first call, with a valid token if tokens are "
+        "required; otherwise the connection is closed. If tokens are required, health checks do not count as calls.",
     )
     idle_connection_seconds: float = Field(
-        600.0, gt=0, description="Time without calls after which a connection is closed; clients reconnect."
+        600.0, gt=0, description="Time without calls after which a connection is closed; clients then reconnect."
     )
     max_streams: int = Field(
         4_096,
         ge=1,
-        description="Maximum number of concurrent calls per connection; its client queues more.",
+        description="Maximum number of concurrent calls per connection; clients queue further calls.",
     )
-    max_calls: int = Field(65_536, ge=1, description="Maximum number of concurrent calls, without health checks.")
+    max_calls: int = Field(65_536, ge=1, description="Maximum number of concurrent calls, excluding health checks.")
     max_waiting_calls: int = Field(32_768, ge=1, description="Maximum number of calls waiting for samples or capacity.")
     max_waiting_calls_per_client: int = Field(
         2_048,
@@ -468,22 +478,22 @@ class _Limits(_Section):
     max_watchers: int = Field(
         1_000,
         ge=1,
-        description="Maximum number of calls that watch partitions; together they receive at most about 100 answers "
-        "per second.",
+        description="Maximum number of concurrent calls that watch partitions; all watchers together receive at most "
+        "about 100 answers per second.",
     )
-    max_puts: int = Field(4_000_000, ge=1, description="Maximum number of puts in the storage service.")
+    max_puts: int = Field(4_000_000, ge=1, description="Maximum number of puts stored by the storage service.")
     max_uncommitted_puts: int = Field(
         65_536,
         ge=1,
-        description="Maximum number of uncommitted puts, for a controller in another process.",
+        description="Maximum number of puts waiting for a commit to a controller in another process.",
     )
     max_partitions: int = Field(10_000, ge=1, description="Maximum number of partitions.")
     max_policies: int = Field(1_000, ge=1, description="Maximum number of policies with published versions.")
     max_samples: int = Field(
         50_000_000,
         ge=1,
-        description="Maximum number of samples in all partitions; each takes about 60 bytes of controller memory, plus "
-        "8 per field.",
+        description="Maximum number of samples in all partitions together; each sample uses about 60 bytes of "
+        "controller memory, plus 8 bytes per field.",
     )
     max_fields: int = Field(1_024, ge=1, description="Maximum number of fields per partition.")
     max_tasks: int = Field(256, ge=1, description="Maximum number of tasks per partition.")
@@ -491,7 +501,7 @@ class _Limits(_Section):
     max_sample_meta_bytes: Size = Field(
         16 * 2**10,
         ge=8,
-        description="Maximum bytes of custom_meta per sample and write.",
+        description="Maximum size of the custom_meta of one sample in a single write.",
     )
     max_name_length: int = Field(
         512,
@@ -502,14 +512,14 @@ class _Limits(_Section):
 
 
 class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurability, _Process, _Network):
-    """Settings of `tq-service serve`. Each setting's description is its help text and its line in the docs.
+    """Settings of `tq-service serve`. Each setting's description is shown in the command's help and in the docs.
 
-    The sections are listed last to first: pydantic takes the fields of the last base first.
+    The bases are listed in reverse, because pydantic orders fields from the last base to the first.
     """
 
     @classmethod
     def section_of(cls, name: str) -> str:
-        """Return the title of a setting's section."""
+        """Return the title of the section that contains a setting."""
         sections = (base for base in cls.__bases__ if issubclass(base, _Section) and name in base.model_fields)
         return inspect.cleandoc(next(sections).__doc__ or "").rstrip(".")
 
@@ -547,54 +557,52 @@ class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurabilit
 
     def _wrong_in_roles(self) -> Iterator[str]:
         if self.role == "storage" and self.controller is None:
-            yield "role storage requires the setting controller, the address (host:port) to register with"
+            yield "role is storage, but controller is not set; set controller to an address (host:port)"
         if self.role != "storage" and self.controller is not None:
-            yield f"the setting controller is for role storage, but the role is {self.role}; leave one of the two out"
+            yield f"controller is set, but role is {self.role}; expected role storage. Leave one of the two out"
         if self.durability in {"process", "disk"} and self.data_dir is None:
-            yield f"durability {self.durability} requires the setting data_dir, the directory for the state"
+            yield f"durability is {self.durability}, but data_dir is not set; set data_dir to a directory for the state"
         if self.durability == "memory" and self.data_dir is not None:
-            yield "durability is memory, which does not use data_dir; leave one of the two out"
+            yield "durability is memory, but data_dir is set; leave one of the two settings out"
         if self.journal is None:
             return
         if self.role != "controller":
             yield (
-                f"the journal is in etcd, but the role is {self.role}; use role controller here, and run storage "
-                "services in separate processes, since their data belongs to one host"
+                f"journal is set, but role is {self.role}; expected role controller. Run storage services in separate "
+                "processes, because their data is tied to one host"
             )
         if self.data_dir is None:
-            yield (
-                "the journal is in etcd, but data_dir is missing; set it to a directory for this controller's snapshots"
-            )
+            yield ("journal is set, but data_dir is not; set data_dir to a directory for this controller's snapshots")
         if self.durability != "auto":
-            yield f"durability is {self.durability}, but the journal is in etcd; leave durability out"
+            yield f"durability is {self.durability}, but journal is set; leave durability out"
 
     def _wrong_in_mirror(self) -> Iterator[str]:
         if self.mirror is None:
             given = sorted(name for name in self.model_fields_set if name.startswith("mirror_"))
             if given:
                 yield (
-                    f"{', '.join(given)} set without mirror, the URL of an object store; set mirror too, or leave "
-                    "these settings out"
+                    f"{', '.join(given)} set, but mirror is not; set mirror to the URL of an object store, or leave "
+                    "the other mirror settings out"
                 )
             return
         if self.role != "storage":
             yield (
-                f"mirror is for role storage, but the role is {self.role}; run the storage service in a separate "
-                "process, so another can take over its puts"
+                f"mirror is set, but role is {self.role}; expected role storage. Run the storage service in a separate "
+                "process, so another storage service can take over its puts"
             )
         if self.data_dir is not None:
-            yield "mirror replaces the put files in data_dir; set only one of mirror and data_dir"
+            yield "mirror and data_dir are both set, but a mirror replaces the files in data_dir; set only one of them"
         if "://" not in self.mirror:
-            yield "mirror is not a URL; expected one such as s3://bucket/prefix or file:///mnt/shared"
+            yield "mirror is not a URL; expected a URL such as s3://bucket/prefix or file:///mnt/shared"
         if (self.mirror_memory_bytes or 0) > (self.max_bytes or sys.maxsize):
             yield (
                 f"mirror_memory_bytes is {self.mirror_memory_bytes}, but max_bytes is {self.max_bytes}; expected at "
-                "most max_bytes, the quota of all puts. Raise max_bytes, or leave mirror_memory_bytes out"
+                "most max_bytes, the quota for all puts. Raise max_bytes, or leave mirror_memory_bytes out"
             )
         if self.mirror_required > self.mirror_copies:
             yield (
-                f"mirror_required is {self.mirror_required}, but mirror_copies is {self.mirror_copies}; no put could "
-                "ever be complete. Require at most mirror_copies"
+                f"mirror_required is {self.mirror_required}, but mirror_copies is {self.mirror_copies}, so no put "
+                "could ever complete. Set mirror_required to at most mirror_copies"
             )
 
     def _wrong_in_recording(self) -> Iterator[str]:
@@ -602,28 +610,28 @@ class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurabilit
             for name in ("record_steps", "record_bytes"):
                 if getattr(self, name) is not None:
                     yield (
-                        f"{name} is set without record, the location of the recording; set record too, or leave {name} "
-                        "out"
+                        f"{name} is set, but record is not; set record to the location of the recording, or leave "
+                        f"{name} out"
                     )
         elif self.role != "all":
             yield (
-                f"record requires role all, but the role is {self.role}; the process that records a batch must store "
-                "its bytes and plan it. Run both in one process, or leave record out"
+                f"record is set, but role is {self.role}; expected role all, because one process must both store and "
+                "plan each recorded batch. Run both in one process, or leave record out"
             )
 
     @property
     def is_secured(self) -> bool:
-        """Whether calls need a token and are encrypted."""
+        """Whether calls are encrypted and require a token."""
         return self.tls_cert is not None and self.auth_tokens_file is not None
 
     @property
     def etcd_members(self) -> tuple[str, ...]:
-        """Addresses of the etcd members that hold the journal."""
+        """Addresses of the etcd members that store the journal."""
         return () if self.journal is None else tuple(self.journal.partition("://")[2].split(","))
 
     @property
     def effective_durability(self) -> Literal["memory", "process", "disk", "cluster"]:
-        """The durability in effect, with "auto" resolved."""
+        """The effective durability, with "auto" resolved."""
         if self.journal is not None:
             return "cluster"
         if self.durability == "auto":
@@ -637,15 +645,16 @@ class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurabilit
         return self.checkpoint_dir
 
     def advertised_address(self, port: int) -> str:
-        """Return the address of this storage service or controller for its clients; `port` is the listening port.
+        """Return the address of this storage service or controller for clients; `port` is the listening port.
 
-        The address is empty if the storage service shares the controller's process, and thus its address.
+        The address is empty for a storage service in the controller's process, because clients use the controller's
+        address.
         """
         if self.advertise is not None:
             return normal_address(self.advertise, port)
         if self.role != "storage" and self.journal is None:
             return ""
-        anywhere = self.host in {"0.0.0.0", "::", "[::]"}  # noqa: S104  (compared with, not bound to)
+        anywhere = self.host in {"0.0.0.0", "::", "[::]"}  # noqa: S104  (only compared, never bound to)
         return join_address(socket.gethostname() if anywhere else self.host, port)
 
     def bulk_address(self, port: int) -> str:
@@ -659,12 +668,12 @@ class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurabilit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedSettings:
-    """Settings with their sources.
+    """Settings and the source of each value.
 
     Attributes:
-        settings: the settings.
-        sources: the source of each setting.
-        config: the file that was read, or None.
+        settings: the merged settings.
+        sources: the source of each setting, by setting name.
+        config: the settings file that was read, or None.
     """
 
     settings: ServeSettings
@@ -672,19 +681,19 @@ class LoadedSettings:
     config: Path | None
 
     def shown(self, name: str) -> str:
-        """Return the value of a setting in its input form."""
+        """Return the value of a setting as a user would enter it."""
         return format_setting(name, getattr(self.settings, name))
 
 
 def load_settings(flags: Mapping[str, object], config: Path | None = None) -> LoadedSettings:
-    """Merge settings, in order of precedence, from flags, `TQ_*` variables, the file and defaults.
+    """Merge settings from flags, `TQ_*` environment variables, the settings file and defaults, in order of precedence.
 
     Args:
-        flags: settings given on the command line; None means not given.
-        config: TOML file with settings by name; None: the file named by TQ_CONFIG, if any.
+        flags: settings given on the command line; None values are ignored.
+        config: TOML file with settings by name. None: the file named by the environment variable TQ_CONFIG, if any.
 
     Raises:
-        InvalidArgumentError: the file cannot be read or has unknown settings, or a value is invalid.
+        InvalidArgumentError: the file cannot be read or contains unknown settings, or a value is invalid.
     """
     if config is None and os.environ.get(CONFIG_VARIABLE):
         config = Path(os.environ[CONFIG_VARIABLE])
@@ -706,9 +715,9 @@ def load_settings(flags: Mapping[str, object], config: Path | None = None) -> Lo
 
 
 def unknown_variables() -> dict[str, str | None]:
-    """Return unknown `TQ_*` variables of this process, each with the most similar known name.
+    """Return the unknown `TQ_*` environment variables of this process, each with the most similar known name or None.
 
-    Neither settings nor clients use these variables; most of them are misspelt settings.
+    Neither the service nor clients read unknown variables; most of them are misspelt settings.
     """
     known = {f"{ENV_PREFIX}{name.upper()}" for name in ServeSettings.model_fields} | CLIENT_VARIABLES
     known.add(CONFIG_VARIABLE)
@@ -726,7 +735,7 @@ def _read_file(path: Path) -> dict[str, object]:
     except OSError as error:
         raise InvalidArgumentError(f"the settings file {path} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise InvalidArgumentError(f"the settings file {path} is not TOML: {error}") from None
+        raise InvalidArgumentError(f"the settings file {path} is not valid TOML: {error}") from None
     known = sorted(ServeSettings.model_fields)
     if unknown := sorted(set(values) - set(known)):
         close = difflib.get_close_matches(unknown[0], known, n=1)
@@ -738,7 +747,7 @@ def _read_file(path: Path) -> dict[str, object]:
 
 
 def _explain(error: ValidationError, sources: Mapping[str, Source], config: Path | None) -> str:
-    """Describe each invalid setting: its value, its source, and the expected value."""
+    """Describe each invalid setting: the value, its source, and the expected value."""
     problems = []
     for problem in error.errors(include_url=False):
         reason = problem["msg"].removeprefix("Value error, ")
@@ -747,7 +756,7 @@ def _explain(error: ValidationError, sources: Mapping[str, Source], config: Path
             continue
         name = str(problem["loc"][0])
         got = problem["input"]
-        if isinstance(got, str) and "@" in got and "://" in got:  # it may contain a password
+        if isinstance(got, str) and "@" in got and "://" in got:  # the URL may contain a password
             got = redacted(got)
         place = {
             "flag": f"--{name.replace('_', '-')}",
@@ -757,7 +766,7 @@ def _explain(error: ValidationError, sources: Mapping[str, Source], config: Path
         reason = f"{place}: got {got!r}: {reason[:1].lower()}{reason[1:]}"
         if sources.get(name) == "env" and isinstance(got, str) and "://" in got:
             reason += (
-                " (Kubernetes sets this variable for a service named tq: rename the service, or set "
+                " (Kubernetes sets this variable for a Service named tq: rename the Service, or set "
                 "enableServiceLinks: false)"
             )
         problems.append(reason)

@@ -1,8 +1,8 @@
-"""Columns of custom_meta: typed values that claims can compare and sort by, and all other values as JSON.
+"""Columns of custom_meta: typed values, which claims can compare and sort by, and other values stored as JSON.
 
-A column has one type: that of its first number, bool or string. Values of other types, and null, lists and objects, are
-stored separately as JSON text. This way all JSON values are accepted, at no extra cost for typed ones. `where`,
-`order_by` and samplers only see typed values.
+A column has one type: the type of its first number, bool or string. Other values are stored separately as JSON text:
+values of another type, null, lists and objects. All JSON values are therefore accepted, at no extra cost for typed
+values. `where`, `order_by` and samplers read typed values only.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class JsonNull(Enum):
 
 
 JSON_NULL: Final = JsonNull.JSON_NULL
-"""Stores null as a sample's value, which is read back as None. Writing None itself removes the value."""
+"""Value to write to store null for a sample; it is read back as None. Writing None itself removes the value."""
 _NULL: Final = "null"
 
 MetaValue: TypeAlias = "JsonValue | JsonNull"
 
 
 def keeping_nulls(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a copy of custom_meta in which each None is stored as null instead of removing the value."""
+    """Return a copy of custom_meta with None values replaced by `JSON_NULL`, so they are stored as null."""
     return [{name: JSON_NULL if value is None else value for name, value in row.items()} for row in rows]
 
 
@@ -54,15 +54,15 @@ KIND_NAMES: Final = {"i": "int64", "f": "double", "b": "bool", "O": "string"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetaColumn:
-    """One custom_meta column over some samples.
+    """Values of one custom_meta column for a number of samples.
 
     Attributes:
         name: name of the column.
-        values: `(n,)` of dtype int64, float64, bool or object (str); undefined if not present.
+        values: `(n,)` of dtype int64, float64, bool or object (str); undefined for samples without a typed value.
         present: `(n,)`, whether the sample has a typed value.
-        json: `(n,)` of dtype object: the JSON text for samples whose value is not typed, None for all others. None as a
-            whole if no sample has such a value.
-        removed: `(n,)`, for writes: whether the sample's value is removed; None if no value is removed.
+        json: `(n,)` of dtype object: JSON text of samples whose value is not typed, None for other samples. The whole
+            array is None if no sample has a JSON value.
+        removed: `(n,)`, for writes: whether the write removes the sample's value; None if it removes no value.
     """
 
     name: str
@@ -78,16 +78,16 @@ class MetaColumn:
 
     @property
     def has_value(self) -> NDArray[np.bool_]:
-        """Whether each sample has a value of any kind, `(n,)`."""
+        """Whether each sample has a typed or a JSON value, `(n,)`."""
         return self.present if self.json is None else self.present | self.has_json
 
     @property
     def is_written(self) -> NDArray[np.bool_]:
-        """Whether writing the column sets or removes each sample's value, `(n,)`."""
+        """Whether a write of this column sets or removes each sample's value, `(n,)`."""
         return self.has_value if self.removed is None else self.has_value | self.removed
 
     def at(self, positions: NDArray[Any]) -> MetaColumn:
-        """Return the column of the samples at `positions`."""
+        """Return the column restricted to the samples at `positions`."""
         return MetaColumn(
             name=self.name,
             values=self.values[positions],
@@ -97,7 +97,7 @@ class MetaColumn:
         )
 
     def text_sizes(self, size_of: Callable[[str], int]) -> NDArray[np.int64]:
-        """Return the total size of the text and the JSON of each sample `(n,)`, as measured by `size_of`."""
+        """Return the total size of each sample's text and JSON, `(n,)`, as measured by `size_of`."""
         sizes = np.zeros(self.present.size, np.int64)
         texts = self.values if self.values.dtype.kind == "O" else None
         for values, has_one in ((texts, self.present), (self.json, self.has_json)):
@@ -106,7 +106,7 @@ class MetaColumn:
         return sizes
 
     def objects(self) -> list[Any]:
-        """Return the value of each sample as a Python object; undefined for samples without one, see `has_value`."""
+        """Return the samples' values as Python objects; entries are undefined where `has_value` is False."""
         values: list[Any] = self.values.tolist()
         if self.json is not None:
             for position in np.flatnonzero(self.has_json).tolist():
@@ -119,10 +119,10 @@ class MetaColumn:
 
 
 def column_of(name: str, size: int, positions: Sequence[int], values: Sequence[Any]) -> MetaColumn:
-    """Return a column from values of any type for the samples at `positions`; None removes a value.
+    """Build a column of `size` samples from values of any type for the samples at `positions`; None removes a value.
 
     Raises:
-        InvalidArgumentError: a value is not a JSON value; the error names its position.
+        InvalidArgumentError: a value cannot be represented as JSON; the message contains its position.
     """
     removed = np.zeros(size, np.bool_)
     texts = np.full(size, None, np.object_)
@@ -141,20 +141,20 @@ def column_of(name: str, size: int, positions: Sequence[int], values: Sequence[A
 
 
 def no_values(name: str, size: int, kind: str = "b") -> MetaColumn:
-    """Return a column of the given type without values, for `size` samples."""
+    """Return a column of `size` samples without values, of the given type."""
     values = np.full(size, "" if kind == "O" else 0, DTYPES[kind])
     return MetaColumn(name=name, values=values, present=np.zeros(size, np.bool_))
 
 
 def fitted(column: MetaColumn, kind: str | None) -> MetaColumn:
-    """Convert a column to a type: values that fit become typed values, all others become JSON.
+    """Convert a column to another type: values that fit stay or become typed values, all others become JSON.
 
     Args:
-        column: the column.
-        kind: the type, as numpy's kind; None: the type of the first scalar.
+        column: the column to convert.
+        kind: the new type, as a numpy kind; None: the type of the first scalar.
 
     Raises:
-        InvalidArgumentError: a number of another type is not finite, which JSON cannot represent.
+        InvalidArgumentError: a number of another type is infinite or NaN, which JSON cannot represent.
     """
     scalars: dict[int, Scalar] = {}
     texts = np.full(column.present.size, None, np.object_)
@@ -176,7 +176,7 @@ def _texts(column: MetaColumn) -> list[str | None]:
 
 
 def _kind_of(scalars: Sequence[Scalar]) -> str:
-    """Return the kind of the first scalar, but float for integers mixed with floats that represent them exactly."""
+    """Return the kind of the first scalar; for a mix of integers and floats, float if floats represent all integers."""
     kind = _KINDS[type(scalars[0])] if scalars else "b"
     if kind == "i" and all(_fits("f", each) for each in scalars if type(each) is int):
         kind = "f" if float in set(map(type, scalars)) else "i"
@@ -190,7 +190,7 @@ def _fits(kind: str, value: Scalar) -> bool:
 
 
 def _assembled(name: str, kind: str, scalars: Mapping[int, Scalar], texts: NDArray[Any]) -> MetaColumn:
-    """Return a column of scalars by position, which are typed if they fit the kind, and of the JSON texts of others."""
+    """Build a column from scalars by position and JSON texts. Scalars that do not fit the kind become JSON texts."""
     column = no_values(name, texts.size, kind)
     for position, value in scalars.items():
         if _fits(kind, value):
@@ -201,7 +201,7 @@ def _assembled(name: str, kind: str, scalars: Mapping[int, Scalar], texts: NDArr
 
 
 def concatenated(columns: Sequence[MetaColumn]) -> MetaColumn:
-    """Concatenate columns; values that do not fit the type of the first typed values become JSON."""
+    """Concatenate columns; values that do not fit the type of the first typed column become JSON."""
     kinds = [column.values.dtype.kind for column in columns if column.present.any()]
     kind = "f" if set(kinds) == {"i", "f"} else next(iter(kinds), "b")
     alike = [column if column.values.dtype.kind == kind else fitted(column, kind) for column in columns]
@@ -215,7 +215,7 @@ def concatenated(columns: Sequence[MetaColumn]) -> MetaColumn:
 
 
 def laid_over(old: MetaColumn, new: MetaColumn) -> MetaColumn:
-    """Return a column after a write to the same samples: new values replace old ones, as JSON if their type differs."""
+    """Return a column after a write to its samples. Written values replace old ones, as JSON if their type differs."""
     rows = np.arange(new.present.size)
     return concatenated([old, new]).at(np.where(new.is_written, rows + rows.size, rows))
 
@@ -224,10 +224,11 @@ def laid_over(old: MetaColumn, new: MetaColumn) -> MetaColumn:
 
 
 def to_json(name: str, position: int, value: Any, *, beside: str = "") -> str:
-    """Return plain values as JSON text.
+    """Convert a value of plain JSON types to JSON text.
 
     Raises:
-        InvalidArgumentError: a number is not finite, or text is not valid Unicode; the error names column and position.
+        InvalidArgumentError: a number is not finite, or text is not valid Unicode; the message contains column and
+            position.
     """
     try:
         text = _dumped(value)
@@ -242,7 +243,7 @@ def to_json(name: str, position: int, value: Any, *, beside: str = "") -> str:
 
 
 def _dumped(value: Any) -> str:
-    if value is None:  # the value of many tags
+    if value is None:  # fast path: tags are often null
         return _NULL
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     text.encode()
@@ -250,12 +251,12 @@ def _dumped(value: Any) -> str:
 
 
 def checked_texts(name: str, texts: Iterable[str]) -> list[str]:
-    """Validate JSON texts from a client, and return them in the stored form.
+    """Validate JSON texts received from a client, and return them in normalized form.
 
     Raises:
-        InvalidArgumentError: a text is not JSON, or is nested too deeply.
+        InvalidArgumentError: a text is not valid JSON, or is nested too deeply.
     """
-    known: dict[str, str] = {}  # mostly the same few texts
+    known: dict[str, str] = {}  # columns mostly repeat a few texts
     return [known.get(text) or known.setdefault(text, _checked_text(name, text)) for text in texts]
 
 
@@ -266,7 +267,7 @@ def _checked_text(name: str, text: str) -> str:
     except (ValueError, RecursionError) as error:
         raise InvalidArgumentError(
             f"custom_meta column {name!r} has the JSON text {text!r:.200}, which is invalid ({error}); send null, a "
-            "number that fits a double, a string in valid Unicode, true, false, a list or an object",
+            "number that fits a double, a string of valid Unicode, true, false, a list or an object",
             field="custom_meta",
             metadata={"column": name},
         ) from None
@@ -276,11 +277,11 @@ def _checked_text(name: str, text: str) -> str:
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"JSON has no {name}")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 def _depth(value: Any) -> int:
-    """Return the nesting depth of lists and objects, at most one more than the limit."""
+    """Return the nesting depth of lists and objects; depths beyond the limit are reported as the limit plus one."""
     depth, level = 0, [value]
     while depth <= MOST_JSON_DEPTH:
         level = [each for each in level if isinstance(each, list | dict)]
@@ -293,17 +294,17 @@ def _depth(value: Any) -> int:
 
 def _too_deep(where: str) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"{where} nests more than {MOST_JSON_DEPTH} lists and objects; store it as an object field instead",
+        f"{where} nests more than {MOST_JSON_DEPTH} lists and objects; store the value as an object field instead",
         field="custom_meta",
     )
 
 
 def _plain_value(value: Any, path: tuple[Any, ...]) -> Any:
-    """Convert a value to JSON types: scalars and arrays of numpy and torch to numbers and lists, tuples to lists.
+    """Convert a value to JSON types: numpy and torch scalars and arrays to numbers and lists, tuples to lists.
 
     Args:
-        value: the value.
-        path: its location: position of the sample, name of the column, then positions and keys in lists and dicts.
+        value: the value to convert.
+        path: location of the value: sample position, column name, then positions and keys in nested lists and dicts.
     """
     if type(value) in _KINDS or value is None:
         return value
@@ -328,7 +329,7 @@ def _plain_value(value: Any, path: tuple[Any, ...]) -> Any:
     for key in value:
         if not isinstance(key, str):
             raise InvalidArgumentError(
-                f"{_shown(path)} has the key {key!r:.200}; expected a string, like all keys of JSON objects",
+                f"{_shown(path)} has the key {key!r:.200}; expected a string, because JSON object keys are strings",
                 field="custom_meta",
             )
     return {str(key): _plain_value(one, (*path, key)) for key, one in value.items()}

@@ -1,7 +1,7 @@
-"""Calls in daemon threads, awaited from the event loop.
+"""Calls that run in daemon threads and are awaited from the event loop.
 
-Executor threads are joined when the interpreter exits, so one hung call would keep a process alive forever. Starting a
-thread costs little compared to the calls made here.
+Executor threads are joined when the interpreter exits, so a single hung call would keep the process alive forever.
+Starting a thread costs little compared to the calls that use this module.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ def start_daemon_thread(call: Callable[[], T], *, thread_name: str) -> asyncio.F
     """Run `call` in a new daemon thread.
 
     Returns:
-        A future that resolves to the function returned by `outcome_of`, since a future cannot carry every exception.
+        A future whose result is the function returned by `outcome_of`, because a future cannot carry every exception.
         Cancelling the future does not stop the thread.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Callable[[], T]] = loop.create_future()
 
     def deliver(outcome: Callable[[], T]) -> None:
-        if not future.done():  # the caller may have been cancelled in the meantime
+        if not future.done():  # the awaiting caller may have been cancelled in the meantime
             future.set_result(outcome)
 
     def run() -> None:
         outcome = outcome_of(call)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing awaits the result anymore
+        with contextlib.suppress(RuntimeError):  # if the loop is closed, nothing awaits the result
             loop.call_soon_threadsafe(deliver, outcome)
 
     threading.Thread(target=run, name=thread_name, daemon=True).start()
@@ -45,10 +45,10 @@ async def run_in_daemon_thread(call: Callable[[], T], *, thread_name: str) -> T:
 
 
 def outcome_of(call: Callable[[], T]) -> Callable[[], T]:
-    """Make a call, and return a function that returns its result or raises its exception."""
+    """Make a call, and return a function that returns the call's result or raises its exception."""
     try:
         result = call()
-    except BaseException as error:  # any exception is the waiting caller's to handle
+    except BaseException as error:  # the awaiting caller receives any exception
         raised = error
 
         def reraise() -> T:

@@ -1,10 +1,10 @@
-"""All errors of the service, in one class hierarchy: clients re-raise the class that the server raised.
+"""Errors of the service, in one class hierarchy. Clients raise the same class that the server raised.
 
-`code` is the name of the gRPC status code of the failed call, and `reason` is sent as `google.rpc.ErrorInfo.reason`
-(`tq_service.wire.error_table`). Messages state the value, the expectation and the remedy.
+`code` is the name of the failed call's gRPC status code. `reason` is sent as `google.rpc.ErrorInfo.reason` (see
+`tq_service.wire.error_table`). Messages contain the value, the expectation and the remedy.
 
 An error has its own class if programs may want to catch it. Errors that only people need to distinguish share a class
-and have different reasons.
+and differ in their reasons.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class TqError(Exception):
     """Base class of all errors of tq_service.
 
     Attributes:
-        message: the value, the expectation and the remedy.
-        reason: the class's reason, unless a more specific one is given.
-        metadata: short facts for programs, such as the two values that conflict.
+        message: text with the value, the expectation and the remedy.
+        reason: stable code of the error; the class's reason, unless a more specific one was passed.
+        metadata: short facts for programs, such as two conflicting values.
     """
 
     reason: str = "INTERNAL"
@@ -39,7 +39,7 @@ class TqError(Exception):
 
 
 class InvalidArgumentError(TqError, ValueError):
-    """An argument is invalid, whatever the service's state; `metadata["field"]` names the argument."""
+    """An argument is invalid regardless of the service's state; `metadata["field"]` contains the argument's name."""
 
     reason = "INVALID_ARGUMENT"
     code = "INVALID_ARGUMENT"
@@ -67,20 +67,20 @@ class FieldMismatchError(InvalidArgumentError):
 
 
 class MissingLengthError(InvalidArgumentError):
-    """A sampler needs the lengths of samples, and neither their fields nor their custom_meta have any."""
+    """A sampler needs sample lengths, which are available neither from the fields nor from custom_meta."""
 
     reason = "MISSING_LENGTH"
 
 
 class UnsupportedObjectError(TqError, TypeError):
-    """A Python object could only be serialized with pickle, which is not used."""
+    """A Python object could only be serialized with pickle, which is not supported."""
 
     reason = "UNSUPPORTED_OBJECT"
     code = "INVALID_ARGUMENT"
 
 
 class NotFoundError(TqError, KeyError):
-    """Something named in the call does not exist."""
+    """Something that the call refers to does not exist."""
 
     reason = "NOT_FOUND"
     code = "NOT_FOUND"
@@ -111,7 +111,7 @@ class SampleNotFoundError(NotFoundError):
 
 
 class CellNotFoundError(NotFoundError):
-    """The sample exists, but lacks this field."""
+    """The sample exists, but lacks a value for the field."""
 
     reason = "CELL_NOT_FOUND"
 
@@ -123,7 +123,7 @@ class PolicyNotFoundError(NotFoundError):
 
 
 class TaskNotFoundError(NotFoundError):
-    """The task has not claimed samples of the partition yet, or is not one of its declared tasks."""
+    """The task has not claimed samples from the partition yet, or is not among the partition's declared tasks."""
 
     reason = "TASK_NOT_FOUND"
 
@@ -135,33 +135,33 @@ class PutNotFoundError(NotFoundError):
 
 
 class AlreadyExistsError(TqError, ValueError):
-    """Something that must be new exists already."""
+    """Something that the call must create already exists."""
 
     reason = "ALREADY_EXISTS"
     code = "ALREADY_EXISTS"
 
 
 class PreconditionError(TqError, RuntimeError):
-    """The call does not fit the state of the service."""
+    """The call is not allowed in the current state of the service."""
 
     reason = "FAILED_PRECONDITION"
     code = "FAILED_PRECONDITION"
 
 
 class StaleIncarnationError(PreconditionError):
-    """The partition was cleared and created again since the caller last saw it."""
+    """The partition was cleared and recreated since the caller last accessed it."""
 
     reason = "STALE_INCARNATION"
 
 
 class StaleEpochError(PreconditionError):
-    """The task's consumption was reset since the caller last saw it."""
+    """The task's consumption was reset since the caller last accessed it."""
 
     reason = "STALE_EPOCH"
 
 
 class VersionError(PreconditionError):
-    """A higher version of the policy is already published, or publishing this one would skip required versions."""
+    """A higher version of the policy is already published, or publishing this version would skip required versions."""
 
     reason = "VERSION_REFUSED"
 
@@ -173,31 +173,31 @@ class RankDisagreementError(PreconditionError):
 
 
 class PartitionSealedError(PreconditionError):
-    """The call would add samples to a sealed partition or, with an upsert, overwrite its samples."""
+    """The call would add samples to a sealed partition or, with an upsert, overwrite samples in it."""
 
     reason = "PARTITION_SEALED"
 
 
 class PartitionClearedError(PreconditionError):
-    """The partition was cleared while the call waited."""
+    """The partition was cleared while the call was waiting."""
 
     reason = "PARTITION_CLEARED"
 
 
 class CompactedError(PreconditionError):
-    """Changes since a revision are no longer available: the revision is too old, or the service has restarted since."""
+    """Changes since a revision are no longer available, because it is too old or the service has restarted."""
 
     reason = "COMPACTED"
 
 
 class SamplesClearedError(PreconditionError):
-    """The batch was planned, but samples of it have been cleared since."""
+    """Samples of the planned batch have been cleared since it was planned."""
 
     reason = "SAMPLES_CLEARED"
 
 
 class BatchForgottenError(PreconditionError):
-    """The batch was planned without consuming its samples, and too many such batches have been planned since."""
+    """The batch was planned without consuming its samples, and has been dropped for newer batches of this kind."""
 
     reason = "BATCH_FORGOTTEN"
 
@@ -215,7 +215,7 @@ class ClaimReleasedError(PreconditionError):
 
 
 class LeaseExpiredError(PreconditionError):
-    """The lease expired, so others may do the same work; the call acknowledged, released and wrote nothing."""
+    """The lease expired, so other workers may do the same work. The call acknowledged, released and wrote nothing."""
 
     reason = "LEASE_EXPIRED"
 
@@ -227,13 +227,13 @@ class DataDirError(PreconditionError):
 
 
 class NewerVersionError(DataDirError):
-    """A data directory or checkpoint was written by a newer version, in a format that this version does not support."""
+    """A data directory or checkpoint was written by a newer version, in a format that this version cannot read."""
 
     reason = "NEWER_VERSION"
 
 
 class ResourceExhaustedError(TqError, RuntimeError):
-    """A limit is reached. `retry_after_seconds` is the time to wait before retrying; None: retrying is pointless."""
+    """A limit is reached. `retry_after_seconds` is the time to wait before a retry; None if retries are pointless."""
 
     reason = "RESOURCE_EXHAUSTED"
     code = "RESOURCE_EXHAUSTED"
@@ -251,20 +251,20 @@ class ResourceExhaustedError(TqError, RuntimeError):
 
 
 class QuotaExceededError(ResourceExhaustedError):
-    """The available capacity is too small for the bytes of the call."""
+    """The available capacity is not sufficient for the bytes of the call."""
 
     reason = "QUOTA_EXCEEDED"
 
 
 class UnauthenticatedError(TqError, PermissionError):
-    """The service requires a token, and the call had none or an invalid one."""
+    """The service requires a token, but the call had none or an invalid one."""
 
     reason = "UNAUTHENTICATED"
     code = "UNAUTHENTICATED"
 
 
 class PermissionDeniedError(TqError, PermissionError):
-    """The token of the call lacks the required role or partition prefix; `metadata` has both."""
+    """The token of the call lacks the required role or partition prefix; `metadata` contains both requirements."""
 
     reason = "PERMISSION_DENIED"
     code = "PERMISSION_DENIED"
@@ -277,19 +277,19 @@ class AdmissionLimitError(ResourceExhaustedError):
 
 
 class LimitExceededError(ResourceExhaustedError):
-    """A limit of the service is reached; `metadata["limit_name"]` is the setting."""
+    """A limit of the service is reached; `metadata["limit_name"]` contains the name of the setting."""
 
     reason = "LIMIT_EXCEEDED"
 
 
 class DiskFullError(ResourceExhaustedError):
-    """The disk of the data directory is full; the service resumes once space is available."""
+    """The disk of the data directory is full; the service resumes when space becomes available."""
 
     reason = "DISK_FULL"
 
 
 class DataLossError(TqError, RuntimeError):
-    """Committed bytes are lost: their storage service restarted empty, or they are damaged on its disk."""
+    """Committed bytes are lost, because their storage service restarted empty or they are damaged on its disk."""
 
     reason = "DATA_LOSS"
     code = "DATA_LOSS"
@@ -308,13 +308,13 @@ class SnapshotDamagedError(DataLossError):
 
 
 class SamplerError(TqError, RuntimeError):
-    """A sampler raised an exception, or returned rows that it was not given."""
+    """A sampler raised an exception, or returned rows that were not among its candidates."""
 
     reason = "SAMPLER_FAILED"
 
 
 class SamplerTimeoutError(TqError, TimeoutError):
-    """A sampler did not return in time."""
+    """A sampler did not return within its time limit."""
 
     reason = "SAMPLER_TIMEOUT"
     code = "DEADLINE_EXCEEDED"
@@ -335,31 +335,31 @@ class UnavailableError(TqError, ConnectionError):
 
 
 class NotLeaderError(UnavailableError):
-    """Another controller of the cluster leads; its address is in `metadata["leader_address"]`, "" if unknown."""
+    """Another controller is the leader; `metadata["leader_address"]` contains its address, or "" if unknown."""
 
     reason = "NOT_LEADER"
 
 
 class JournalUnreachableError(UnavailableError):
-    """A majority of etcd is unreachable. No acknowledged data is lost, and the service resumes when etcd returns."""
+    """A majority of the etcd members is unreachable. No acknowledged data is lost; the service resumes with etcd."""
 
     reason = "JOURNAL_UNREACHABLE"
 
 
 class SupersededError(UnavailableError):
-    """Another controller has become the leader, so this one must stop; it exits, and restarts as a standby."""
+    """Another controller has become the leader. This controller exits, and restarts as a standby."""
 
     reason = "SUPERSEDED"
 
 
 class ServiceFailedError(UnavailableError):
-    """The service has failed and cannot continue; changes that it had not persisted are lost. Restart the service."""
+    """The service has failed and cannot continue; changes that were not persisted are lost. Restart the service."""
 
     reason = "SERVICE_FAILED"
 
 
 class InternalError(TqError, RuntimeError):
-    """An internal error of the service; the service's log has the details."""
+    """An internal error of the service; see the service's log for details."""
 
     reason = "INTERNAL"
 
@@ -371,22 +371,22 @@ class CallCancelledError(TqError, RuntimeError):
     code = "CANCELLED"
 
 
-# Clients choose the names, and comparing takes time on the event loop: only some of many names, and only the start of
-# long ones, are compared.
+# Names are chosen by clients, and comparing them blocks the event loop. Therefore only a limited number of names is
+# compared, and only the start of each.
 _MOST_SORTED: Final = 10_000
 _MOST_COMPARED: Final = 128
 _MOST_COMPARED_CHARACTERS: Final = 64
 _MOST_NAMED: Final = 10
-_MOST_NAMED_CHARACTERS: Final = 400  # longer lists could truncate the rest of the message on the wire
+_MOST_NAMED_CHARACTERS: Final = 400  # a longer list could cause the rest of the message to be truncated in transit
 
 
 def nearest(name: str, known: Collection[str], *, all_known: bool = False) -> str:
-    """Return a clause with known names, the nearest first, for the end of a NOT_FOUND message.
+    """Return a clause that lists known names, nearest first, for the end of a NOT_FOUND message.
 
     Args:
-        name: the name given.
-        known: the known names; of many, up to ten are listed and the others counted.
-        all_known: whether to list all of them; for small sets.
+        name: the unknown name in the request.
+        known: the known names; up to ten are listed, and the others are counted.
+        all_known: whether to list all known names; for small sets.
     """
     if not known:
         return "none is known yet"

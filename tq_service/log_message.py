@@ -10,16 +10,16 @@ _PLAIN = re.compile(r"[\w./:@+*-]+", re.ASCII)
 
 
 class LogMessage:
-    """The message of a log line: an event, then facts as key=value.
+    """Message of a log line: an event, followed by facts as key=value.
 
-    It works with any formatter, since it is rendered when a handler writes it. `tq-service serve --log-format json`
-    writes each field under its name. Values that are not a single plain word are written as JSON strings, so names
-    chosen by callers cannot forge fields or lines.
+    The message works with any formatter, because it is rendered when a handler writes it. `tq-service serve
+    --log-format json` writes each field under its name. A value that is not a single plain word is written as a JSON
+    string, so names chosen by clients cannot forge fields or lines.
 
     Args:
-        text: the event, the same for all lines of this kind, which makes it searchable.
-        fields: facts by name, such as `partition`, `storage`, `put_id`, `request_id`, `error`. Bytes are ids and
-            written in hex; fields that are None are omitted.
+        text: description of the event; identical in all lines of this kind, which makes them searchable.
+        fields: facts by name, such as `partition`, `storage`, `put_id`, `request_id`, `error`. Bytes are ids and are
+            written in hexadecimal; None values are omitted.
     """
 
     __slots__ = ("fields", "text")

@@ -10,13 +10,14 @@ _FILES = {"cgroup2": "memory.max", "cgroup": "memory.limit_in_bytes"}
 
 
 def memory_limit_bytes(root: Path = Path("/")) -> int:
-    """Return the minimum of the machine's memory and the limits of the process's control group and its ancestors.
+    """Return the memory available to the process: the machine's memory, or the lowest limit of its control groups.
 
-    Control groups limit containers, steps of Slurm jobs, and services and scopes of systemd. Versions 1 and 2 of
-    control groups are supported. In a cgroup namespace, a process only sees groups from the root of the namespace down.
+    Control groups limit containers, Slurm job steps, and systemd services and scopes. Versions 1 and 2 of control
+    groups are supported. In a cgroup namespace, a process can only see the groups at and below the root of the
+    namespace.
 
     Args:
-        root: directory with `proc` and the mounts of control groups.
+        root: directory that contains `proc` and the mount points of control groups.
     """
     machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([machine_bytes, *_group_limits(root)])
@@ -28,7 +29,7 @@ def _group_limits(root: Path) -> Iterator[int]:
         top = root / mount_point.lstrip("/")
         try:
             below = PurePosixPath(own_groups[kind]).relative_to(mounted_group)
-        except (KeyError, ValueError):  # the mount shows other groups; in a container it starts at its group
+        except (KeyError, ValueError):  # the mount shows other groups, or starts at this one, as in a container
             below = PurePosixPath()
         if ".." in below.parts:
             below = PurePosixPath()
@@ -36,12 +37,12 @@ def _group_limits(root: Path) -> Iterator[int]:
         for directory in (group, *list(group.parents)[: len(below.parts)]):
             try:
                 yield int((directory / _FILES[kind]).read_text())
-            except (OSError, ValueError):  # the root group has no limit file; unset limits read "max"
+            except (OSError, ValueError):  # the root group has no limit file; "max" means unlimited
                 continue
 
 
 def _own_groups(root: Path) -> dict[str, str]:
-    """Return the group of this process in each hierarchy that may limit memory, by version."""
+    """Return this process's group in each hierarchy that may limit memory, by file system type of the hierarchy."""
     groups = {}
     for line in _lines(root / "proc/self/cgroup"):
         hierarchy, _, rest = line.partition(":")
@@ -54,7 +55,7 @@ def _own_groups(root: Path) -> dict[str, str]:
 
 
 def _mounts(root: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield type, group and path of each mount with memory limits; without mountinfo, the usual ones."""
+    """Yield type, group and path of each mount with memory limits, or the usual mounts if mountinfo is unavailable."""
     lines = _lines(root / "proc/self/mountinfo")
     if not lines:
         yield "cgroup2", "/", "/sys/fs/cgroup"

@@ -1,4 +1,4 @@
-"""Result types of calls about partitions, tasks and services."""
+"""Result types of client calls that report on partitions, tasks and services."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tq_service.step_times import StepTimes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Revision:
-    """A point in a service instance's history that `watch` can start from; plain data that can be serialized.
+    """A point in the history of a service instance that `watch` can start from. Plain, serializable data.
 
     Attributes:
-        instance_id: id of the instance, 16 random bytes; a restarted service has a new id and a new history.
-        number: counter of changes; later states have higher numbers.
+        instance_id: id of the service instance, 16 random bytes; a restarted service has a new id and a new history.
+        number: change counter; later states have higher numbers.
     """
 
     instance_id: bytes
@@ -26,21 +26,21 @@ class Revision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumptionStatus:
-    """Consumption of a partition by a task.
+    """How much of a partition a task has consumed.
 
     Attributes:
         consumed_count: samples consumed in this epoch, including cleared ones.
-        total_count: samples ever inserted.
-        skipped_count: samples that the task will never receive, including the rest of groups that lost a member.
-        sealed: whether no new samples will come.
-        complete: whether nothing is left for the task in a sealed partition or, with `samples_per_round`, in the rounds
-            that have begun.
-        epoch: epoch of the task, which counts its resets.
-        leased_count: samples of `consumed_count` that are leased and not acknowledged; they may be delivered again.
-        dead_lettered_count: samples of `skipped_count` that were delivered `max_deliveries` times and never
-            acknowledged.
-        expected_count: with `samples_per_round`, samples in all rounds that have begun, including the first; otherwise
-            None.
+        total_count: samples inserted into the partition so far, including cleared ones.
+        skipped_count: samples that the task will never receive, including the remaining members of groups that lost a
+            member.
+        sealed: whether the partition is sealed, that is, accepts no new samples.
+        complete: whether the task has nothing left to receive: in a sealed partition or, with `samples_per_round`, in
+            the rounds that have begun.
+        epoch: epoch of the task, that is, the number of times its consumption was reset.
+        leased_count: number of consumed samples that are leased but not acknowledged; they may be delivered again.
+        dead_lettered_count: skipped samples that were delivered `max_deliveries` times and never acknowledged.
+        expected_count: number of samples in all rounds that have begun, including the first; None without
+            `samples_per_round`.
     """
 
     consumed_count: int
@@ -60,9 +60,10 @@ class ProductionStatus:
 
     Attributes:
         produced_count: samples that have all of the requested fields.
-        total_count: samples that can have these fields, because they are neither cleared nor failed.
-        complete: whether all of these samples have the fields and no new samples will come (with `samples_per_round`,
-            none before the next round).
+        total_count: samples that have or can still receive the requested fields, because they are neither cleared nor
+            failed.
+        complete: whether all samples in `total_count` have the fields and no new samples will be inserted (with
+            `samples_per_round`, none before the next round).
     """
 
     produced_count: int
@@ -71,20 +72,20 @@ class ProductionStatus:
 
 
 class WaitCode(StrEnum):
-    """Why a claim waits, as a stable code.
+    """Stable code for the reason why a claim waits.
 
     Attributes:
         PARTITION_NOT_FOUND: the partition does not exist.
         NO_SAMPLES: the partition is empty.
         FIELD_NEVER_PUT: a requested field was never put.
-        ALL_CONSUMED: nothing is left to consume, but the partition is not sealed.
+        ALL_CONSUMED: the task has consumed all samples, but the partition is not sealed.
         TOO_FEW_READY: fewer samples are ready than requested.
-        GROUPS_INCOMPLETE: too few groups have all their samples ready.
-        SAMPLER_WAITS: enough samples are ready, but the sampler does not plan a batch yet.
+        GROUPS_INCOMPLETE: too few groups are complete, that is, have all their samples ready.
+        SAMPLER_WAITS: enough samples are ready, but the sampler has not planned a batch yet.
         VERSION_NOT_PUBLISHED: the claim waits for a version of a policy that is not published yet.
-        STALENESS_BOUNDED: enough samples are ready, but older ones that are not ready would become too stale.
-        NO_CAPACITY: enough prompts are ready, but capacity for the slots of `admit` is missing.
-        RATIO_BOUNDED: the task would be delivered more samples per insert than its admission allows.
+        STALENESS_BOUNDED: enough samples are ready, but older samples that are not ready would become too stale.
+        NO_CAPACITY: enough prompts are ready, but there is not enough capacity for the slots requested with `admit`.
+        RATIO_BOUNDED: a delivery would exceed the samples per insert that the task's admission allows.
     """
 
     PARTITION_NOT_FOUND = "PARTITION_NOT_FOUND"
@@ -101,45 +102,45 @@ class WaitCode(StrEnum):
 
 
 class Lack(Enum):
-    """Reasons why samples cannot be delivered yet; each value is a sentence template in which `{0}` is the `NotReady`.
+    """Reason why samples cannot be delivered yet. Each value is a message template; `{0}` is the `NotReady`.
 
     Attributes:
         FIELD: the samples lack the field `name`.
-        WHERE: a condition on the custom_meta column `name` does not hold.
-        LENGTH: the samples have no length for the sampler in the custom_meta column `name`.
+        WHERE: the samples do not meet the condition on the custom_meta column `name`.
+        LENGTH: the custom_meta column `name` lacks the samples' lengths, which the sampler needs.
         HELD: the samples are held.
         LEASED: the samples are leased to workers of the task.
         GROUP: the samples are ready, but other members of their groups are not.
-        LOST: the samples' group has permanently lost a member, so the task will never receive them.
-        OLDER: the samples are not ready, and would become too stale if others were trained first.
+        LOST: the samples' groups have permanently lost a member, so the task will never receive these samples.
+        OLDER: the samples are not ready, and would become too stale if newer samples were trained first.
     """
 
     FIELD = "{0.sample_count} lack field {0.name!r}"
-    WHERE = "for {0.sample_count} the condition on {0.name!r} does not hold"
+    WHERE = "{0.sample_count} do not meet the condition on {0.name!r}"
     LENGTH = "{0.sample_count} have no length for the sampler in the custom_meta column {0.name!r}"
     HELD = "{0.sample_count} are held"
-    LEASED = "{0.sample_count} are leased, the first for {0.ends_in_seconds:.0f} s more"
-    GROUP = "{0.sample_count} are ready in groups that are not completely ready ({0.example})"
-    OLDER = "{0.sample_count} are awaited, since they would become too stale if others went first ({0.example})"
+    LEASED = "{0.sample_count} are leased, and the first lease expires in {0.ends_in_seconds:.0f} s"
+    GROUP = "{0.sample_count} are ready, but other members of their groups are not ({0.example})"
+    OLDER = "{0.sample_count} are awaited; training newer samples first would make them too stale ({0.example})"
     LOST = "{0.sample_count} are lost, since their groups lost a member that failed, was cleared or was dead-lettered"
 
     @property
     def kind(self) -> str:
-        """The reason's name, as stored in `NotReady.kind`."""
+        """Name of the reason, as stored in `NotReady.kind`."""
         return self.name.lower()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotReady:
-    """Number of samples that cannot be delivered yet for one reason, a `Lack`.
+    """Number of samples that cannot be delivered yet for one particular reason.
 
     Attributes:
-        kind: kind of the `Lack`; a newer service may report other kinds.
-        name: name of the field or column, else empty.
-        sample_count: number of samples.
-        ends_in_seconds: for "leased": time until the first lease expires; otherwise None.
-        example: for "group": name and counts of one such group; for "field": the missing put, if groups share the
-            field.
+        kind: the reason, as `Lack.kind`; a newer service may report kinds that this version does not define.
+        name: name of the field or custom_meta column that the reason refers to; otherwise empty.
+        sample_count: number of samples that cannot be delivered for this reason.
+        ends_in_seconds: for kind "leased": time until the first lease expires; otherwise None.
+        example: for kind "group": name and counts of one such group; for kind "field": the missing put, if the field is
+            shared by groups.
     """
 
     kind: str
@@ -151,22 +152,23 @@ class NotReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitReason:
-    """Why claims with the same arguments wait, with sample counts at one point in time.
+    """Reason why claims with the same arguments wait, with sample counts from one point in time.
 
     Attributes:
-        code: the reason as a code, see `WaitCode`.
-        text: the reason as a sentence.
-        task_name: the consumer.
-        data_fields: the fields that the consumer requests.
+        code: the reason as a stable code, see `WaitCode`.
+        text: the reason as a sentence for users.
+        task_name: the task that the claims consume for.
+        data_fields: the fields that the claims request.
         waiting_count: number of calls that wait for this reason; 0 in the answer to the caller's own claim.
         left_count: live or held samples that the task has not consumed.
-        ready_count: samples among `left_count` that could be delivered now; with `counts_groups`, groups or rollouts.
-        needed_count: number of ready samples that the claim needs; with `counts_groups`, groups or rollouts.
+        ready_count: samples in `left_count` that could be delivered now; with `counts_groups`, groups or rollouts.
+        needed_count: ready samples that the claim needs; with `counts_groups`, the groups or rollouts that it needs.
         counts_groups: whether `ready_count` and `needed_count` count groups or rollouts.
-        not_ready: samples that cannot be delivered yet, by reason; a sample may be counted several times.
-        sealed: whether no new samples will come.
-        waiting_put_count: puts with new samples that wait for capacity.
-        put_waits_for: why the first of these puts waits; empty if no put waits.
+        not_ready: number of samples that cannot be delivered yet, by reason; a sample may be counted for several
+            reasons.
+        sealed: whether the partition is sealed, that is, accepts no new samples.
+        waiting_put_count: puts of new samples that wait for capacity.
+        put_waits_for: why the first waiting put waits; empty if no put waits.
     """
 
     code: str
@@ -190,10 +192,10 @@ class PartitionSummary:
 
     Attributes:
         partition_id: name of the partition.
-        incarnation: 16 random bytes that change if the name is reused after a clear.
-        inserted_count: samples ever inserted.
-        present_count: samples not cleared.
-        sealed: whether no new samples will come.
+        incarnation: 16 random bytes, which differ if a partition with this name is cleared and created again.
+        inserted_count: samples inserted so far, including cleared ones.
+        present_count: samples that have not been cleared.
+        sealed: whether the partition is sealed, that is, accepts no new samples.
     """
 
     partition_id: str
@@ -207,7 +209,7 @@ class PartitionList(list[PartitionSummary]):
     """Partitions, sorted by name.
 
     Attributes:
-        revision: revision of the complete list, which `watch` can start from.
+        revision: revision of the complete list; `watch` can start from it.
     """
 
     def __init__(self, partitions: Iterable[PartitionSummary], revision: Revision | None = None) -> None:
@@ -217,7 +219,7 @@ class PartitionList(list[PartitionSummary]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldStatus:
-    """A field in a partition, and the number of samples that have it."""
+    """A field of a partition, and the number of samples that have a value for it."""
 
     spec: FieldSpec
     produced_count: int
@@ -225,16 +227,16 @@ class FieldStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecentBatch:
-    """Statistics of a batch that was planned for ranks.
+    """Statistics of a batch planned for ranks.
 
     Attributes:
-        batch_index: number of the batch in its epoch.
-        tokens_per_rank: tokens of the first 128 ranks, by `dp_rank`; empty if the length of any sample is unknown.
-        imbalance: tokens of the heaviest rank in excess of the mean of all ranks, as a share of the mean.
-        padding_share: share of padding tokens: in packs, those that fill up a pack; in micro-batches, those that pad
-            each sample to the longest one in its micro-batch, which jagged fields do not need.
-        staleness: for a task with a `max_staleness`: the maximum number of versions between the slot of its oldest
-            sample and its training; None: unbounded.
+        batch_index: index of the batch within the epoch.
+        tokens_per_rank: token counts of the first 128 ranks, by `dp_rank`; empty if any sample length is unknown.
+        imbalance: tokens of the most loaded rank in excess of the mean over all ranks, divided by the mean.
+        padding_share: fraction of tokens that are padding. In packs, padding fills up the pack; in micro-batches, it
+            extends each sample to the longest one, which jagged fields do not need.
+        staleness: maximum number of versions between the creation of the oldest sample's slot and its training, for
+            tasks with a `max_staleness`; None: unbounded.
     """
 
     batch_index: int
@@ -249,11 +251,11 @@ class ClaimLease:
     """A claim with leased samples.
 
     Attributes:
-        claim_id: the first 8 hexadecimal digits of its request_id, as in the log of calls.
-        claim_name: name of the claim, if its caller gave one; otherwise empty.
+        claim_id: first 8 hexadecimal digits of the claim's request_id, as shown in the call log.
+        claim_name: name of the claim, if the caller specified one; otherwise empty.
         leased_count: samples of the claim that are leased and not acknowledged.
-        delivered_ago_seconds: time since delivery, or since the start of the service if that was later.
-        ends_in_seconds: time until its lease expires, unless it is extended.
+        delivered_ago_seconds: time since the delivery or, if later, since the start of the service.
+        ends_in_seconds: time until the claim's lease expires, unless the lease is extended.
     """
 
     claim_id: str
@@ -265,46 +267,47 @@ class ClaimLease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskStatus:
-    """A task in a partition.
+    """Status of a task in a partition.
 
     Attributes:
         task_name: name of the task.
-        epoch: number of times its consumption was reset.
+        epoch: number of times the task's consumption was reset.
         consumed_count: samples consumed in this epoch.
-        skipped_count: samples that the task will never receive, including the rest of groups that lost a member.
-        planned_batch_count: batches planned in this epoch (ranked consumers).
-        dp_size: number of ranks, once bound; 0 before.
-        waiting_count: number of calls that wait.
-        complete: whether nothing is left for the task.
+        skipped_count: samples that the task will never receive, including the remaining members of groups that lost a
+            member.
+        planned_batch_count: batches planned for ranks in this epoch.
+        dp_size: number of data-parallel ranks; 0 until the first rank's claim sets it.
+        waiting_count: number of waiting calls.
+        complete: whether the task has nothing left to receive.
         leased_count: samples that are leased and not acknowledged; they may be delivered again.
         dead_lettered_count: samples that were delivered `max_deliveries` times without being acknowledged.
-        dead_lettered_indexes: indexes of the first hundred dead-lettered samples that are not cleared.
+        dead_lettered_indexes: indexes of the first 100 dead-lettered samples that have not been cleared.
         pending_count: samples left for the task: live or held, neither consumed nor dead-lettered.
-        redelivered_count: samples delivered more than once in this epoch because a lease expired; samples that were
-            released or cleared do not count.
-        delivered_per_second: recent rate of deliveries, in which the weight of a delivery decays by a factor of e every
-            10 seconds. The rate starts from 0 when the service starts.
-        recent_batches: the last 16 batches planned for its ranks in this epoch, in order; empty after a restart of the
-            service.
-        oldest_version: lowest `version` of the live or held samples left for the task, as of the last scan, a moment
-            ago. None if these samples lack a version or have not been scanned yet, and in updates of `watch`.
-        staleness_versions: highest version of a sample in the partition minus `oldest_version`, that is, how far the
-            producers are ahead of the task; None if `oldest_version` is None.
+        redelivered_count: samples delivered more than once in this epoch because a lease expired; released or cleared
+            samples do not count.
+        delivered_per_second: recent delivery rate, averaged with weights that decay by a factor of e every 10 seconds.
+            The rate starts at 0 when the service starts.
+        recent_batches: the last 16 batches planned for the task's ranks in this epoch, in order; empty after a service
+            restart.
+        oldest_version: lowest `version` of the live or held samples left for the task, as of the most recent scan. None
+            in updates of `watch`, and if the samples left lack a version or have not been scanned yet.
+        staleness_versions: number of versions that producers are ahead of the task: the highest version of a sample
+            in the partition minus `oldest_version`. None if `oldest_version` is None.
         leasing_claim_count: claims with leased samples.
-        leases: the 20 of these claims that were delivered first, in order; empty in updates of `watch`.
-        trained_batch_count: trained batches of this epoch, see `advance`.
-        saved_batch_count: batches of this epoch covered by a checkpoint of the trainer, see `advance`.
+        leases: the 20 claims with leased samples that were delivered first, in order; empty in updates of `watch`.
+        trained_batch_count: batches trained in this epoch, see `advance`.
+        saved_batch_count: batches of this epoch covered by a trainer checkpoint, see `advance`.
         outstanding_count: outstanding units, as counted by the task's admission; None without an admission.
         running_count: held units, which are being generated, as counted by the task's admission; None without
             `most_running`.
-        unmatched_count: samples and groups that the task's claims evicted because `where` excluded them, in all epochs.
-        too_small_count: groups that the task's claims evicted because too few members were left, in all epochs.
-        late_count: samples and groups that the task's claims evicted because they would have become too stale.
-        overflow_count: samples and groups that were cleared for new ones (`Admission(overflow="drop_lowest")`).
-        delivered_count: deliveries of samples in all epochs, not counting released claims.
-        refilled_count: samples that evictions made claimable for the task again, in all epochs.
-        step_times: breakdown of the last steps of the task's ranks, summed over the ranks that report it, as loaders
-            do; None if no rank does.
+        unmatched_count: samples and groups evicted by the task's claims because `where` excluded them, in all epochs.
+        too_small_count: groups evicted by the task's claims because too few members were left, in all epochs.
+        late_count: samples and groups evicted by the task's claims because they would have become too stale.
+        overflow_count: samples and groups cleared to admit new ones (`Admission(overflow="drop_lowest")`).
+        delivered_count: sample deliveries in all epochs, excluding released claims.
+        refilled_count: samples that became claimable again for the task because of evictions, in all epochs.
+        step_times: time breakdown of the latest steps, summed over the task's ranks that report it, as loaders do; None
+            if no rank reports it.
     """
 
     task_name: str
@@ -341,12 +344,12 @@ class TaskStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerProgress:
-    """Progress, in the current epoch, of a trainer whose ranks consume a task.
+    """Progress of a trainer in the current epoch of the task that its ranks consume.
 
     Attributes:
-        trained_batch_count: trained batches.
-        saved_batch_count: batches covered by a checkpoint of the trainer.
-        planned_batch_count: planned batches.
+        trained_batch_count: batches trained so far.
+        saved_batch_count: batches covered by a trainer checkpoint.
+        planned_batch_count: batches planned so far.
     """
 
     trained_batch_count: int
@@ -356,15 +359,14 @@ class TrainerProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartedRanks:
-    """The point from which the restarted ranks of a task continue.
+    """The point from which a task's restarted ranks continue.
 
     Attributes:
         epoch: epoch of the task.
-        batch_index: the first batch that the ranks have to request.
-        repeated_batch_count: batches from `batch_index` on that were trained before, and whose samples are trained
-            again.
-        repeated_sample_count: samples of these batches. Both counts are 0 if the ranks had already been restarted
-            before this call.
+        batch_index: the first batch that the ranks must request.
+        repeated_batch_count: batches from `batch_index` on that had already been trained and will be trained again.
+        repeated_sample_count: samples in the repeated batches. The counts of repeated batches and samples are 0 if an
+            earlier call already restarted the ranks.
     """
 
     epoch: int
@@ -375,25 +377,25 @@ class RestartedRanks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictedUnit:
-    """A sample, rollout or group that was evicted by claims of a task, or by its admission.
+    """A sample, rollout or group that a task's claims or admission evicted.
 
     Attributes:
-        serial: number of the unit within the task, counted from 1.
+        serial: sequence number of the unit within the task, starting at 1.
         unit: "sample" if a single sample was evicted, otherwise "rollout" or "group".
         group: name of the evicted group, or of the group that contained the unit; None without a group.
         key: key of the unit's first sample; None without a key.
-        reason: "unmatched": `where` excluded the unit or one of its members; "too_small": fewer than `least_members`
-            were left; "late": the unit was not finished, and would have become too stale; "overflow": the unit had the
-            lowest priority when new samples came.
-        version: the version that was published when the unit was evicted. Its policy is the one that `where` compares
-            with, or else that of `not_before_version` or of the partition's `max_staleness`; None without a policy or
+        reason: "unmatched": `where` excluded the unit or one of its members. "too_small": fewer than `least_members`
+            members were left. "late": the unit was unfinished and would have become too stale. "overflow": the unit had
+            the lowest priority when new samples were put.
+        version: the policy version that was published when the unit was evicted. The policy is taken from `where`, or
+            else from `not_before_version` or the partition's `max_staleness`. None without a policy or a published
             version.
-        sample_count: evicted samples; for a cleared group also those that had failed before.
-        refill: outcome of `get_meta(refill=)`: "refilled"; "pending": the sample to refill was claimable already;
-            "unknown": the partition or key does not exist; "used_up": the sample was already refilled `max_refills`
-            times; "given_up": the task will never receive the sample, because it failed, was dead-lettered, dropped or
-            skipped, or the ranks are at their end. None: no refill was requested.
-        rollout: name of the rollout, or of the rollout of its first sample; None without one.
+        sample_count: number of evicted samples; for a cleared group, this includes samples that had failed earlier.
+        refill: outcome of `get_meta(refill=)`. "refilled": the sample is claimable again. "pending": the sample was
+            already claimable. "unknown": the partition or key does not exist. "used_up": the sample was already
+            refilled `max_refills` times. "given_up": the task will never receive the sample, because it failed, was
+            dead-lettered, dropped or skipped, or the ranks have reached their end. None: no refill was requested.
+        rollout: name of the evicted rollout, or of the rollout of the unit's first sample; None without a rollout.
     """
 
     serial: int
@@ -409,11 +411,11 @@ class EvictedUnit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictedUnits:
-    """Units that claims of a task have evicted, sorted by serial.
+    """Units evicted by a task's claims, sorted by serial.
 
     Attributes:
-        units: the units; empty if no serial is higher than the given one.
-        dropped_count: units with higher serials that are no longer stored.
+        units: evicted units with a serial above the requested one; empty if there are none.
+        dropped_count: number of evicted units with higher serials that are no longer stored.
     """
 
     units: tuple[EvictedUnit, ...]
@@ -425,8 +427,8 @@ class PolicyStatus:
     """The published version of a policy.
 
     Attributes:
-        policy: its name.
-        version: version number of its weights.
+        policy: name of the policy.
+        version: version number of the policy's weights.
         published_ago_seconds: time since this version was published.
     """
 
@@ -437,12 +439,13 @@ class PolicyStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetaColumnStatus:
-    """A custom_meta column, and the types of its values.
+    """Name and value types of a custom_meta column.
 
     Attributes:
-        name: its name.
-        kind: type of the values that claims compare: "int64", "double", "bool" or "string"; "" before the first value.
-        has_json: whether any sample has had a value of another type, stored as JSON.
+        name: name of the column.
+        kind: type of the values that claims can compare: "int64", "double", "bool" or "string"; empty before the first
+            value.
+        has_json: whether a value of another type, stored as JSON, was ever written to the column.
     """
 
     name: str
@@ -452,29 +455,29 @@ class MetaColumnStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionDescription:
-    """A partition with its samples by state, its fields and its tasks.
+    """Description of a partition: sample counts by state, fields, tasks and limits.
 
     Attributes:
-        summary: summary of the partition.
-        expected_samples: number of samples that will be inserted, if declared.
-        live_count: samples that are live.
-        held_count: samples that are held.
-        failed_count: samples that failed.
+        summary: name, incarnation and basic counts of the partition.
+        expected_samples: declared number of samples to be inserted; None if not declared.
+        live_count: number of live samples.
+        held_count: number of held samples.
+        failed_count: number of failed samples.
         group_count: groups with members in the partition; rollouts without a group do not count.
         rollout_count: rollouts with samples in the partition.
-        fields: its fields.
-        tasks: its tasks.
-        custom_meta_columns: its custom_meta columns.
-        used_bytes: bytes of the values of its samples; for partly freed puts an estimate by field.
-        max_bytes: maximum of these bytes; None: unlimited.
+        fields: fields of the partition.
+        tasks: tasks of the partition.
+        custom_meta_columns: custom_meta columns of the partition.
+        used_bytes: total size of the sample values in bytes; partly freed puts are estimated per field.
+        max_bytes: byte quota of the partition; None: unlimited.
         admissions: limits on outstanding work per task.
         waiting_put_count: puts of new samples that wait for capacity or for a task.
-        declared_tasks: names of all tasks that may consume the partition; empty if any task may.
-        samples_per_round: samples per round, if declared.
-        revision: revision of this answer, which `watch` can start from.
-        release: rules for clearing its samples automatically; None: they are never cleared automatically.
-        released_count: samples that were released after all required tasks were done with them.
-        expired_count: samples that were released because of their age.
+        declared_tasks: names of the only tasks that may consume the partition; empty if any task may.
+        samples_per_round: declared number of samples per round; None if not declared.
+        revision: revision of this description; `watch` can start from it.
+        release: rules for clearing samples automatically; None: samples are never cleared automatically.
+        released_count: samples released after all required tasks were done with them.
+        expired_count: samples released because of their age.
     """
 
     summary: PartitionSummary
@@ -501,14 +504,14 @@ class PartitionDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerOption:
-    """An option of a sampler, given in `sampler_config`.
+    """An option of a sampler, to be set in `sampler_config`.
 
     Attributes:
-        name: its name.
-        type: type of the option, such as "whole number", "text or null" or "one of skip, take"; "" if the sampler does
-            not declare it.
+        name: name of the option.
+        type: type of the option, such as "whole number", "text or null" or "one of skip, take"; empty if the sampler
+            does not declare the type.
         default_json: the default as JSON; None if the option is required.
-        summary: description of the option.
+        summary: one-sentence description of the option.
     """
 
     name: str
@@ -519,7 +522,7 @@ class SamplerOption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerDescription:
-    """A sampler: its name for `get_meta`, a summary, and its options."""
+    """A sampler: its name for use in `get_meta`, a summary, and its options."""
 
     name: str
     summary: str
@@ -528,18 +531,18 @@ class SamplerDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageStat:
-    """Byte sizes and counts of a storage service.
+    """Byte sizes and put counts of a storage service.
 
     Attributes:
-        storage_id: its name.
-        boot_id: id of the service's instance, 16 bytes.
-        max_bytes: its quota; None: unlimited.
+        storage_id: name of the storage service.
+        boot_id: id of the service instance, 16 bytes.
+        max_bytes: byte quota of the storage service; None: unlimited.
         used_bytes: bytes stored and reserved.
-        pooled_bytes: bytes of memory held for reuse, in addition to `used_bytes`.
-        put_count: stored puts.
-        uncommitted_put_count: puts that are not committed yet.
-        shared_memory_count: memfds received from clients on the same host.
-        damaged_put_count: puts found since the start to have lost bytes.
+        pooled_bytes: bytes of free memory retained for reuse, in addition to `used_bytes`.
+        put_count: number of stored puts.
+        uncommitted_put_count: number of puts that have not been committed yet.
+        shared_memory_count: number of memory files (memfd) received from clients on the same host.
+        damaged_put_count: number of puts found damaged since the start of the service.
     """
 
     storage_id: str
@@ -555,23 +558,24 @@ class StorageStat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordingStatus:
-    """State of the recording of a service.
+    """State of a service's step recording.
 
     Attributes:
         place: directory or URL of the recording, without passwords; empty if the caller's token does not cover all
             partitions.
-        is_recording: whether steps are recorded; False after an error.
-        error: the error that stopped the recording; otherwise empty.
-        step_count: steps in the recording.
-        stored_bytes: bytes of these steps.
-        recorded_step_count: steps recorded since the start.
-        skipped_step_count: steps since the start that could not be recorded.
-        removed_step_count: steps removed since the start, to make space for newer ones.
-        pending_bytes: bytes in memory that wait to be written.
-        copied_bytes: bytes of puts that were copied since the start.
-        linked_bytes: bytes of puts that were recorded since the start by linking their file in the data directory
-            instead of copying it.
-        processor_seconds: CPU time of the recording since the start, without the operating system's writes.
+        is_recording: whether steps are being recorded; False after an error.
+        error: the error that stopped the recording; empty otherwise.
+        step_count: number of steps in the recording.
+        stored_bytes: size in bytes of all steps in the recording.
+        recorded_step_count: steps recorded since the service started.
+        skipped_step_count: steps that could not be recorded since the service started.
+        removed_step_count: steps removed since the service started, to free space for newer ones.
+        pending_bytes: bytes in memory waiting to be written to the recording.
+        copied_bytes: bytes of puts copied into the recording since the service started.
+        linked_bytes: bytes of puts recorded since the service started by linking files of the data directory instead of
+            copying them.
+        processor_seconds: CPU time spent on recording since the service started, excluding writes by the operating
+            system.
     """
 
     place: str
@@ -594,18 +598,18 @@ class ServiceInfo:
 
     Attributes:
         version: version of the service, such as "0.1.0".
-        instance_id: 16 random bytes, new for each start of the process.
+        instance_id: 16 random bytes, newly generated at each start of the process.
         role: "all", or "controller" if storage services run in other processes.
-        uptime_seconds: time since its start.
-        durability: the failures that acknowledged changes survive: none ("memory"), a crash of any process ("process")
-            or of the host ("disk"), or the loss of the host ("cluster").
-        data_dir: directory of the service's state; empty if it has none, or if the caller's token does not cover all
-            partitions.
-        tls: whether it uses TLS.
+        uptime_seconds: time since the process started.
+        durability: failures that acknowledged changes survive: none ("memory"), a process crash ("process"), a host
+            crash ("disk"), or the loss of the host ("cluster").
+        data_dir: directory of the service's persistent state; empty if it has none, or if the caller's token does not
+            cover all partitions.
+        tls: whether the service uses TLS.
         client_certificates: whether clients must present a certificate.
         auth: whether calls require a token.
-        shared_memory: whether it shares memory with clients on its host.
-        recording: state of the recording; None if the service does not record.
+        shared_memory: whether the service shares memory with clients on its host.
+        recording: state of the recording; None if the service does not record steps.
     """
 
     version: str
@@ -623,14 +627,14 @@ class ServiceInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerStatus:
-    """A controller of a cluster, as known to the leader.
+    """A controller of a cluster, as seen by the leader.
 
     Attributes:
-        name: name of the controller within the cluster, which lasts as long as its data directory.
-        address: its address for clients.
-        is_leader: whether it leads; all other controllers are standbys.
+        name: name of the controller within the cluster, unchanged while its data directory exists.
+        address: address that clients use to reach the controller.
+        is_leader: whether the controller is the leader; all others are standbys.
         epoch: for the leader, a number higher than that of every earlier leader; 0 for standbys.
-        lag_count: journal records that the controller has not applied yet, as of a second ago.
+        lag_count: journal records that the controller had not applied as of one second ago.
     """
 
     name: str
@@ -642,15 +646,15 @@ class ControllerStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MirrorStatus:
-    """State of the mirror of a storage service, which holds copies of its puts on other nodes.
+    """State of a storage service's mirror, which stores copies of its puts on other nodes.
 
     Attributes:
-        url: the object store, without user, password and settings.
+        url: URL of the object store, without user, password and settings.
         is_reachable: whether the object store answered the last call; None before the first call.
-        unmirrored_bytes: bytes of puts that lack required copies, complete or not.
-        short_put_count: puts with all required copies, but fewer copies than requested.
-        unfetched_put_count: puts taken over from another storage service and not fetched yet.
-        spilled_bytes: used bytes that are only in the mirror, since they were evicted from memory.
+        unmirrored_bytes: bytes of puts, complete or not, that lack required copies.
+        short_put_count: puts that have all required copies, but fewer copies than requested.
+        unfetched_put_count: puts taken over from another storage service that have not been fetched yet.
+        spilled_bytes: used bytes that exist only in the mirror, because they were evicted from memory.
     """
 
     url: str
@@ -663,20 +667,21 @@ class MirrorStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageStatus:
-    """A storage service, as known to its controller.
+    """A storage service, as seen by its controller.
 
     Attributes:
-        storage_id: its name.
-        address: its address for clients; empty if it runs in the controller's process, at the controller's address.
+        storage_id: name of the storage service.
+        address: address that clients use to reach the service; empty if it runs in the controller's process and shares
+            the controller's address.
         used_bytes: bytes stored and reserved.
-        max_bytes: its quota; None: unlimited.
+        max_bytes: byte quota of the service; None: unlimited.
         put_count: number of stored puts.
-        version: its version; empty if unknown.
-        heard_ago_seconds: time since its last heartbeat; None if it runs in the controller's process.
-        is_silent: whether it has been silent too long to receive new puts.
-        mirror: state of its mirror at the last heartbeat; None without a mirror.
-        is_adopted: whether this entry describes the puts of a lost storage service, which the service at `address` has
-            taken over; `used_bytes` and `max_bytes` are those of the successor, whose quota these puts count towards.
+        version: version of the service; empty if unknown.
+        heard_ago_seconds: time since the last heartbeat; None if the service runs in the controller's process.
+        is_silent: whether the service receives no new puts because its heartbeats have stopped.
+        mirror: state of the mirror as of the last heartbeat; None without a mirror.
+        is_adopted: whether this entry describes the puts of a lost storage service that the successor at `address` has
+            taken over. `used_bytes` and `max_bytes` are those of the successor, whose quota includes the adopted puts.
     """
 
     storage_id: str
@@ -693,12 +698,12 @@ class StorageStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionWait:
-    """Claims that wait for the same reason, or other calls that wait for a partition that does not exist.
+    """Calls that wait on a partition for the same reason: claims, or any calls on a partition that does not exist.
 
     Attributes:
-        partition_id: the partition; it may not exist.
-        reason: why the calls wait. Without `explain` it contains only `task_name`, `data_fields` and `waiting_count`;
-            `task_name` is empty for waits of `lookup_samples`.
+        partition_id: name of the partition, which may not exist.
+        reason: why the calls wait. Without `explain`, only `task_name`, `data_fields` and `waiting_count` are set.
+            `task_name` is empty for calls of `lookup_samples`.
     """
 
     partition_id: str
@@ -707,17 +712,17 @@ class PartitionWait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceStatus:
-    """Status of a service with its storage services, partitions and waiting calls.
+    """Status of a service, including its storage services, partitions and waiting calls.
 
     Attributes:
-        service: the service process.
-        storages: its storage services, sorted by name.
-        partitions: its partitions, sorted by name.
-        waits: waiting calls by reason, sorted by partition, then by arrival of the first call; at most 32 per
-            partition.
-        revision: revision of the complete status, which `watch` can start from.
-        controllers: controllers of its cluster, the leader first; empty for a single controller.
-        policies: the published versions, sorted by policy.
+        service: properties of the service process.
+        storages: storage services of the controller, sorted by name.
+        partitions: partitions of the service, sorted by name.
+        waits: waiting calls by reason, sorted by partition and then by arrival of the first call; at most 32 entries
+            per partition.
+        revision: revision of the complete status; `watch` can start from it.
+        controllers: controllers of the cluster, with the leader first; empty for a single controller.
+        policies: published policy versions, sorted by policy.
     """
 
     service: ServiceInfo
@@ -730,11 +735,11 @@ class ServiceStatus:
 
     @property
     def own_storages(self) -> list[StorageStatus]:
-        """Storage services without adopted entries, so their bytes and quotas can be summed."""
+        """Storage services excluding adopted entries, so bytes and quotas can be summed."""
         return [storage for storage in self.storages if not storage.is_adopted]
 
     def successor_of(self, adopted: StorageStatus) -> str | None:
-        """Return the name of the storage service that took over these puts, or None if it has not registered."""
+        """Return the name of the storage service that took over the adopted puts, or None if it is not registered."""
         return next((each.storage_id for each in self.own_storages if each.address == adopted.address), None)
 
 
@@ -743,9 +748,9 @@ class RestoredCheckpoint:
     """Contents of a restored checkpoint.
 
     Attributes:
-        put_count: puts created from the checkpoint's bytes.
-        value_bytes: bytes of these puts.
-        metadata: metadata given by the caller of `checkpoint`.
+        put_count: number of puts created from the checkpoint's data.
+        value_bytes: size of the created puts in bytes.
+        metadata: metadata specified by the caller of `checkpoint`.
     """
 
     partition_count: int
@@ -757,14 +762,14 @@ class RestoredCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSummary:
-    """Summary of a checkpoint in a list.
+    """Summary of a checkpoint, as returned by a listing.
 
     Attributes:
-        name: its name, below the `checkpoint_dir` of the service.
-        written_at: time when writing it began, in seconds since 1970 (UTC).
-        file_bytes: size of its file.
-        metadata: metadata given by its caller.
-        problem: why the checkpoint cannot be read, judging by its header; empty if it can.
+        name: name of the checkpoint, relative to the service's `checkpoint_dir`.
+        written_at: time when writing the checkpoint began, in seconds since 1970 (UTC).
+        file_bytes: size of the checkpoint file in bytes.
+        metadata: metadata specified by the caller of `checkpoint`.
+        problem: why the checkpoint cannot be read, according to its header; empty if it can be read.
     """
 
     name: str
@@ -781,10 +786,10 @@ class CheckpointCopy:
     """Contents of a written checkpoint.
 
     Attributes:
-        name: its name, below the `checkpoint_dir` of the service.
+        name: name of the checkpoint, relative to the service's `checkpoint_dir`.
         put_count: number of puts that restoring the checkpoint will create.
-        value_bytes: bytes of these puts.
-        pause_seconds: longest time for which the service answered no calls while it wrote the checkpoint.
+        value_bytes: size in bytes of the puts that will be created.
+        pause_seconds: longest time during which the service answered no calls while writing the checkpoint.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Types shared by all layers, such as layouts, states and field specs, and checks of names and numbers."""
+"""Types shared by all layers, such as layouts, sample states and field specs, and validation of names and numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tq_service.errors import InvalidArgumentError
 
 
 class Layout(StrEnum):
-    """Layout of a field's rows; `AUTO`, only in declarations, is dense until a row differs in shape, then jagged."""
+    """Layout of a field's rows. `AUTO`, for declarations only, is dense until rows differ in shape, then jagged."""
 
     AUTO = "auto"
     DENSE = "dense"
@@ -30,21 +30,21 @@ class Encoding(StrEnum):
 
 
 class FieldScope(StrEnum):
-    """Whether a field has one value per sample, or one value per group that all of the group's samples share."""
+    """Whether a field has one value per sample, or one value per group, shared by all samples of the group."""
 
     ROW = "row"
     GROUP = "group"
 
 
 class SampleState(StrEnum):
-    """State of a sample; `failed` is final."""
+    """State of a sample; a failed sample never changes state again."""
 
     LIVE = "live"
     HELD = "held"
     FAILED = "failed"
 
 
-# Arguments of these types: members, or their values as text.
+# Types of arguments that accept an enum member or its value as text.
 LayoutGiven = Layout | Literal["auto", "dense", "jagged", "object"]
 EncodingGiven = Encoding | Literal["text", "msgpack", "bytes"]
 ScopeGiven = FieldScope | Literal["row", "group"]
@@ -52,7 +52,7 @@ StateGiven = SampleState | Literal["live", "held", "failed"]
 
 
 class SampleConsumption(IntEnum):
-    """State of a sample for a task, numbered as in the protos."""
+    """Consumption state of a sample for one task; the numbers match the protos."""
 
     LEFT = 1
     LEASED = 2
@@ -62,7 +62,7 @@ class SampleConsumption(IntEnum):
 
 
 class EvictionCode(IntEnum):
-    """Why a sample or group was evicted, numbered as in the protos."""
+    """Reason for the eviction of a sample or group; the numbers match the protos."""
 
     UNMATCHED = 1
     TOO_SMALL = 2
@@ -86,9 +86,9 @@ Operator = Literal["==", "!=", "<", "<=", ">", ">=", "in"]
 Scalar = int | float | bool | str
 DEFAULT_POLICY: Final = "default"
 START_VERSION: Final = "start_version"
-"""The custom_meta column with the version that was published when the slot of a sample was created."""
+"""Name of the custom_meta column with the policy version that was published when the sample's slot was created."""
 
-# Bytes per element, by torch dtype name. Sub-byte dtypes are not supported: their rows may not end on a byte boundary.
+# Bytes per element, by torch dtype name. Sub-byte dtypes are unsupported because rows may not end on a byte boundary.
 DTYPE_SIZES: dict[str, int] = {
     "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
     "float8_e8m0fnu": 1, "uint16": 2, "int16": 2, "float16": 2, "bfloat16": 2,
@@ -99,11 +99,11 @@ DTYPE_SIZES: dict[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The published version of a policy plus an offset, as a value in a condition.
+    """The published version of a policy, plus an offset, as the right-hand side of a condition.
 
     Attributes:
-        policy: its name.
-        offset: added to the version; -2 with ">=" selects samples that are at most two versions old.
+        policy: name of the policy.
+        offset: number added to the version; -2 with ">=" selects samples that are at most two versions old.
     """
 
     policy: str = DEFAULT_POLICY
@@ -112,20 +112,20 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class FieldSpec:
-    """A column: its name, dtype, layout and the shape of its rows.
+    """A column: name, dtype, layout and row shape.
 
     Attributes:
-        name: unique in the partition.
-        dtype: torch dtype name ("float32", "bfloat16"); "" for objects, or if the first put determines it.
-        layout: dense, jagged or object. In declarations also "auto": dense until a row differs in shape, jagged from
-            then on; None: the `default_layout` of the partition.
-        row_shape: shape of one row, -1 in ragged dimensions, () for scalars; None: the first put determines it.
-        encoding: for objects: UTF-8 text, raw bytes, or msgpack, which represents any object. A field declared as text
-            or bytes accepts nothing else. With None or msgpack, the field accepts any object, and stores it in the
-            encoding of its put.
-        write_once: whether each sample accepts only one value: a second value is rejected (AlreadyExistsError) until
-            the sample is cleared.
-        scope: "row": each sample has its own value. "group": the samples of a group share one value, such as the image
+        name: name of the field, unique within the partition.
+        dtype: torch dtype name ("float32", "bfloat16"); empty for objects, or if the first put determines the dtype.
+        layout: dense, jagged or object. In declarations also "auto": dense until rows differ in shape, then jagged.
+            None: the `default_layout` of the partition.
+        row_shape: shape of one row, with -1 for ragged dimensions and () for scalars. None: set by the first put.
+        encoding: for objects: UTF-8 text, raw bytes, or msgpack, which can represent any object. A field declared as
+            text or bytes rejects other values. With None or msgpack, the field accepts any object, and stores it in the
+            encoding chosen by the put.
+        write_once: whether a sample's value can be written only once. A second write is rejected (AlreadyExistsError)
+            until the sample is cleared.
+        scope: "row": each sample has its own value. "group": all samples of a group share one value, such as the image
             of their prompt, which `put_groups` stores once. Group fields must be declared when the partition is
             created.
     """
@@ -139,7 +139,7 @@ class FieldSpec:
     write_once: bool = False
     scope: FieldScope = FieldScope.ROW
 
-    if TYPE_CHECKING:  # words are accepted for members of enums, and attributes are always members
+    if TYPE_CHECKING:  # the constructor also accepts enum values as text; attributes are always enum members
 
         def __init__(
             self,
@@ -177,7 +177,7 @@ class FieldSpec:
             )
         if self.dtype and self.dtype not in DTYPE_SIZES:
             raise InvalidArgumentError(
-                f"field {self.name!r}: dtype {self.dtype!r} is unknown; use a torch dtype name: "
+                f"field {self.name!r}: dtype {self.dtype!r} is unknown; use one of these torch dtypes: "
                 f"{', '.join(sorted(DTYPE_SIZES))}",
                 field="dtype",
                 metadata={"field_name": self.name},
@@ -188,7 +188,7 @@ class FieldSpec:
     def _check_scope(self) -> None:
         if self.scope is None:
             raise InvalidArgumentError(
-                f"field {self.name!r}: scope is None; expected 'row' or 'group'. Leave scope out for 'row'",
+                f"field {self.name!r}: scope is None; expected 'row' or 'group'. Omit scope for the default, 'row'",
                 field="scope",
                 metadata={"field_name": self.name},
             )
@@ -210,16 +210,16 @@ class FieldSpec:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element; 1 for objects."""
+        """Size of one element in bytes; 1 for objects."""
         return DTYPE_SIZES[self.dtype] if self.dtype else 1
 
     @property
     def ragged_dims(self) -> tuple[int, ...]:
-        """Dimensions along which rows may differ; empty for a jagged field whose rows have all had one shape so far."""
+        """Dimensions whose size may differ between rows; empty for a jagged field while all rows are alike in shape."""
         return tuple(dim for dim, size in enumerate(self.row_shape or ()) if size < 0)
 
     def describe(self) -> str:
-        """Return the spec as shown in messages, such as `int64 jagged [-1]` or `object (text)`."""
+        """Return the spec in the form used in messages, such as `int64 jagged [-1]` or `object (text)`."""
         if self.layout is Layout.OBJECT:
             return f"object ({self.encoding or 'any encoding'})"
         shape = "any shape" if self.row_shape is None else str(list(self.row_shape))
@@ -228,40 +228,41 @@ class FieldSpec:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Limit on a task's outstanding work in a partition; puts of new samples wait until they are admitted.
+    """Limit on a task's outstanding work in a partition. Puts of new samples wait until the limit admits them.
 
-    Samples are outstanding while they are pending for the task and, once delivered, until they are given back. Samples
-    that fail, are cleared before delivery, are dead-lettered or are skipped with their group are given back at once.
+    A sample is outstanding while it is pending for the task and, after delivery, until it is given back. Samples that
+    fail, are cleared before delivery, are dead-lettered or are skipped with their group are given back immediately.
 
     Attributes:
-        task_name: the task. For a task that has not claimed yet, all samples are pending.
+        task_name: name of the limited task. If the task has not claimed yet, all samples are pending.
         most: maximum number of outstanding units, 1 or more.
-        unit: the unit of `most`: samples, rollouts or groups; a sample without a rollout or group counts as one unit.
-            Further members of a group or rollout that has begun do not count.
-        given_back: when delivered units are given back: at once ("delivered"), once their batch was trained or their
-            samples were acknowledged ("trained"), or with the next version of `policy` published after that
-            ("published").
-        policy: the policy of `given_back="published"`, in the client's namespace.
-        max_staleness: maximum number of versions published between the slot of a sample and its training. It sets
-            `most` to `(max_staleness + 1) * global_batch` and `given_back` to "published", plans batches within the
-            bound, and leaves the creation of samples to `acquire`. None: unbounded.
-        global_batch: with `max_staleness`: units that all ranks together consume per version.
-        late: with `max_staleness`: handling of unfinished work that delays a batch. Batches "wait" for the work, or
-            "evict" it even if a worker holds it; see `get_meta(unmatched=, refill=)`.
-        most_running: maximum number of held units, which are being generated, at a time: `acquire`, `get_meta(admit=)`
-            and puts of held samples wait for others to finish. A group is held as long as any of its samples is held.
-            0: unlimited.
-        overflow: handling of a put that would make more units outstanding than `most`. "wait": the put waits.
-            "drop_lowest": pending units of the lowest priority are cleared in the same change. Units that are held,
-            leased, in a batch of ranks not trained yet (`advance`), or in an incomplete group are kept.
-        priority_key: with `overflow="drop_lowest"`: custom_meta column with the priority of a sample; a group has the
-            mean priority of its members. Units without a value are dropped last, and of equal ones the oldest first.
-            Empty: the oldest first.
-        samples_per_insert: average number of deliveries to the task per inserted sample. The task's batches wait if it
-            was delivered too many samples, and puts wait if it was delivered too few. 0: unbounded.
-        min_size_to_sample: with `samples_per_insert`: samples that must be inserted before the first batch; the ratio
-            counts only samples inserted after these. 0 means 1.
-        error_buffer: with `samples_per_insert`: deliveries that the task may be ahead of or behind the ratio.
+        unit: unit of `most`: samples, rollouts or groups. A sample without a rollout or group counts as one unit.
+            Additional members of a group or rollout that is already counted do not count.
+        given_back: when a delivered unit stops being outstanding. "delivered": on delivery. "trained": once its batch
+            is trained or its samples are acknowledged. "published": when the next version of `policy` is published
+            after that.
+        policy: policy whose versions `given_back="published"` waits for, in the client's namespace.
+        max_staleness: maximum number of versions published between the creation of a sample's slot and its training.
+            Setting `max_staleness` sets `most` to `(max_staleness + 1) * global_batch` and `given_back` to "published".
+            Batches are planned within this bound, and samples are created only by `acquire`. None: unbounded.
+        global_batch: with `max_staleness`: number of units that all ranks together consume per version.
+        late: with `max_staleness`: what to do with unfinished work that delays a batch. "wait": batches wait for the
+            work. "evict": the work is evicted, even if a worker holds it; see `get_meta(unmatched=, refill=)`.
+        most_running: maximum number of held units (units being generated) at a time. At the limit, `acquire`,
+            `get_meta(admit=)` and puts of held samples wait for other units to finish. A group is held while any of its
+            samples is held. 0: unlimited.
+        overflow: what to do with a put that would exceed `most` outstanding units. "wait": the put waits.
+            "drop_lowest": the change that inserts the new samples clears the pending units with the lowest priority.
+            Units are kept if they are held, leased, in an untrained batch of ranks (`advance`), or in an incomplete
+            group.
+        priority_key: with `overflow="drop_lowest"`: custom_meta column with a sample's priority; a group's priority is
+            the mean over its members. Units without a value are dropped last; units of equal priority are dropped
+            oldest first. Empty: all units are dropped oldest first.
+        samples_per_insert: target number of deliveries to the task per inserted sample, on average. The task's batches
+            wait if the ratio is too high, and puts wait if it is too low. 0: unbounded.
+        min_size_to_sample: with `samples_per_insert`: number of samples that must be inserted before the first batch.
+            The ratio counts only samples inserted later. 0 is treated as 1.
+        error_buffer: with `samples_per_insert`: number of deliveries that the task may be ahead of or behind the ratio.
     """
 
     task_name: str
@@ -306,7 +307,7 @@ class Admission:
         self._check_replay()
 
     def _check_replay(self) -> None:
-        """Reject meaningless combinations of replay buffer options."""
+        """Reject meaningless combinations of replay-buffer options."""
         ratio, least = self.samples_per_insert, max(1.0, self.samples_per_insert)
         given_ratio = self.min_size_to_sample != 0 or self.error_buffer != 0
         for is_wrong, name, expected in (
@@ -338,7 +339,7 @@ class Admission:
         object.__setattr__(self, "min_size_to_sample", max(1, self.min_size_to_sample) if ratio else 0)
 
     def _set_by_staleness(self) -> None:
-        """Set the values implied by `max_staleness`, and reject values that contradict it."""
+        """Set the values implied by `max_staleness`, and reject explicit values that contradict them."""
         whose = f"in the admission of task {self.task_name!r}"
         if self.max_staleness is None:
             for name, value in (("global_batch", self.global_batch), ("late", self.late)):
@@ -350,8 +351,8 @@ class Admission:
             return
         if self.max_staleness < 0 or self.global_batch < 1:
             raise InvalidArgumentError(
-                f"max_staleness {whose} is {self.max_staleness}, with a global_batch of {self.global_batch}; expected "
-                "0 or more versions, and 1 or more units per batch over all ranks",
+                f"max_staleness {whose} is {self.max_staleness}, and global_batch is {self.global_batch}; expected 0 "
+                "or more versions, and a global batch of 1 or more units over all ranks",
                 field="admissions",
             )
         most = (self.max_staleness + 1) * self.global_batch
@@ -368,19 +369,21 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Rules for clearing a partition's samples automatically, in the same change that makes them due.
+    """Rules for clearing a partition's samples automatically. A sample is cleared by the change that makes it due.
 
-    Released samples are counted. Groups are released together. Samples that are held, or leased by a worker of any
-    task, are never released. Keys and group names can be reused, as after a clear.
+    Released samples are counted. All samples of a group are released together. Samples that are held, or leased by a
+    worker of any task, are never released. After a release, keys and group names can be reused, as after a clear.
 
     Attributes:
-        when: release samples that all of `tasks` are done with. A queue worker is done when it acknowledges. Ranks are
-            done once their batch is "trained", or "saved": covered by a checkpoint of the trainer (`advance`). Samples
-            that failed or were skipped with their group are done, too. None: tasks do not cause releases.
-        tasks: tasks that must be done; empty: all `tasks` of the partition. Queue claims of these tasks need a lease.
-        ttl_seconds: release samples this long after they were put or became live, done or not. Samples in a batch that
-            one of `tasks` has yet to train or save are kept. Ages restart from 0 when the service starts. None: samples
-            are not released by age.
+        when: release a sample once all of `tasks` are done with it. A queue worker is done when it acknowledges the
+            sample. Ranks are done once their batch is "trained", or "saved", that is, covered by a trainer checkpoint
+            (`advance`). Samples that failed, or were skipped with their group, also count as done. None: samples are
+            not released by consumption.
+        tasks: tasks that must be done with a sample; empty: all declared `tasks` of the partition. Queue claims of the
+            listed tasks need a lease.
+        ttl_seconds: release a sample this long after it was put or became live, even if tasks are not done with it.
+            Samples in a batch that one of `tasks` has yet to train or save are kept. Ages restart at 0 when the service
+            starts. None: samples are not released by age.
 
     Raises:
         InvalidArgumentError: neither `when` nor `ttl_seconds` is given, or a value is out of range.
@@ -399,7 +402,7 @@ class Release:
         elif self.when is None and self.ttl_seconds is None:
             problem = "neither when nor ttl_seconds is given; set at least one of them"
         elif self.when is None and self.tasks:
-            problem = f"tasks is {', '.join(self.tasks)}, but when is not set; set both"
+            problem = f"tasks is {', '.join(self.tasks)}, but when is not set; set when, or leave tasks out"
         if problem:
             raise InvalidArgumentError(f"release: {problem}", field="release")
         for name in self.tasks:
@@ -410,17 +413,17 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Slots that rollout workers receive with the prompts they claim; see `get_meta(admit=)`.
+    """Request for slots that rollout workers receive with the prompts they claim; see `get_meta(admit=)`.
 
     Attributes:
-        partition_id: the partition of the slots, which must exist.
-        group_size: slots per prompt. More than 1: the slots form a group, named after the prompt's key; 1 or None: a
-            single slot with the prompt's key.
-        on_lost: handling of slots that are still held when the lease expires. "remove": the slots are removed, and
-            their prompts can be claimed again. "requeue": workers claim the slots with `get_meta(held=True)`; "fail":
-            the slots fail. In these two cases, their prompts are done.
-        policy: the published version of this policy becomes `start_version` in the custom_meta of the slots. None: the
-            policy of the admission with a `max_staleness`; without one, no `start_version` is set.
+        partition_id: partition to create the slots in; it must exist.
+        group_size: slots per prompt. If more than 1, the slots form a group named after the prompt's key. If 1 or None,
+            there is a single slot with the prompt's key.
+        on_lost: what to do with slots that are still held when the lease expires. "remove": the slots are removed, and
+            their prompts can be claimed again. "requeue": workers can claim the slots with `get_meta(held=True)`.
+            "fail": the slots fail. With "requeue" and "fail", the prompts are done.
+        policy: policy whose published version is stored as `start_version` in the custom_meta of the slots. None: the
+            policy of the admission with a `max_staleness`; without such an admission, `start_version` is not set.
     """
 
     partition_id: str
@@ -437,20 +440,21 @@ class Admit:
 
     @property
     def slot_count(self) -> int:
-        """Slots per prompt."""
+        """Number of slots per prompt."""
         return 1 if self.group_size is None else self.group_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTotals:
-    """Totals of one optimizer step of a batch, over all of its ranks.
+    """Totals of one optimizer step of a batch over all ranks.
 
     Attributes:
-        sample_count: samples; each counts as often as it is delivered.
-        rollout_count: rollouts; a sample without one counts as one.
-        group_count: groups; a rollout or sample without one counts as one. A group in several steps counts in each.
-        token_count: tokens, from the lengths of the packs, or else of the samples; None: a length is unknown.
-        sums: sums of the requested custom_meta columns.
+        sample_count: number of samples; a sample counts once per delivery.
+        rollout_count: number of rollouts; a sample without a rollout counts as one.
+        group_count: number of groups; a rollout or sample without a group counts as one. A group in several steps
+            counts in each of them.
+        token_count: number of tokens, from the pack lengths or else the sample lengths; None if a length is unknown.
+        sums: sum of each requested custom_meta column.
     """
 
     sample_count: int
@@ -465,19 +469,20 @@ _CONSUMED: Final = ("consumed_count", "kept_count")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndCounts:
-    """Samples of a partition by outcome when a task reached its end; the same for all ranks.
+    """Number of samples of a partition by outcome when a task reached its end; identical on all ranks.
 
     Attributes:
-        consumed_count: consumed by the task in this epoch, including cleared ones.
-        cleared_count: cleared before the task took them.
-        failed_count: failed before the task took them.
-        dead_lettered_count: delivered `max_deliveries` times without being acknowledged, including cleared ones.
-        excluded_count: excluded by the task's `where`.
-        in_incomplete_groups_count: in groups that can no longer be delivered completely.
-        left_over_count: ready, but not in any plan: a short last batch with `drop_last`, or left out by the sampler.
-        overlong_count: left out of a batch by its sampler, as `overlong="drop"` does, including cleared ones.
-        kept_count: samples of `consumed_count` consumed in earlier epochs, before
-            `reset_consumption(keep_consumed=True)` began this one.
+        consumed_count: samples consumed by the task in this epoch, including cleared ones.
+        cleared_count: samples cleared before the task received them.
+        failed_count: samples that failed before the task received them.
+        dead_lettered_count: samples delivered `max_deliveries` times without being acknowledged, including cleared
+            ones.
+        excluded_count: samples excluded by the task's `where`.
+        in_incomplete_groups_count: samples in groups that can no longer be delivered completely.
+        left_over_count: ready samples in no plan: in a short last batch with `drop_last`, or omitted by the sampler.
+        overlong_count: samples that the sampler left out of a batch, as with `overlong="drop"`, including cleared ones.
+        kept_count: number of consumed samples that were consumed in earlier epochs, before
+            `reset_consumption(keep_consumed=True)` began this epoch.
     """
 
     consumed_count: int = 0
@@ -492,7 +497,7 @@ class EndCounts:
 
     @property
     def skipped_counts(self) -> dict[str, int]:
-        """Counts of samples that the task will never receive, by name, without zero counts."""
+        """Counts of samples that the task will never receive, by attribute name, without zero counts."""
         return {name: count for name, count in asdict(self).items() if count and name not in _CONSUMED}
 
     @property
@@ -501,22 +506,22 @@ class EndCounts:
         return sum(self.skipped_counts.values())
 
 
-# Checks of requests that do not depend on the state of the service
+# Validation of requests, independent of the service's state
 
 MOST_SAMPLES: Final = 2**24
 """Maximum number of samples that one request may write or claim."""
 MOST_NAMED_PER_WRITE: Final = 2**14
 """Maximum number of samples with keys or groups in one write request."""
 LARGEST_EXACT: Final = 1 << 53
-"""Largest integer up to which floats represent all integers exactly."""
+"""Largest integer such that floats represent it and all smaller integers exactly."""
 WHOLE_EXTENT: Final = (1 << 32) - 1
-"""Length of an extent that covers a whole row."""
+"""Extent length that stands for the whole row."""
 _LARGEST: Final = sys.float_info.max
 
 
 def check_range(name: str, value: float, least: int, most: float = _LARGEST, hint: str = "") -> None:
     """Reject a number that is out of range; `hint` is appended to the message."""
-    if not least <= value <= most:  # NaN and infinity fail this
+    if not least <= value <= most:  # also true for NaN and infinity
         expected = f"{least} or more" if most == _LARGEST else f"{least} to {most}"
         raise InvalidArgumentError(
             f"{name} is {value}; give {expected}{hint}",
@@ -526,24 +531,24 @@ def check_range(name: str, value: float, least: int, most: float = _LARGEST, hin
 
 
 def check_named_rows(name: str, count: int) -> None:
-    """Reject writes of too many samples with keys or groups, which would block the event loop for long."""
+    """Reject writes of too many samples with keys or groups, which would block the event loop for too long."""
     if count > MOST_NAMED_PER_WRITE:
         raise InvalidArgumentError(
             f"{name} names {count} samples, expected at most {MOST_NAMED_PER_WRITE} in one call. Write them in several "
-            f"calls of at most {MOST_NAMED_PER_WRITE} each, or without keys and groups.",
+            f"calls of at most {MOST_NAMED_PER_WRITE} samples each, or without keys and groups.",
             field=name,
             metadata={"got": str(count), "limit": str(MOST_NAMED_PER_WRITE)},
         )
 
 
 def check_unique(name: str, names: Sequence[str]) -> None:
-    """Reject repeated names."""
+    """Reject lists that contain a name twice."""
     if len(set(names)) != len(names):
-        raise InvalidArgumentError(f"{name} contains duplicates: {list(names)}; list each name once", field=name)
+        raise InvalidArgumentError(f"{name} contains duplicates: {list(names)}; list each name only once", field=name)
 
 
 def check_name(what: str, name: str) -> None:
-    """Reject names that cannot be typed or printed."""
+    """Reject names that are empty, too long or not printable."""
     if not name or len(name) > 512 or not name.isprintable():
         raise InvalidArgumentError(
             f"{what} is {name[:64]!r}; give 1 to 512 printable characters",
@@ -553,10 +558,10 @@ def check_name(what: str, name: str) -> None:
 
 
 CONTROLLER_NAME_BYTES: Final = 8
-"""Leading bytes of a controller id that stay the same across starts without persistent state; the rest is random."""
+"""Number of leading bytes of a controller id that survive restarts without persistent state; the rest is random."""
 
 
-def check_id(name: str, value: bytes, hint: str = "send 16 random bytes, the same over retries") -> None:
+def check_id(name: str, value: bytes, hint: str = "send 16 random bytes, and the same bytes in retries") -> None:
     """Reject ids that are not 16 bytes long; `hint` is appended to the message."""
     if len(value) != 16:
         raise InvalidArgumentError(
@@ -567,5 +572,5 @@ def check_id(name: str, value: bytes, hint: str = "send 16 random bytes, the sam
 
 
 def check_passed_on(name: str, value: bytes) -> None:
-    """Reject a malformed id that should come from the service. Called only for unknown ids; known ones cost nothing."""
-    check_id(name, value, "send it as returned by the service")
+    """Reject a malformed id that the client should have received from the service; called for unknown ids only."""
+    check_id(name, value, "send the id as returned by the service")

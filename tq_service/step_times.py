@@ -1,8 +1,8 @@
-"""Breakdown of the time of a trainer's steps: `StepTimer` measures it, `StepReport` shows shares and advice.
+"""Time breakdown of a trainer's steps: `StepTimer` measures the stages, `StepReport` shows their shares and advice.
 
-A step ends when the trainer receives its next data. Its time is split into the trainer's own work and the stages it
-waited for. A batch fetched while the trainer works costs nothing, so a stage counts only to the extent that it overlaps
-with the trainer's wait::
+A step ends when the trainer receives its next data. The step time is split into the trainer's own work and the stages
+that the trainer waited for. Fetching a batch while the trainer works costs no step time, so a stage counts only while
+the trainer waits for it::
 
     trainer   ── work ─────────────────────┐   waits   ┌── work ──
     loader        rollouts ── plan ── transfer ── host ┘
@@ -24,35 +24,35 @@ from tq_service.client_probes import Collected, Span, Stage, collecting, probes,
 from tq_service.errors import InvalidArgumentError
 
 _BATCHES: Final = 64
-_CALLS: Final = 256  # of each kind, for fitting costs
-_REPORT_SECONDS: Final = 2.0  # the refresh interval of the live page
+_CALLS: Final = 256  # per kind, for fitting costs
+_REPORT_SECONDS: Final = 2.0  # refresh interval of the live page
 
-# Fitting two parameters to calls of one size would be meaningless.
+# Fitting two parameters requires calls of different sizes.
 _LEAST_CALLS: Final = 8
-_LEAST_RATIO: Final = 1.5  # of the sizes of large calls to those of small ones
+_LEAST_RATIO: Final = 1.5  # minimum ratio of the size of large calls to the size of small ones
 _FIT_ROUNDS: Final = 30
-_HUBER: Final = 1.345  # standard deviations up to which residuals count fully: 95 % as efficient as least squares
-_SIGMA_OF_MEDIAN: Final = 1.4826  # standard deviation of a normal distribution per median absolute deviation
+_HUBER: Final = 1.345  # standard deviations up to which residuals have full weight: 95 % as efficient as least squares
+_SIGMA_OF_MEDIAN: Final = 1.4826  # ratio of standard deviation to median absolute deviation, for normal distributions
 
-_LITTLE: Final = 0.05  # share of a step below which a stage is not worth optimizing
+_LITTLE: Final = 0.05  # share of the step time below which a stage is not worth optimizing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Seconds of the last batches of trainer ranks, by stage; all but the first are waiting time.
+    """Seconds spent on the latest batches of trainer ranks, by stage. All stages but the first are waiting time.
 
     Attributes:
-        work_seconds: the trainer's own work.
-        rollouts_seconds: the batch was not ready: too few samples were produced, or the claim waited for a version, a
-            staleness limit or capacity (see `explain`).
-        plan_seconds: calls to the controller: planning and the round trip.
-        transfer_seconds: transfer of bytes from storage services.
-        host_seconds: decoding, copying, splitting and packing on the host.
-        device_seconds: copies to a device, to the extent that the host waits for them.
-        loader_seconds: other work of the loader, such as waiting for a replica that fetches for this one.
-        put_seconds: puts made by the trainer itself.
-        batch_count: number of batches.
-        rank_count: number of ranks included.
+        work_seconds: time spent on the trainer's own work.
+        rollouts_seconds: time while the batch was not ready, because samples were missing, or the claim waited for a
+            version, a staleness limit or capacity (see `explain`).
+        plan_seconds: time of calls to the controller, for planning and the round trip.
+        transfer_seconds: time for transferring bytes from storage services.
+        host_seconds: time for decoding, copying, splitting and packing on the host.
+        device_seconds: time while the host waited for copies to a device.
+        loader_seconds: time for other work of the loader, such as waiting for a replica that fetches for this one.
+        put_seconds: time for puts made by the trainer itself.
+        batch_count: number of batches measured.
+        rank_count: number of ranks whose times are summed.
     """
 
     work_seconds: float = 0.0
@@ -68,13 +68,13 @@ class StepTimes:
 
     @classmethod
     def of(cls, seconds: Mapping[Stage, float], batch_count: int) -> StepTimes:
-        """Return the times of one rank from seconds by stage."""
+        """Build the times of one rank from the seconds per stage."""
         values: dict[str, Any] = {f"{stage}_seconds": each for stage, each in seconds.items()}
         return cls(batch_count=batch_count, **values)
 
     @classmethod
     def sum(cls, ranks: Iterable[StepTimes]) -> StepTimes | None:
-        """Return the summed times of all ranks; None for an empty list."""
+        """Return the sum over all ranks, or None without ranks."""
         found = list(ranks)
         if not found:
             return None
@@ -82,34 +82,34 @@ class StepTimes:
 
     @property
     def seconds(self) -> dict[Stage, float]:
-        """Seconds by stage."""
+        """Seconds per stage."""
         return {stage: getattr(self, f"{stage}_seconds") for stage in Stage}
 
     @property
     def total_seconds(self) -> float:
-        """Seconds of all stages."""
+        """Total seconds of all stages."""
         return sum(self.seconds.values())
 
     @property
     def shares(self) -> dict[Stage, float]:
-        """Share of each stage in the total time, from 0 to 1; all 0 if nothing was measured."""
+        """Share of each stage in the total time, from 0 to 1; all shares are 0 if nothing was measured."""
         total = self.total_seconds
         return {stage: each / total if total else 0.0 for stage, each in self.seconds.items()}
 
     @property
     def data_plane_share(self) -> float:
-        """Combined share of all stages except the trainer's own work and the wait for rollouts."""
+        """Combined share of all stages except the trainer's own work and waiting for rollouts."""
         shares = self.shares
         return sum(share for stage, share in shares.items() if stage not in {Stage.WORK, Stage.ROLLOUTS})
 
     @property
     def advice(self) -> str:
-        """A sentence that names the most expensive stage and how to make it cheaper."""
+        """One sentence that names the most expensive stage and a way to reduce its cost."""
         return advice_for(self)
 
     def __str__(self) -> str:
         if not self.total_seconds:
-            return "no step was measured"
+            return "no steps were measured"
         shares = sorted(self.shares.items(), key=lambda each: -each[1])
         text = ", ".join(f"{stage} {percent(share)}" for stage, share in shares if share)
         return f"{_seconds(self.total_seconds / max(1, self.batch_count))} per batch: {text}"
@@ -117,15 +117,15 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallCost:
-    """Cost of calls of one kind, in the thread or process that made them, regardless of whether the trainer waited.
+    """Cost of calls of one kind in the thread or process that made them, whether or not the trainer waited for them.
 
     Attributes:
-        stage: kind of the calls: `plan` for claims, `transfer` and `host` for the two parts of a `get_data`.
-        call_count: number of calls; only the last 256 are counted.
-        mean_seconds: mean duration.
-        mean_bytes: mean size; 0 for claims.
-        fixed_seconds: fixed cost per call, independent of its size; None if the sizes vary too little to tell.
-        bytes_per_second: throughput in the remaining time; None if the sizes vary too little to tell.
+        stage: kind of calls: `plan` for claims, `transfer` and `host` for the two parts of `get_data`.
+        call_count: number of measured calls, at most the latest 256.
+        mean_seconds: mean duration of a call.
+        mean_bytes: mean size of a call in bytes; 0 for claims.
+        fixed_seconds: cost per call that does not depend on its size; None if the sizes vary too little to estimate it.
+        bytes_per_second: throughput in the remaining time; None if the sizes vary too little to estimate it.
     """
 
     stage: Stage
@@ -137,7 +137,7 @@ class CallCost:
 
     @classmethod
     def of(cls, stage: Stage, calls: Sequence[tuple[int, float]]) -> CallCost:
-        """Return the cost of calls, given as pairs of bytes and seconds."""
+        """Calculate the cost of calls from pairs of bytes and seconds."""
         sizes, seconds = zip(*calls, strict=True)
         fixed, rate = fit_calls(sizes, seconds) or (None, None)
         return cls(
@@ -160,11 +160,11 @@ class CallCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """Measurements of a `StepTimer` over its last batches; `str()` formats them.
+    """Measurements of a `StepTimer` for its latest batches; `str()` formats them for display.
 
     Attributes:
         times: seconds by stage.
-        calls: costs of calls by kind.
+        calls: costs per kind of call.
     """
 
     times: StepTimes
@@ -172,7 +172,7 @@ class StepReport:
 
     @property
     def advice(self) -> str:
-        """A sentence that names the most expensive stage and how to make it cheaper."""
+        """One sentence that names the most expensive stage and a way to reduce its cost."""
         return advice_for(self.times, self.calls)
 
     def __str__(self) -> str:
@@ -182,7 +182,7 @@ class StepReport:
 
 
 class StepTimer:
-    """Splits the time of a trainer's steps by stage. Each loader has one; a loop without a loader creates its own.
+    """Splits the time of a trainer's steps by stage. Each loader has a timer; a loop without a loader creates its own.
 
     ::
 
@@ -194,28 +194,28 @@ class StepTimer:
         print(timer.report())
 
     Args:
-        batch_count: number of most recent batches that a report covers.
-        clock: returns the time in seconds, on a clock shared by all processes of the host.
+        batch_count: number of latest batches that a report covers.
+        clock: function that returns the time in seconds, on a clock shared by all processes of the host.
 
     Raises:
-        InvalidArgumentError: the number of batches is not positive.
+        InvalidArgumentError: `batch_count` is less than 1.
     """
 
     def __init__(self, batch_count: int = _BATCHES, *, clock: Callable[[], float] = time.perf_counter) -> None:
         if batch_count < 1:
             raise InvalidArgumentError(f"batch_count is {batch_count}; expected at least 1", field="batch_count")
         self.clock = clock
-        self._lock = Lock()  # the fetching thread reports measurements of the training thread
+        self._lock = Lock()  # because the fetching thread reports the training thread's measurements
         self._batches: deque[dict[Stage, float]] = deque(maxlen=batch_count)
         self._calls: dict[Stage, deque[tuple[int, float]]] = {}
         self._reported_at: float | None = None
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Measure a step: client calls in the block count as waits, everything else as the trainer's own work.
+        """Measure a step: client calls in the block count as waiting, everything else as the trainer's own work.
 
-        Calls are counted if the block makes them, in its own thread or in asyncio tasks that it starts. A step that
-        raises is not counted.
+        Calls are counted if the block makes them in its own thread, or in asyncio tasks that it starts. A step that
+        raises an exception is not counted.
         """
         reported = step_report.set(self.take_report)
         began_at = self.clock()
@@ -228,14 +228,14 @@ class StepTimer:
         self.add(began_at, ended_at, ended_at, calls=calls, waits=Collected(batch_count=1))
 
     def add(self, began_at: float, asked_at: float, ended_at: float, *, calls: Collected, waits: Collected) -> None:
-        """Add a step or a part of one: the trainer works from `began_at`, and waits from `asked_at` until `ended_at`.
+        """Add all or part of a step. The trainer works from `began_at` to `asked_at`, and waits until `ended_at`.
 
         Args:
-            began_at: when the trainer received its last data.
-            asked_at: when the trainer requested more data.
-            ended_at: when the trainer received that data.
-            calls: calls made by the trainer during its work.
-            waits: all stages of the batch that the trainer waited for, and how many batches begin with it.
+            began_at: time when the trainer received its previous data.
+            asked_at: time when the trainer requested more data.
+            ended_at: time when the trainer received the requested data.
+            calls: calls made by the trainer while it worked.
+            waits: all stages of the batch that the trainer waited for, and the number of batches that begin with it.
         """
         seconds = dict.fromkeys(Stage, 0.0)
         _split(seconds, began_at, asked_at, calls.spans, Stage.WORK)
@@ -255,13 +255,13 @@ class StepTimer:
             probe.stepped(tuple((stage.value, each) for stage, each in seconds.items() if each))
 
     def report(self) -> StepReport:
-        """Return the measurements of the last batches."""
+        """Return the measurements of the latest batches."""
         with self._lock:
             calls = {stage: list(each) for stage, each in self._calls.items()}
         return StepReport(times=self._times(), calls=tuple(CallCost.of(stage, each) for stage, each in calls.items()))
 
     def take_report(self) -> StepTimes | None:
-        """Return the times to send to the service, which shows them to others; None if they were sent a moment ago."""
+        """Return the times to send to the service for others to see, or None if they were sent a moment ago."""
         now = self.clock()
         if not self._batches or (self._reported_at is not None and now - self._reported_at < _REPORT_SECONDS):
             return None
@@ -269,7 +269,7 @@ class StepTimer:
         return self._times()
 
     def reset(self) -> None:
-        """Drop all measurements, for example those of the first batches of a run."""
+        """Discard all measurements, such as those of the first batches of a run."""
         with self._lock:
             self._batches.clear()
             self._calls.clear()
@@ -284,7 +284,7 @@ class StepTimer:
 
 
 def _split(seconds: dict[Stage, float], begin: float, end: float, spans: Sequence[Span], rest: Stage) -> None:
-    """Attribute the time from `begin` to `end` to stages: to the last active one, or to `rest` if none is active."""
+    """Attribute the time from `begin` to `end` to the latest active stage, or to `rest` while no stage is active."""
     if end <= begin:
         return
     within = [span for span in spans if span.ended_at > begin and span.began_at < end]
@@ -301,13 +301,13 @@ _ORDER: Final = {stage: number for number, stage in enumerate(Stage)}
 
 
 def fit_calls(size_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float] | None:
-    """Fit `seconds = fixed + bytes / rate` to calls, by least squares with lower weights for outliers.
+    """Fit `seconds = fixed + bytes / rate` to calls, by least squares with reduced weights for outliers.
 
-    The weights are Huber's (Robust Estimation of a Location Parameter, 1964), found by iteration.
+    The weights are Huber's (Robust Estimation of a Location Parameter, 1964), computed iteratively.
 
     Returns:
-        Fixed seconds per call and bytes per second; None if there are too few calls, their sizes vary too little,
-        or larger ones take no longer.
+        Fixed seconds per call, and bytes per second. None if there are too few calls, if their sizes vary too little,
+        or if larger calls do not take longer.
     """
     import numpy as np  # noqa: PLC0415  (the command line reads results without numpy)
 
@@ -356,10 +356,10 @@ _REMEDIES: Final = {
 
 
 def advice_for(times: StepTimes, calls: Sequence[CallCost] = ()) -> str:
-    """Return a sentence that names the most expensive stage and how to make it cheaper."""
+    """Return one sentence that names the most expensive stage and a way to reduce its cost."""
     shares = times.shares
     if not times.total_seconds:
-        return "no step was measured"
+        return "no steps were measured"
     worst = max(_REMEDIES, key=lambda stage: shares[stage])
     if shares[worst] < _LITTLE:
         return (
@@ -377,7 +377,7 @@ def advice_for(times: StepTimes, calls: Sequence[CallCost] = ()) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share as text, such as "62 %"."""
+    """Format a share as a percentage, such as "62 %"."""
     return f"{share * 100:.1f} %" if 0 < share < _LITTLE else f"{share * 100:.0f} %"
 
 

@@ -1,4 +1,4 @@
-"""Services in separate processes, for tests and for programs that need a service for a while."""
+"""Services in separate processes, for tests and for programs that need a temporary service."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from typing import Final, Self
 from tq_service.errors import UnavailableError
 
 COMMAND: Final = (sys.executable, "-m", "tq_service.cli")
-"""Runs the command line `tq-service` of this environment."""
+"""Command that runs `tq-service` from the current Python environment."""
 
 _LISTENING: Final = re.compile(rb"listening on (\S+)\s")
 _READ_BYTES: Final = 4096
 _TAIL_LINES: Final = 25
-_STOP_SECONDS: Final = 30.0  # longer than the 15 s that calls of a service get to finish
+_STOP_SECONDS: Final = 30.0  # longer than the 15 s that calls of a service are given to finish
 
 
 class ListeningProcess:
-    """A program that prints a line with "listening on host:port" once it is reachable.
+    """A program that prints a line with "listening on host:port" once it accepts connections.
 
-    A `with` block starts it, waits for that line, and stops it at the end of the block:
+    A `with` block starts the program, waits for this line, and stops the program when the block ends:
 
         start ... stop | kill -> start ...
 
-    Not thread-safe. A separate thread reads and drops the rest of the program's stdout, so a full pipe never blocks the
-    program.
+    Not thread-safe. A separate thread reads and discards the rest of the program's stdout, so a full pipe never blocks
+    the program.
 
     Args:
         command: the program and its arguments.
-        env: environment of the program; None: that of this process.
-        cwd: working directory of the program; None: that of this process.
-        log: file to append the program's stderr to; None: the stderr of this process.
-        start_new_session: whether terminal signals, such as that of Ctrl-C, reach only this process, which then decides
-            when the program ends.
-        start_timeout: seconds within which it has to listen.
-        stop_timeout: seconds after SIGTERM until it is killed.
+        env: environment of the program; None: the environment of this process.
+        cwd: working directory of the program; None: the working directory of this process.
+        log: file to which the program's stderr is appended; None: the stderr of this process.
+        start_new_session: whether terminal signals, such as Ctrl-C, reach only this process, which then decides when
+            the program ends.
+        start_timeout: seconds within which the program must listen.
+        stop_timeout: seconds after SIGTERM until the program is killed.
     """
 
     _stdin: int = subprocess.DEVNULL
@@ -87,7 +87,7 @@ class ListeningProcess:
 
         Raises:
             RuntimeError: the program is already running.
-            UnavailableError: the program ended, or did not listen in time and was killed.
+            UnavailableError: the program exited, or did not listen in time and was killed.
         """
         if self._process is not None and self.exit_code is None:
             raise RuntimeError(f"process {self.pid} is already running; stop or kill it before starting it again")
@@ -121,15 +121,15 @@ class ListeningProcess:
             selector.register(process.stdout, selectors.EVENT_READ)
             while (match := _LISTENING.search(said)) is None:
                 if not selector.select(max(0.0, give_up_at - time.monotonic())):
-                    raise self._unavailable(f"does not listen after {self._start_timeout:g} s")
+                    raise self._unavailable(f"did not listen within {self._start_timeout:g} s")
                 part = os.read(process.stdout.fileno(), _READ_BYTES)
                 if not part:
-                    raise self._unavailable(f"ended with exit code {process.wait()} before it listened")
+                    raise self._unavailable(f"exited with code {process.wait()} before it listened")
                 said += part
         return match[1].decode()
 
     def _unavailable(self, what: str) -> UnavailableError:
-        log = "its log is above"
+        log = "see its log above"
         if self._log is not None:
             lines = self.read_log().splitlines()[-_TAIL_LINES:]
             log = "\n".join([f"{self._log} ends with:", *(f"  | {line}" for line in lines)])
@@ -137,20 +137,20 @@ class ListeningProcess:
 
     @property
     def address(self) -> str:
-        """The program's listening address, "host:port"; "" before the first start."""
+        """The address that the program listens on, "host:port"; empty before the first start."""
         return self._address
 
     @property
     def port(self) -> int:
-        """The program's listening port."""
+        """The port that the program listens on."""
         return int(self._address.rpartition(":")[2])
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
-        """The process started last.
+        """The most recently started process.
 
         Raises:
-            RuntimeError: the program was never started.
+            RuntimeError: the program has never been started.
         """
         if self._process is None:
             raise RuntimeError(
@@ -160,33 +160,33 @@ class ListeningProcess:
 
     @property
     def pid(self) -> int:
-        """The id of the process started last."""
+        """The id of the most recently started process."""
         return self.process.pid
 
     @property
     def exit_code(self) -> int | None:
-        """The program's exit code, or the negative number of the signal that killed it; None while it runs."""
+        """The program's exit code, or minus the number of the signal that killed it; None while it is running."""
         return self.process.poll()
 
     def read_log(self) -> str:
         """Return the program's log so far.
 
         Raises:
-            ValueError: the program does not have a separate log.
+            ValueError: the program has no separate log file.
         """
         if self._log is None:
-            raise ValueError("the program has no separate log; set log to the path of a file")
+            raise ValueError("the program has no separate log file; set log to the path of a file")
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the program, unless it has ended."""
+        """Send a signal to the program if it is running."""
         self.process.send_signal(number)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until the program ends, and return its exit code.
+        """Wait until the program exits, and return its exit code.
 
         Args:
-            timeout: maximum seconds to wait; None: no limit.
+            timeout: maximum number of seconds to wait; None: unlimited.
 
         Raises:
             subprocess.TimeoutExpired: the program is still running.
@@ -197,7 +197,7 @@ class ListeningProcess:
         return code
 
     def stop(self) -> int:
-        """Stop the program with SIGTERM, or SIGKILL if that takes too long; return its exit code."""
+        """Stop the program with SIGTERM, or with SIGKILL after `stop_timeout`; return its exit code."""
         self.send_signal(signal.SIGTERM)
         try:
             return self.wait(self._stop_timeout)
@@ -205,13 +205,13 @@ class ListeningProcess:
             return self.kill()
 
     def kill(self) -> int:
-        """Kill the program, unless it has ended; return its exit code."""
+        """Kill the program if it is running; return its exit code."""
         self.send_signal(signal.SIGKILL)
         return self.wait()
 
 
 def _drain(process: subprocess.Popen[bytes]) -> None:
-    """Read and drop the output of a program until all processes that hold its stdout have ended."""
+    """Read and discard a program's output until all processes that have its stdout open have exited."""
     assert process.stdout is not None  # noqa: S101  (Popen was asked to make it)
     with process.stdout as stdout:
         while os.read(stdout.fileno(), _READ_BYTES):
@@ -219,24 +219,24 @@ def _drain(process: subprocess.Popen[bytes]) -> None:
 
 
 class ServiceProcess(ListeningProcess):
-    """`tq-service serve` in a separate process, on a free port of this machine's loopback address.
+    """`tq-service serve` in a separate process, on a free port of the loopback address.
 
         with ServiceProcess("--max-bytes", "1GiB") as service, tq.Client(service.address) as client:
             ...
 
-    The service keeps its port across restarts, and ends when this process ends for any reason. It ignores settings in
-    the environment (`TQ_*`).
+    The service keeps its port across restarts, and stops when this process ends for any reason. The service does not
+    inherit settings from environment variables (`TQ_*`).
 
     Args:
         *flags: flags of `tq-service serve`.
-        data_dir: data directory of the service; None: the state is lost when the service ends.
-        env: additional environment variables.
-        command: the program that runs the command line.
-        cwd: working directory of the program; None: that of this process.
-        log: file to append the service's log to; None: the stderr of this process.
+        data_dir: data directory of the service; None: state is lost when the service stops.
+        env: additional environment variables for the service.
+        command: the command that runs `tq-service`.
+        cwd: working directory of the service; None: the working directory of this process.
+        log: file to which the service's log is appended; None: the stderr of this process.
         start_new_session: see `ListeningProcess`.
-        start_timeout: seconds within which it has to listen.
-        stop_timeout: seconds after SIGTERM until it is killed.
+        start_timeout: seconds within which the service must listen.
+        stop_timeout: seconds after SIGTERM until the service is killed.
     """
 
     # The service reads one end of this pipe. The other end is closed when this process ends, even if it is killed.
@@ -254,7 +254,7 @@ class ServiceProcess(ListeningProcess):
         start_timeout: float = 60.0,
         stop_timeout: float = _STOP_SECONDS,
     ) -> None:
-        # Bound for the lifetime of this object, so no other program can take the port while the service is down.
+        # Reserve the port for the lifetime of this object, so no other program can bind it while the service is down.
         reserved = socket.socket()
         weakref.finalize(self, reserved.close)
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -273,6 +273,6 @@ class ServiceProcess(ListeningProcess):
         )
 
     def restart(self) -> None:
-        """Kill the service, unless it has ended, and start it again."""
+        """Kill the service if it is running, and start it again."""
         self.kill()
         self.start()

@@ -1,4 +1,4 @@
-"""Types of client arguments and results, for annotations and comparisons."""
+"""Types of client arguments and results, for use in annotations and comparisons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The versions of the package and of its protocol, which services and clients exchange."""
+"""Versions of the package and of its protocol, which services and clients send to each other."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Final
 VERSION: Final = "0.1.0"
 
 PROTOCOL: Final = 4
-"""Incremented with each change of the protos or of a byte layout that older clients or services would misread.
+"""Protocol version; incremented when the protos or a byte layout change in a way that older peers would misread.
 
-`make accept-protos` increments it when `buf breaking` finds such a change.
+`make accept-protos` increments the version if `buf breaking` finds such a change.
 """
 
 _PACKAGE: Final = Path(__file__).parent
@@ -19,7 +19,7 @@ _COMMIT_LENGTH: Final = 9
 
 
 def _commit() -> str:
-    """Return the commit that this package was built from or that its clone is at; "" if neither is known."""
+    """Return the commit that this package was built from, or that its clone has checked out; "" if unknown."""
     try:
         return (_PACKAGE / "COMMIT").read_text().strip()  # written by hatch_build.py
     except OSError:
@@ -31,13 +31,13 @@ def _commit() -> str:
 
 
 def _head_of(clone: Path) -> str:
-    """Return the checked-out commit, read from git's files, since git may not be installed.
+    """Return the checked-out commit of a clone, read from git's files, because git may not be installed.
 
     Raises:
-        OSError: the directory is not a clone.
+        OSError: the directory is not a git clone.
     """
     git = clone / ".git"
-    if git.is_file():  # a worktree: the file names its git directory, which shares the branches of the main clone
+    if git.is_file():  # in a worktree, this file names the git directory, which shares the main clone's branches
         git = clone / git.read_text().removeprefix("gitdir:").strip()
     head = (git / "HEAD").read_text().strip()
     if not head.startswith("ref:"):
@@ -52,7 +52,7 @@ def _head_of(clone: Path) -> str:
 
 COMMIT: Final = _commit()[:_COMMIT_LENGTH]
 BUILD: Final = f"{VERSION}+{COMMIT}" if COMMIT else VERSION
-"""The version with the commit, such as "0.1.0+64c3520ab", a local version of PEP 440."""
+"""Version with commit, such as "0.1.0+64c3520ab"; a local version as defined by PEP 440."""
 
 USER_AGENT: Final = f"tq-service/{BUILD} (protocol {PROTOCOL})"
-"""Prefix of the user agent of all calls, which tells a service the protocol version of its caller."""
+"""Prefix of the user agent of all calls; it tells a service the protocol version of its caller."""

@@ -1,4 +1,4 @@
-"""Measures the time that a call waits for samples or capacity, separately from its processing time."""
+"""Measurement of the time that a call waits for samples or capacity, apart from its processing time."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Final, TypeAlias
 
 
 class WaitClock:
-    """Adds up the waits of one call.
+    """Accumulates the wait time of one call.
 
     Attributes:
-        seconds: total wait time.
+        seconds: total wait time in seconds.
     """
 
     seconds: float = 0.0
 
 
 wait_clock: Final[ContextVar[WaitClock | None]] = ContextVar("wait_clock", default=None)
-"""The clock of the current call; None if its waits are not measured."""
+"""The clock of the current call; None if the wait time of the call is not measured."""
 
 
 WhileWaiting: TypeAlias = Callable[[], AbstractContextManager[None]]
-"""Returns a context manager that is active while a call waits, for example to count waiting calls."""
+"""Function that returns a context manager, which is active while a call waits, for example to count waiting calls."""
 
 
 class Waiting:
-    """Counts the time of a `with` block as a wait of the current call. Such blocks must not overlap in one call."""
+    """Counts the duration of a `with` block as wait time of the current call. Blocks of one call must not overlap."""
 
     __slots__ = ("_began_at", "_clock")
 

@@ -90,7 +90,7 @@ def test_a_taken_port_is_one_line_and_exit_code_1() -> None:
 def test_wrong_settings_are_one_line_and_exit_code_1() -> None:
     result = run("serve", "--role", "storage")
     assert result.returncode == 1
-    assert result.stderr.startswith("error: role storage requires the setting controller")
+    assert result.stderr.startswith("error: role is storage, but controller is not set")
     assert len(result.stderr.splitlines()) == 1
 
 

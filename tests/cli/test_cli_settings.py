@@ -73,7 +73,7 @@ def test_unknown_settings_in_a_file_are_refused_with_the_known_ones(tmp_path: Pa
         load_settings({}, path)
 
 
-@pytest.mark.parametrize(("text", "message"), [("port = [", "is not TOML"), (None, "cannot be read")])
+@pytest.mark.parametrize(("text", "message"), [("port = [", "is not valid TOML"), (None, "cannot be read")])
 def test_unreadable_files_are_named(tmp_path: Path, text: str | None, message: str) -> None:
     path = tmp_path / "tq.toml"
     if text is not None:
@@ -86,11 +86,11 @@ def test_unreadable_files_are_named(tmp_path: Path, text: str | None, message: s
     ("flags", "message"),
     [
         ({"port": 70000}, r"--port: got 70000"),
-        ({"max_bytes": "8 foo"}, r"--max-bytes: got '8 foo': expected bytes, such as 8GiB"),
+        ({"max_bytes": "8 foo"}, r"--max-bytes: got '8 foo': expected a size in bytes, such as 8GiB"),
         ({"max_bytes": "0"}, r"--max-bytes: got 0"),
         ({"role": "both"}, r"--role: got 'both'.*'controller', 'storage' or 'all'"),
-        ({"role": "storage"}, r"role storage requires the setting controller"),
-        ({"controller": "a:1"}, r"for role storage, but the role is all"),
+        ({"role": "storage"}, r"role is storage, but controller is not set"),
+        ({"controller": "a:1"}, r"controller is set, but role is all"),
         ({"port": -1, "grace_seconds": -2}, r"--port: .*; --grace-seconds: "),
     ],
 )
@@ -120,7 +120,7 @@ def test_sizes(text: str, size_bytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "8 foo", "8bit", "8GiB please", "1.", ".5", "-1", "1e9", "8Ki", "9" * 400 + "T"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="expected bytes, such as 8GiB, 500MB or 1048576"):
+    with pytest.raises(ValueError, match="expected a size in bytes, such as 8GiB, 500MB or 1048576"):
         parse_size(text)
 
 
@@ -222,9 +222,9 @@ def test_every_setting_has_a_flag_with_its_description() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"durability": "process"}, "requires the setting data_dir"),
-        ({"durability": "disk"}, "requires the setting data_dir"),
-        ({"durability": "memory", "data_dir": "/srv/tq"}, "does not use"),
+        ({"durability": "process"}, "but data_dir is not set"),
+        ({"durability": "disk"}, "but data_dir is not set"),
+        ({"durability": "memory", "data_dir": "/srv/tq"}, "but data_dir is set"),
         ({"durability": "always"}, "--durability"),
     ],
 )

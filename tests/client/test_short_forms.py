@@ -53,7 +53,7 @@ async def test_samples_are_trained_within_the_bound_and_cleared(client):
         (
             {"max_staleness": 2, "clear_after": ["actor"]},
             "admissions",
-            "max_staleness .* is 2, with a global_batch of 0",
+            "max_staleness .* is 2, and global_batch is 0",
         ),
         ({"global_batch": 4, "clear_after": ["actor"]}, "global_batch", "global_batch is 4 without max_staleness"),
         ({"batch_unit": "group"}, "batch_unit", "batch_unit is 'group' without max_staleness"),

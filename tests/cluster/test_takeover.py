@@ -642,7 +642,7 @@ def test_a_data_directory_of_another_controller_is_refused(
 WRONG = {
     "one of journal and cluster": {"journal": "etcd://e:2379"},
     "role is all": {"journal": "etcd://e", "cluster": "c", "data_dir": "d"},
-    "data_dir is missing": {"journal": "etcd://e", "cluster": "c", "role": "controller"},
+    "but data_dir is not; set": {"journal": "etcd://e", "cluster": "c", "role": "controller"},
     "leave durability out": {
         "journal": "etcd://e",
         "cluster": "c",

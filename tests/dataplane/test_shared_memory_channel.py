@@ -469,10 +469,10 @@ def test_a_directory_that_others_could_have_made_is_refused(tmp_path):
     server_side.make_private(directory)
     server_side.make_private(directory)
     directory.chmod(0o770)
-    with pytest.raises(PermissionError, match="not a directory that only this user can write to"):
+    with pytest.raises(PermissionError, match="not a directory that only the current user can write to"):
         server_side.make_private(directory)
     (tmp_path / "link").symlink_to(tmp_path)
-    with pytest.raises(PermissionError, match="not a directory that only this user can write to"):
+    with pytest.raises(PermissionError, match="not a directory that only the current user can write to"):
         server_side.make_private(tmp_path / "link")
 
 

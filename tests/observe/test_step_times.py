@@ -197,7 +197,7 @@ def test_loops_without_a_loader_measure_their_steps(clock: Clock, timer: StepTim
         dict.fromkeys(Stage, 0.0) | {Stage.ROLLOUTS: 10.0, Stage.TRANSFER: 2.0, Stage.WORK: 8.0}
     )
     timer.reset()
-    assert str(timer) == "no step was measured"
+    assert str(timer) == "no steps were measured"
 
 
 def test_nothing_is_collected_where_nobody_asks() -> None:
@@ -270,7 +270,7 @@ def test_the_sentence_says_when_nothing_is_to_be_done() -> None:
         "the trainer's own work takes 96 % of the step: neither rollouts (3.0 %) nor the data plane (1.0 %) slow it "
         "down"
     )
-    assert StepTimes().advice == "no step was measured"
+    assert StepTimes().advice == "no steps were measured"
     assert str(times) == "100.00 s per batch: work 96 %, rollouts 3.0 %, transfer 1.0 %"
 
 

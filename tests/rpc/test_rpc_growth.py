@@ -88,7 +88,7 @@ def test_rows_of_several_dimensions_and_dense_data_grow(client: AnyClient) -> No
     assert rows[0].sum() == 4
     with pytest.raises(tq.errors.FieldMismatchError, match=r"differ only in the first dimension"):
         client.append(slots, {"h": torch.zeros(2, 1, 5)}, at=[4, 3])
-    with pytest.raises(tq.errors.InvalidArgumentError, match="a tensor or a list of numbers"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="tensor or list of numbers per sample"):
         client.append(slots, {"text": ["a", "b"]}, at=[0, 0])
     assert rows_of(client.get_data(meta), "h")[1] == [[0] * 4] * 3
 

@@ -312,7 +312,7 @@ WRONG: Final[dict[str, tuple[Any, str]]] = {
     "rows": ({"x": [(0, 1)]}, "ranges of 1 rows for field 'x'; expected one for each of 2 rows"),
     "array": ({"x": np.zeros((2, 3), np.int64)}, "an array of int64 [2, 3] for field 'x'; expected an integer array"),
     "step": ({"x": slice(0, 4, 2)}, "a step of 2 for field 'x'; expected no step"),
-    "second": ({"x": tq.RowSlice(layers=(0, 1))}, "a slice of the second dimension needs the same size"),
+    "second": ({"x": tq.RowSlice(layers=(0, 1))}, "a slice of the second dimension requires the same size"),
 }
 
 

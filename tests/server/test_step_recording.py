@@ -114,10 +114,10 @@ def test_a_service_that_records_nothing_says_so(server: LiveServer) -> None:
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        ({"record": "r", "role": "controller"}, "record requires role all, but the role is controller"),
-        ({"record": "r", "role": "storage", "controller": "localhost:1"}, "record requires role all"),
-        ({"record_steps": 3}, "record_steps is set without record"),
-        ({"record_bytes": "1GiB"}, "record_bytes is set without record"),
+        ({"record": "r", "role": "controller"}, "record is set, but role is controller; expected role all"),
+        ({"record": "r", "role": "storage", "controller": "localhost:1"}, "expected role all"),
+        ({"record_steps": 3}, "record_steps is set, but record is not"),
+        ({"record_bytes": "1GiB"}, "record_bytes is set, but record is not"),
         ({"record": "r", "record_steps": 0}, "--record-steps: got 0"),
     ],
 )

@@ -200,14 +200,17 @@ async def test_a_read_of_a_put_that_cannot_be_fetched_now_is_to_be_tried_again()
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mirror_copies": 2}, "without mirror"),
-        ({"mirror": "file:///m"}, "mirror is for role storage"),
+        ({"mirror_copies": 2}, "mirror_copies set, but mirror is not"),
+        ({"mirror": "file:///m"}, "mirror is set, but role is"),
         (
             {"mirror": "file:///m", "role": "storage", "controller": "c", "data_dir": "/d"},
-            "set only one of mirror and data_dir",
+            "set only one of them",
         ),
         ({"mirror": "m", "role": "storage", "controller": "c"}, "mirror is not a URL"),
-        ({"mirror": "file:///m", "role": "storage", "controller": "c", "mirror_required": 2}, "no put could ever be"),
+        (
+            {"mirror": "file:///m", "role": "storage", "controller": "c", "mirror_required": 2},
+            "no put could ever complete",
+        ),
     ],
 )
 def test_settings_of_a_mirror_that_do_not_fit_are_refused(settings, message):

@@ -89,7 +89,7 @@ def test_an_unknown_codec_is_named_when_it_is_read(monkeypatch: pytest.MonkeyPat
     written = encode_object({"x": Trajectory("a", torch.zeros(1))})
     monkeypatch.setattr(objects, "_by_name", {})
     with pytest.raises(
-        tq.errors.InvalidArgumentError, match=r"codec 'acme.Trajectory', which is not registered here; call"
+        tq.errors.InvalidArgumentError, match=r"codec 'acme.Trajectory', which is not registered in this process; call"
     ):
         decode_object(written)
 

@@ -275,7 +275,7 @@ def a_file(tmp_path):
         (lambda _: unsealed(), "sealed against"),
         (lambda _: sealed(fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL), "sealed against"),
         (lambda _: sealed(WRITE_SEAL | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL), "sealed against"),
-        (lambda _: holed(), "write all of it"),
+        (lambda _: holed(), "write all bytes before"),
         (a_file, "sealed against"),
         (lambda _: os.open("/dev/null", os.O_RDONLY), "sealed against"),
     ],

@@ -1,1 +1,1 @@
-"""Transports that carry the bytes of puts and gets between clients and the storage engine."""
+"""Transports for the bytes of puts and gets between clients and storage services."""

@@ -1,13 +1,13 @@
-"""Puts and gets at a storage service over gRPC; each call uses the transport that suits its size.
+"""Puts to and gets from a storage service over gRPC; each call uses the transport that suits its size.
 
 - Inline, up to `INLINE_BYTES`: a single message.
-- Shared memory, if the service is on the same host: a stream call whose bytes are in shared memory. File descriptors
+- Shared memory, if the service is on the same host: a streaming call whose bytes are in shared memory. File descriptors
   are sent over a Unix socket. Gets with inline answers use shared memory as well.
-- Bulk, from `BULK_BYTES` on: a stream call whose bytes are sent over separate connections.
-- Stream, if no other transport is available: a header, then frames.
+- Bulk, for `BULK_BYTES` or more: a streaming call whose bytes are sent over separate connections.
+- Stream, if no other transport is available: a header, followed by frames.
 
-Asyncio and threads share the steps of a call. As in psycopg, these are generators that yield the calls to make, which
-`async_run` or `run` then makes. Parts that differ between the two exist in two versions with the same interface.
+The asyncio and the synchronous drivers share the steps of a call. As in psycopg, steps are generators that yield the
+calls to make; `async_run` or `run` makes these calls. Parts that differ have an asyncio and a synchronous version.
 """
 
 from __future__ import annotations
@@ -64,36 +64,36 @@ from tq_service.wire.mapping import Mapping
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[Callable[[], Any], Any, T]
-"""A generator that yields calls to make, receives the result of each, and returns the result of the steps."""
+"""Generator that yields the calls to make, receives the result of each, and returns the overall result."""
 
 _SERVICE: Final = "/tq_service.v1.StorageService/"
 _LOST_STATUS: Final = "Internal error from Core"
 _ASK_SECONDS: Final = 5.0
-_INLINE_TAG_BYTES: Final = 8  # for wrapping a GetRequest in a GetInlineRequest
+_INLINE_TAG_BYTES: Final = 8  # size added when a GetRequest is wrapped in a GetInlineRequest
 
 SHARED_FROM_BYTES: Final = 1 << 20
-"""Minimum size of a put for shared memory: sending a smaller put over the network is as fast."""
+"""Minimum size in bytes of a put over shared memory; for smaller puts, the network is as fast."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """A deadline that restarts for each call."""
+    """A deadline that starts anew for each call."""
 
     seconds: float
 
     def remaining(self) -> float:
-        """Return the number of seconds allowed for each call."""
+        """Return the time allowed for each call, in seconds."""
         return self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """An allocated put, which must be filled before its commit.
+    """An allocated put, which the client must fill before the commit.
 
     Attributes:
-        put: the answer of the storage service.
-        mapping: memory of the put, with the columns laid out by `place_columns`.
-        lease: the client may use the memory as long as this exists.
+        put: answer of the storage service.
+        mapping: memory of the put, with the columns placed by `place_columns`.
+        lease: lease of the memory; the client may use the memory while this object exists.
     """
 
     put: PutResponse
@@ -102,44 +102,44 @@ class Allocated:
 
 
 class AsyncDriver(Protocol):
-    """Puts bytes into one storage service and gets bytes from it."""
+    """Interface for putting bytes into a storage service and getting bytes from it."""
 
     async def put(self, header: PutHeader, columns: Sequence[Column], deadline: Deadline) -> PutResponse:
-        """Store a put, which must then be committed. Idempotent for the put_id in the header.
+        """Store a put, which must then be committed. Idempotent for a given put_id in the header.
 
         Args:
-            header: describes the columns.
-            columns: the columns with their bytes.
-            deadline: limit for the call, including its wait for capacity.
+            header: header that describes the columns.
+            columns: columns with their bytes.
+            deadline: deadline of the call, including the wait for capacity.
 
         Raises:
-            InvalidArgumentError: header and columns do not match.
-            QuotaExceededError: the service has no capacity.
-            UnavailableError: the service cannot be reached, or the call was interrupted; it may be retried.
+            InvalidArgumentError: the header does not match the columns.
+            QuotaExceededError: the service lacks capacity.
+            UnavailableError: the service is unreachable, or the call was interrupted; the put can be retried.
         """
         ...
 
     async def get(
         self, request: GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None = None
     ) -> list[Received]:
-        """Return columns with their bytes, in memory owned by the caller, in the order of the request.
+        """Return the requested columns in request order; their bytes are in memory owned by the caller.
 
         Args:
-            request: the cells.
-            row_count: number of rows requested for each column.
-            deadline: limit for the call.
-            size_bytes: size of all values; None: unknown.
+            request: request that lists the cells to get.
+            row_count: number of rows requested per column.
+            deadline: deadline of the call.
+            size_bytes: total size of all values; None: unknown.
 
         Raises:
-            DataLossError: the puts were stored by another instance of the service.
-            PutNotFoundError: a put, or a cell of it, does not exist.
-            UnavailableError: the service cannot be reached, or the call was interrupted; it may be retried.
+            DataLossError: the puts were stored by another instance of the service, and are lost.
+            PutNotFoundError: a put, or a cell of a put, does not exist.
+            UnavailableError: the service is unreachable, or the call was interrupted; the get can be retried.
         """
         ...
 
 
 async def async_run(steps: Steps[T]) -> T:
-    """Await each yielded call, and return the result; failures are raised at the yield."""
+    """Await each call that the steps yield, and return their result. Errors of a call are raised inside the steps."""
     try:
         call = next(steps)
         while True:
@@ -155,7 +155,7 @@ async def async_run(steps: Steps[T]) -> T:
 
 
 def run(steps: Steps[T]) -> T:
-    """Make each yielded call, and return the result; failures are raised at the yield."""
+    """Make each call that the steps yield, and return their result. Errors of a call are raised inside the steps."""
     try:
         call = next(steps)
         while True:
@@ -171,13 +171,13 @@ def run(steps: Steps[T]) -> T:
 
 
 def _call_here(call: Callable[..., T], *arguments: Any) -> T:
-    """Make a call in the caller's thread, which may block, and return the result."""
+    """Make a call in the current thread, which may block, and return its result."""
     return call(*arguments)
 
 
 @dataclass(frozen=True, slots=True)
 class SendAs:
-    """How the bytes of a put must be sent: the transport, and the ticket for bulk connections or the region to fill."""
+    """How to send the bytes of a put: the transport, and the ticket for bulk connections or the region to fill."""
 
     way: str
     ticket: BulkTicket | None = None
@@ -185,7 +185,7 @@ class SendAs:
 
 
 def _send_as(metadata: Any) -> SendAs | None:
-    # In older versions of grpcio, keys() returns pairs, which dict() would look up; therefore pass an iterator.
+    # In older versions of grpcio, keys() returns pairs, which dict() would look up; an iterator avoids this.
     values = dict(iter(metadata))
     if (way := values.get(SEND_AS_KEY)) is None:
         return None
@@ -197,22 +197,22 @@ def _send_as(metadata: Any) -> SendAs | None:
 
 
 class AsyncPutCall:
-    """One put on an asyncio channel.
+    """A put on an asyncio channel.
 
-    If a call is refused during a write, grpc's asyncio API loses its status, which becomes INTERNAL, "Internal error
-    from Core". A put therefore waits until the storage service grants capacity before it sends the first frame.
+    If the service rejects a call during a write, grpc's asyncio API loses the call's status and reports INTERNAL,
+    "Internal error from Core". A put therefore sends its first frame only after the service has granted capacity.
 
     Args:
-        call: the channel's method for puts.
+        call: method of the channel for puts.
         timeout: timeout of the call in seconds.
-        metadata: metadata of the call.
+        metadata: metadata of the call, such as the token.
     """
 
     def __init__(self, call: Any, timeout: float, metadata: Metadata | None) -> None:
         self._stream = call(timeout=timeout, metadata=metadata)
 
     async def start(self, header: PutHeader) -> SendAs | None:
-        """Send the header and return how to send the bytes, or None if the call ended; `answer` then reports why."""
+        """Send the header and return how to send the bytes; None if the call ended; see `answer`."""
         # If a call ends before it has begun because its channel is closed, grpc never completes the first write.
         parts = in_parts(encode_part(header), "put")
         writing = asyncio.ensure_future(self._stream.write(parts[0]))
@@ -230,17 +230,17 @@ class AsyncPutCall:
             return None
 
     async def send(self, frames: Iterable[FrameParts]) -> None:
-        """Send frames until all are sent or the call ends; `answer` then reports the outcome."""
+        """Send frames until all are sent or the call ends; `answer` then returns or raises the outcome."""
         with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
             for frame in frames:
                 await self._stream.write(frame)
 
     async def answer(self) -> PutResponse:
-        """Stop sending, and return the answer.
+        """Finish sending, and return the service's answer.
 
         Raises:
             grpc.RpcError: the call failed.
-            UnavailableError: the call ended while frames were sent, and the reason was lost; a retry will reveal it.
+            UnavailableError: the call ended while frames were being sent, and the cause was lost; a retry reveals it.
         """
         try:
             with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
@@ -253,12 +253,12 @@ class AsyncPutCall:
         return answer
 
     def cancel(self) -> None:
-        """End the call if it is still running."""
+        """Cancel the call if it is still running."""
         self._stream.cancel()
 
 
 class PutCall:
-    """One put on a synchronous channel; see `AsyncPutCall`."""
+    """A put on a synchronous channel; see `AsyncPutCall`."""
 
     def __init__(self, call: Any, timeout: float, metadata: Metadata | None) -> None:
         self._call = call
@@ -267,7 +267,7 @@ class PutCall:
         self._stream: Any = None
 
     def start(self, header: PutHeader) -> SendAs | None:
-        """Send the header; return how to send the bytes. Frames may follow at once if they are the only transport."""
+        """Send the header and return how to send the bytes; does not wait for capacity if only frames can be sent."""
         for part in in_parts(encode_part(header), "put"):
             self._messages.put(part)
         if not header.shared_memory_session and not header.takes_bulk:
@@ -281,13 +281,13 @@ class PutCall:
             self._messages.put(frame)
 
     def answer(self) -> PutResponse:
-        """Stop sending, and return the answer.
+        """Finish sending, and return the service's answer.
 
         Raises:
             grpc.RpcError: the call failed.
         """
         self._messages.put(None)
-        # Without a stream, send everything now: this thread handles the call's events itself, which is faster.
+        # Without a stream, send everything now: it is faster if this thread handles the call's events itself.
         at_once = self._stream is None
         answer: PutResponse = (
             self._call(iter(self._messages.get, None), **self._options) if at_once else self._stream.result()
@@ -295,7 +295,7 @@ class PutCall:
         return answer
 
     def cancel(self) -> None:
-        """End the call if it is still running."""
+        """Cancel the call if it is still running."""
         self._messages.put(None)
         if self._stream is not None:
             self._stream.cancel()
@@ -306,17 +306,17 @@ def _chunks_of(columns: Sequence[Column]) -> Iterator[memoryview]:
 
 
 class _GrpcSteps:
-    """The steps of puts and gets on one channel; `storage` makes unary calls of the storage service.
+    """The steps of puts and gets on one channel; `storage` is the stub for unary calls to the storage service.
 
     Args:
         channel: channel to the storage service.
-        metadata: returns the metadata with the token.
+        metadata: function that returns the call metadata with the token.
         errors: context manager that converts exceptions of calls to TqError.
-        link: shares memory with a service on this host; None: bytes are sent over the network.
-        bulk: link to the service's bulk port; None: all bytes use the channel.
+        link: link that shares memory with a service on this host; None: bytes are sent over the network.
+        bulk: link to the service's bulk port; None: all bytes are sent over the channel.
     """
 
-    # Set by subclasses: a put's call, the wrapper for blocking calls, the iterator of a stream and its next part.
+    # Set by subclasses: the class of put calls, the wrapper for blocking calls, and iter and next for streams.
     _put_call: Any
     _in_thread: Any
     _iter: Any
@@ -344,7 +344,7 @@ class _GrpcSteps:
         self._sizes = AnswerSizes()
 
     def close(self) -> None:
-        """End the session and the bulk connections, and open no new ones."""
+        """End the session and the bulk connections; no new ones are opened."""
         self._link.close()
         self._bulk.close()
 
@@ -359,7 +359,7 @@ class _GrpcSteps:
                         answer = yield self._unary(self.storage.PutInline, request, deadline.remaining())
                     put: PutResponse = answer.put
                     return put
-                except LimitExceededError as error:  # a stream holds back its values until it has capacity
+                except LimitExceededError as error:  # retry as a stream, which sends values only once it has capacity
                     if error.metadata.get("limit_name") != WAITING_BYTES:
                         raise
         if header.size_bytes >= SHARED_FROM_BYTES:
@@ -370,7 +370,7 @@ class _GrpcSteps:
             call = self._put_call(self._put, deadline.remaining(), self._metadata())
             try:
                 send_as = yield partial(call.start, header)
-                if send_as is None:  # the put was refused, or exists already
+                if send_as is None:  # the service rejected the put, or has stored it already
                     pass
                 elif send_as.region is not None and session is not None:
                     yield partial(self._in_thread, session.fill, send_as.region, columns)
@@ -398,7 +398,7 @@ class _GrpcSteps:
             if request.ByteSize() >= PART_BYTES:
                 return None
             answer = yield self._unary(self.storage.PutInline, request, deadline.remaining())
-            if not answer.HasField("region"):  # a retry: an earlier answer was lost
+            if not answer.HasField("region"):  # this call is a retry, because an earlier answer was lost
                 return None
             mapping, lease = yield partial(self._in_thread, session.allocate, answer.region)
         return Allocated(answer.put, mapping, lease)
@@ -429,7 +429,7 @@ class _GrpcSteps:
             answer = None
             if size_bytes <= INLINE_BYTES and request.ByteSize() < PART_BYTES - _INLINE_TAG_BYTES:
                 answer = yield self._unary(self.storage.GetInline, GetInlineRequest(get=request), deadline.remaining())
-            if answer is None or not answer.HasField("header"):  # the answer is too large for one message
+            if answer is None or not answer.HasField("header"):  # the answer does not fit into one message
                 yield from self._get_stream(request, reader, session, deadline)
             else:
                 yield from self._take(answer.header, reader, session, deadline)
@@ -463,24 +463,24 @@ class _GrpcSteps:
             yield partial(self._in_thread, reader.receive_bulk, self._bulk, deadline)
 
     def _find_ways(self, deadline: Deadline, *, is_large: bool = False) -> Steps[None]:
-        """Ask a storage service for its socket, and before large transfers for its bulk port, if that is due.
+        """Ask the storage service for its socket and, before large transfers, for its bulk port, if a request is due.
 
-        A session is opened if the service is on this host. A thread probes the bulk port in the background.
+        If the service is on this host, a session is opened. The bulk port is probed in a background thread.
         """
         if not self._link.is_due() and not (is_large and self._bulk.is_due()):
             return
         try:
             with self._errors(deadline):
                 stat = yield self._unary(self.storage.Stat, StatRequest(), min(deadline.remaining(), _ASK_SECONDS))
-        except TqError:  # the call that follows will report the problem
+        except TqError:  # the put or get that follows will report the problem
             self._link.postpone()
             self._bulk.postpone()
             return
         if self._bulk.is_due():
             self._bulk.probe(stat)
         if self._link.is_due():
-            # Opening waits at most twice, for other threads and for the service, which leaves half the time for the
-            # call.
+            # Opening a session waits at most twice, for other threads and for the service, which leaves half of the
+            # remaining time for the call.
             yield partial(self._in_thread, self._link.open, stat, deadline.remaining() / 4)
 
     def _unary(self, method: Any, request: Any, timeout: float) -> Callable[[], Any]:
@@ -500,9 +500,9 @@ class AsyncGrpcDriver(_GrpcSteps):
         return await async_run(self._putting(header, columns, deadline))
 
     async def allocate(self, header: PutHeader, deadline: Deadline) -> Allocated | None:
-        """Reserve service memory for a put to be filled before its commit, or return None if memory cannot be shared.
+        """Reserve service memory to be filled before the put's commit; return None if the service cannot share memory.
 
-        Raises: as `put`.
+        Raises: the errors of `put`.
         """
         return await async_run(self._allocating(header, deadline))
 
@@ -516,12 +516,12 @@ class AsyncGrpcDriver(_GrpcSteps):
         *,
         rows: RowPlacement | None = None,
     ) -> list[Received]:
-        """Return columns with their bytes, in the memory that `placement` and `rows` provide; see `AsyncDriver`."""
+        """Return the requested columns, in memory provided by `placement` and `rows` if given; see `AsyncDriver`."""
         return await async_run(self._getting(request, row_count, deadline, size_bytes, placement, rows=rows))
 
 
 class GrpcDriver(_GrpcSteps):
-    """A driver for threads; see `AsyncGrpcDriver`."""
+    """A synchronous driver for a storage service; see `AsyncDriver`."""
 
     _put_call = PutCall
     _in_thread = staticmethod(_call_here)
@@ -533,7 +533,7 @@ class GrpcDriver(_GrpcSteps):
         return run(self._putting(header, columns, deadline))
 
     def allocate(self, header: PutHeader, deadline: Deadline) -> Allocated | None:
-        """Reserve service memory for a put; see `AsyncGrpcDriver`."""
+        """Reserve service memory for a put; see `AsyncGrpcDriver.allocate`."""
         return run(self._allocating(header, deadline))
 
     def get(
@@ -546,5 +546,5 @@ class GrpcDriver(_GrpcSteps):
         *,
         rows: RowPlacement | None = None,
     ) -> list[Received]:
-        """Return columns with their bytes, in the memory that `placement` and `rows` provide; see `AsyncDriver`."""
+        """Return the requested columns, in memory provided by `placement` and `rows` if given; see `AsyncDriver`."""
         return run(self._getting(request, row_count, deadline, size_bytes, placement, rows=rows))

@@ -1,9 +1,9 @@
-"""Receiving the answer to a get, from frames or shared memory, into memory that the caller's tensors will share.
+"""Reception of the answer to a get, from frames or shared memory, into memory that the caller's tensors will share.
 
-Columns in shared memory stay in place if they are contiguous, and large enough to justify occupying the memory:
+Columns in shared memory are used in place if they are contiguous, and large enough to justify blocking the memory:
 
-    for the program    on a private mapping, until its tensors are gone
-    for a device       on the shared mapping of their region, which is pinned for it, until they have been copied to it
+    for the program    on a private mapping, until the program has deleted its tensors
+    for a device       on the shared mapping of the region, which is pinned until the columns are copied to the device
     placed             copied to their destination
 """
 
@@ -29,58 +29,58 @@ if TYPE_CHECKING:
 
 
 class Deadline(Protocol):
-    """The time by which a call must have ended."""
+    """The deadline of a call."""
 
     def remaining(self) -> float:
-        """Return the seconds left, or 0 once the deadline has passed."""
+        """Return the remaining seconds, or 0 after the deadline."""
         ...
 
 
 Received: TypeAlias = tuple[ColumnShape, Bytes]
-"""A received column, and its bytes."""
+"""A received column: its header and its bytes."""
 
 
 class Placement(Protocol):
-    """Destinations for the columns of a get, in place of newly allocated memory."""
+    """Provides destinations for the columns of a get, instead of newly allocated memory."""
 
     def device_of(self, column: ColumnShape) -> Device | None:
-        """Return the device to which a column is copied afterwards, or None."""
+        """Return the device to which a column is to be copied afterwards, or None."""
         ...
 
     def place(self, columns: Sequence[ColumnShape]) -> Sequence[Bytes]:
-        """Return host memory for the values of each given column."""
+        """Return host memory for the values of each of the columns."""
         ...
 
 
 class RowPlacement(Protocol):
-    """Destinations for the rows of a get, if they should not be contiguous."""
+    """Provides destinations for the rows of a get that are not contiguous."""
 
     def place(self, column: ColumnShape) -> ScatteredRows | None:
-        """Return memory for the rows of a column, or None if the rows should be contiguous."""
+        """Return memory for the rows of a column, or None to place the rows contiguously."""
         ...
 
 
-# An array blocks its region for other puts, so it is created in place only if it uses enough of the region.
+# An array blocks its region for other puts. It is therefore created in place only if it uses enough of the region.
 _LEAST_SHARE_IN_PLACE: Final = 1 / 64
 _MOST_REMEMBERED: Final = 1024
 
 
 class AnswerSizes:
-    """Predicts an answer's size per row from the last answer with the same fields, since batches of a task are similar.
+    """Predicts the bytes per row of an answer from the last answer with the same fields; batches of a task are similar.
 
-    Only the storage service knows the size of ragged rows, and which rows are in shared memory. The first answer is
-    predicted to be small; if it is not, the get costs another round trip.
+    Only the storage service can tell the sizes of ragged rows and which rows are in shared memory. The first answer for
+    some fields is assumed to be small; if it is not, the get costs another round trip.
     """
 
     def __init__(self) -> None:
         self._row_bytes: dict[tuple[str, ...], float] = {}
 
     def expected_bytes(self, request: GetRequest, row_count: int) -> int:
-        """Return the predicted size of the values in the answer, in bytes."""
+        """Return the predicted size in bytes of the values in the answer."""
         return int(self._row_bytes.get(_fields(request), 0.0) * row_count)
 
     def note(self, request: GetRequest, row_count: int, sent_bytes: int) -> None:
-        """Record the number of bytes sent."""
+        """Record the number of value bytes sent in an answer."""
         if len(self._row_bytes) >= _MOST_REMEMBERED:
             self._row_bytes.clear()
         self._row_bytes[_fields(request)] = sent_bytes / max(row_count, 1)
@@ -92,18 +92,18 @@ def _fields(request: GetRequest) -> tuple[str, ...]:
 
 
 class AnswerReader:
-    """Reads the messages of one get: the header, then frames.
+    """Reads the messages that answer a get: the header, followed by frames.
 
     Args:
-        row_count: number of requested rows.
+        row_count: number of rows requested.
         placement: destinations for the columns; None: new memory, or shared memory in place.
-        rows: destinations for rows that are received or copied; None: rows are contiguous.
+        rows: destinations for rows that are received or copied; None: all rows are contiguous.
 
     Attributes:
-        offer: columns in shared memory, which `receive_shared` must take before the get can end, or None.
-        ticket: bulk ticket for the other columns, which `receive_bulk` must receive before the get can end; None if
-            these columns arrive in frames.
-        sent_bytes: size of the values in bytes, not counting shared memory.
+        offer: offer of columns in shared memory, which `receive_shared` must take before the get can finish, or None.
+        ticket: bulk ticket for the other columns, which `receive_bulk` must receive before the get can finish; None if
+            the other columns arrive in frames.
+        sent_bytes: size in bytes of the values sent, excluding those in shared memory.
 
     All methods raise InternalError if the storage service violates the protocol.
     """
@@ -121,13 +121,13 @@ class AnswerReader:
 
     @property
     def places_next(self) -> bool:
-        """Whether the next message requires memory from the placement, which may take a long time."""
+        """Whether processing the next message requires memory from the placement, which may take long."""
         return self._placement is not None and self._receiver is None
 
     def take(self, part: GetHeader | memoryview | Garbled) -> None:
-        """Process the next message."""
+        """Process the next message of the answer."""
         if isinstance(part, Garbled):
-            raise InternalError(f"a storage service sent an unreadable message: {part.reason}")
+            raise InternalError(f"a storage service sent a message that could not be read: {part.reason}")
         with _agreement():
             if isinstance(part, memoryview):
                 self._started().write(part)
@@ -136,7 +136,7 @@ class AnswerReader:
 
     def _begin(self, header: GetHeader) -> None:
         if header.row_count != self._row_count:
-            raise InternalError(f"a storage service sent {header.row_count} rows, expected {self._row_count}")
+            raise InternalError(f"a storage service sent {header.row_count} rows; expected {self._row_count}")
         self._columns = decode_headers(header.columns, header.row_count, of_get=True)
         in_memory = {column.column_index for column in header.shared.columns}
         sent = [column for index, column in enumerate(self._columns) if index not in in_memory]
@@ -149,14 +149,14 @@ class AnswerReader:
         ):
             raise InternalError(
                 f"a storage service sent a ticket for {self.ticket.size_bytes} bytes in ranges of "
-                f"{self.ticket.range_bytes} bytes; expected one for {self.sent_bytes} bytes"
+                f"{self.ticket.range_bytes} bytes; expected a ticket for {self.sent_bytes} bytes"
             )
 
     def receive_bulk(self, link: BulkLink, deadline: Deadline) -> None:
-        """Receive the columns that the ticket covers.
+        """Receive the columns covered by the bulk ticket.
 
         Raises:
-            UnavailableError: not all bytes arrived.
+            UnavailableError: some bytes did not arrive.
         """
         ticket, self.ticket = self.ticket, None
         if ticket is not None:
@@ -168,14 +168,14 @@ class AnswerReader:
         """Receive the columns that are in shared memory.
 
         Raises:
-            UnavailableError: the session has ended, or this process has no memory or file descriptors left.
+            UnavailableError: the session has ended, or this process ran out of memory or file descriptors.
         """
         offer, self.offer = self.offer, None
         if offer is None or channel is None:
             raise InternalError("a storage service offered shared memory without a session")
         pages = self._check_offer(offer)
         private: list[Pages | None] = [
-            each if self._placement is None or not number else None  # a placement copies from the shared mapping
+            each if self._placement is None or not number else None  # with a placement, copy from the shared mapping
             for number, each in zip(offer.memories, pages, strict=True)
         ]
         lease, regions = channel.begin_lease(offer.offer_id), channel.regions
@@ -201,7 +201,7 @@ class AnswerReader:
             for memory, start, size in _slices(column):
                 if start + size > mappings[memory].size:
                     raise InternalError(
-                        f"a storage service offered {size} bytes from byte {start} on, in memory of "
+                        f"a storage service offered {size} bytes starting at byte {start}, but the memory has "
                         f"{mappings[memory].size} bytes"
                     )
         self._shared = {
@@ -218,7 +218,7 @@ class AnswerReader:
             (self._shared[column.column_index],) = receiver.finish()
 
     def _places(self, columns: Sequence[ColumnShape]) -> Sequence[Bytes | ScatteredRows]:
-        """Return memory for the values of columns."""
+        """Return memory for the values of each column."""
         scattered = [None if self._rows is None else self._rows.place(column) for column in columns]
         others = [column for column, found in zip(columns, scattered, strict=True) if found is None]
         if self._placement is None:
@@ -230,7 +230,7 @@ class AnswerReader:
     def _in_place(
         self, column: SharedColumn, mappings: Mappings[int, Mapping], pages: Sequence[Pages], lease: Lease
     ) -> Bytes | None:
-        """Return the values of a column in place, or None if they must be copied."""
+        """Return the values of a column in place, or None if the column must be copied."""
         (memory, start, size), *others = _slices(column)
         mapping, least_bytes = mappings[memory], mappings[memory].size * _LEAST_SHARE_IN_PLACE
         if others:
@@ -238,14 +238,14 @@ class AnswerReader:
         if self._placement is None:
             return mapping.array(start, size, lease) if size >= least_bytes else None
         device = self._placement.device_of(self._columns[column.column_index])
-        used_bytes = (pages[memory].end - pages[memory].first) * PAGE_BYTES  # pinned for all columns in this memory
+        used_bytes = (pages[memory].end - pages[memory].first) * PAGE_BYTES  # used by all columns of this block
         if device is None or not mapping.is_shared or used_bytes < least_bytes:
             return None
         pin = PINNED.pin(mapping, device)
         return None if pin is None else mapping.array(start, size, (lease, pin))
 
     def _check_offer(self, offer: SharedColumns) -> list[Pages]:
-        """Check the slices of the columns, and return the used pages of each memory."""
+        """Validate the slices of the offered columns, and return the range of used pages for each memory block."""
         ranges: dict[int, Pages] = {}
         for column in offer.columns:
             numbers, starts, sizes = column.memory_indexes, column.starts, column.sizes
@@ -262,18 +262,18 @@ class AnswerReader:
             for number, start, size in zip(numbers, starts, sizes, strict=True):
                 if number >= len(offer.memories) or start < 0 or size <= 0:
                     raise InternalError(
-                        f"a storage service offered {size} bytes from byte {start} on, in memory {number} of "
+                        f"a storage service offered {size} bytes starting at byte {start}, in memory block {number} of "
                         f"{len(offer.memories)}"
                     )
                 first, end = start // PAGE_BYTES, -(-(start + size) // PAGE_BYTES)
                 known = ranges.get(number, Pages(first, end))
                 ranges[number] = Pages(min(known.first, first), max(known.end, end))
         if len(ranges) != len(offer.memories):
-            raise InternalError(f"a storage service offered {len(offer.memories)} memories, but used {len(ranges)}")
+            raise InternalError(f"a storage service offered {len(offer.memories)} blocks, but used {len(ranges)}")
         return [ranges[number] for number in range(len(ranges))]
 
     def finish(self) -> list[Received]:
-        """Return the columns with their bytes, in the order of the request."""
+        """Return the columns and their bytes, in the order of the request."""
         with _agreement():
             sent = iter(self._started().finish())
         return [
@@ -283,7 +283,7 @@ class AnswerReader:
 
     def _started(self) -> ColumnReceiver:
         if self._receiver is None:
-            raise InternalError("a storage service sent no header")
+            raise InternalError("a storage service sent data without a header")
         return self._receiver
 
 

@@ -1,1 +1,1 @@
-"""Wire formats: stream frames, columns and objects as bytes, metadata, and the table of errors."""
+"""Wire formats: stream frames, columns and objects as bytes, metadata, and the conversion of errors."""

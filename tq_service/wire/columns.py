@@ -1,15 +1,15 @@
-"""Columns as they are sent and stored: dtypes and bytes, division into rows, validation, and frames.
+"""Columns in their wire and storage format: dtypes and bytes, division into rows, validation, and frames.
 
-The values of a column are the concatenated bytes of its rows. A dense column needs nothing else. A jagged column also
-has extents, the size of each row in each ragged dimension. The extents of an object column are the sizes of its rows in
-bytes. If objects in different encodings are read together, each row has a second extent, the number of its encoding.
+The values of a column are the concatenated bytes of its rows. A dense column consists of values only. A jagged column
+also has extents: the size of each row in each ragged dimension. The extents of an object column are its row sizes in
+bytes. When objects in different encodings are read together, each row has a second extent, the number of its encoding.
 
-Encoding never imports torch: a process that has not imported torch cannot have a tensor to encode.
+Encoding never imports torch, because only a process that has imported torch can have tensors to encode.
 
-The protobuf library for Python copies a field twice. A message that consists of a single field is a tag, the length as
-a varint, and the bytes. This module writes such a message with one copy, and reads a frame without copying. The
-protobuf library handles headers and messages in an unusual form, so the result is always the same. gRPC turns an
-exception in a deserializer into INTERNAL without a message, so decoders return `Garbled` instead of raising.
+The Python protobuf library copies a field twice. A message with a single field consists of a tag, the length as a
+varint, and the bytes. This module writes a single-field message with one copy, and reads a frame without copying.
+Headers, and messages encoded in an unusual way, are left to the protobuf library. gRPC turns an exception in a
+deserializer into INTERNAL without a message, so decoders return `Garbled` instead of raising.
 """
 
 from __future__ import annotations
@@ -47,55 +47,55 @@ _NUMPY_NAMES: Final = frozenset({
 
 
 def loaded_torch() -> ModuleType | None:
-    """Return torch if this process has imported it; otherwise no value can be a tensor."""
+    """Return torch if this process has imported it, otherwise None; without torch, no value can be a tensor."""
     torch = sys.modules.get("torch")
-    # While another thread is still importing torch, it lacks Tensor, so no tensor can exist.
+    # While another thread is importing torch, the module lacks the Tensor attribute, so no tensor can exist.
     return torch if hasattr(torch, "Tensor") else None
 
 
 def has_torch() -> bool:
-    """Whether torch is installed, without importing it."""
+    """Return whether torch is installed, without importing it."""
     return loaded_torch() is not None or find_spec("torch") is not None
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether `value` is a torch tensor."""
+    """Return whether `value` is a torch tensor."""
     torch = loaded_torch()
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def is_tensor_type(kind: type) -> bool:
-    """Whether values of this type are torch tensors."""
+    """Return whether values of this type are torch tensors."""
     torch = loaded_torch()
     return torch is not None and issubclass(kind, torch.Tensor)
 
 
 def is_on_device(tensor: Any) -> bool:
-    """Whether the bytes of a tensor are on a CUDA device."""
+    """Return whether a tensor's bytes are on a CUDA device."""
     return bool(tensor.device.type == "cuda")
 
 
 def subclass_problem(tensor: Any) -> str:
-    """Return why the values of a tensor cannot be read here, or an empty string if they can.
+    """Return the reason why a tensor's values cannot be read, or an empty string if they can be read.
 
-    Subclasses that dispatch torch operations themselves wrap other tensors or none, and do not own any bytes.
+    Subclasses that implement `__torch_dispatch__` wrap other tensors or none, and do not own any bytes.
     """
     kind = type(tensor)
     torch = sys.modules["torch"]
     if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or tensor.is_nested:
         return ""
     if hasattr(tensor, "full_tensor"):
-        return "a DTensor, whose values are spread over ranks; put its full_tensor(), which all its ranks must call"
+        return "a DTensor, whose values are distributed; call full_tensor() on all its ranks and put the result"
     if kind.__name__ == "FakeTensor":
         return "a FakeTensor, which has no values; put a real tensor"
-    return f"a {kind.__qualname__}, which wraps its values; put the plain tensor inside it"
+    return f"a {kind.__qualname__}, which wraps its values; put the plain tensor that it wraps"
 
 
 def dtype_name(dtype: Any, what: str) -> str:
-    """Return the name of a torch or numpy dtype in any byte order; `what` names the dtype's owner in the error.
+    """Return the name of a torch or numpy dtype, for any byte order; error messages start with `what`.
 
     Raises:
-        InvalidArgumentError: the dtype cannot be stored: quantized, smaller than a byte, or not numeric.
+        InvalidArgumentError: the dtype cannot be stored, because it is quantized, smaller than a byte, or not numeric.
     """
     name = _name_of(dtype)
     if name not in DTYPE_SIZES:
@@ -107,12 +107,12 @@ def dtype_name(dtype: Any, what: str) -> str:
 
 @cache
 def _name_of(dtype: Any) -> str:
-    """Return the name of a dtype; cached, because numpy is slow at this."""
+    """Return the name of a dtype; cached, because numpy computes it slowly."""
     return dtype.name if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
 
 
 def tensor_bytes(tensor: Any) -> memoryview:
-    """Return the values of a tensor as bytes in row-major order, as a view if it is contiguous and on the CPU."""
+    """Return a tensor's values as bytes in row-major order; as a view, if it is contiguous and on the CPU."""
     if is_on_device(tensor):
         return copied(DeviceBytes.of(tensor))
     plain = tensor.detach()
@@ -122,18 +122,18 @@ def tensor_bytes(tensor: Any) -> memoryview:
     if not plain.numel():
         return memoryview(b"")
     torch = sys.modules["torch"]
-    # Not reshape: a single value counts as contiguous with any stride, which view does not accept.
+    # Do not use reshape here: view rejects some strides of a single value that still count as contiguous.
     view: memoryview = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
     return view
 
 
 def on_cpu(tensor: Any) -> Any:
-    """Return a tensor on the CPU, without its gradient."""
+    """Return a tensor on the CPU, detached from its gradient."""
     return to_cpu(tensor) if is_on_device(tensor) else tensor.detach().cpu()
 
 
 def array_bytes(array: NDArray[Any]) -> memoryview:
-    """Return the values of an array as little-endian bytes in row-major order, as a view if they already are."""
+    """Return an array's values as little-endian bytes in row-major order; as a view, if they are stored that way."""
     plain = np.ascontiguousarray(array)
     if plain.dtype.byteorder == ">" or (plain.dtype.byteorder == "=" and sys.byteorder == "big"):
         plain = plain.astype(plain.dtype.newbyteorder("<"))
@@ -143,16 +143,16 @@ def array_bytes(array: NDArray[Any]) -> memoryview:
 
 
 def make_values(values: Any, dtype: str, shape: tuple[int, ...], *, as_torch: bool) -> Any:
-    """Return a tensor or numpy array that shares the given bytes, or copies them if they are read-only or unaligned.
+    """Build a tensor or numpy array that shares the given bytes; read-only or unaligned bytes are copied.
 
     Args:
-        values: an array of bytes or, for a tensor on a device, a tensor of bytes on that device.
-        dtype: dtype of the result.
+        values: an array of bytes or, for a result on a device, a tensor of bytes on that device.
+        dtype: name of the result's dtype.
         shape: shape of the result.
-        as_torch: whether to return a tensor.
+        as_torch: whether to return a tensor instead of an array.
 
     Raises:
-        InvalidArgumentError: the dtype exists only in torch, or does not exist in this version of torch.
+        InvalidArgumentError: the dtype does not exist in numpy, or does not exist in this version of torch.
     """
     if not isinstance(values, np.ndarray):
         return values.view(_torch_dtype(dtype)).reshape(shape)
@@ -161,7 +161,7 @@ def make_values(values: Any, dtype: str, shape: tuple[int, ...], *, as_torch: bo
     if not as_torch:
         if dtype not in _NUMPY_NAMES:
             raise InvalidArgumentError(
-                f"dtype {dtype!r} exists in torch only, and torch is not used here; install tq-service[data] to read it"
+                f"dtype {dtype!r} exists only in torch, which is not in use; install tq-service[data] to read it"
             )
         return values.view(dtype).reshape(shape)
     import torch  # noqa: PLC0415  (torch is optional and slow to import)
@@ -177,14 +177,14 @@ def _torch_dtype(name: str) -> Any:
 
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise InvalidArgumentError(f"dtype {name!r} is unknown to torch {torch.__version__}; update torch")
+        raise InvalidArgumentError(f"dtype {name!r} does not exist in torch {torch.__version__}; update torch")
     return dtype
 
 
 Extents = NDArray[np.int64]
 
 MAX_ROWS: Final = 1 << 24
-"""Maximum number of rows of one put or get, which limits the memory that a receiver allocates for a header alone."""
+"""Maximum number of rows per put or get, to limit the memory that a receiver allocates based on a header alone."""
 
 _MAX_BYTES: Final = 1 << 60
 _MAX_DIMS: Final = 64
@@ -194,15 +194,17 @@ _ENCODINGS: Final = [ENCODINGS.encode(encoding) for encoding in Encoding]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ColumnShape:
-    """Layout of a column: how its bytes are divided into rows.
+    """Layout of a column: how the column's bytes are divided into rows.
 
     Attributes:
-        spec: dtype, layout and row shape, all of them known; the encoding is None for objects in several encodings.
-        row_count: number of rows.
-        extents: jagged: `(n, ragged dims)`, the size of each row in each ragged dimension; object: `(n, 1)`, the size
-            of each row in bytes, or `(n, 2)` with the number of its encoding; dense: None.
+        spec: dtype, layout and row shape of the column, all of them set; the encoding is None for objects in several
+            encodings.
+        row_count: number of rows in the column.
+        extents: jagged: `(n, ragged dims)`, the size of each row in each ragged dimension. Object: `(n, 1)`, the size
+            of each row in bytes, or `(n, 2)` with the number of the row's encoding. Dense: None.
         value_bytes: total size of all rows in bytes.
-        whole_lengths: `(n,)`, the first dimension of each full row if a get requested parts of rows; otherwise None.
+        whole_lengths: `(n,)`, the first dimension of each complete row if a get requested parts of rows; otherwise
+            None.
     """
 
     spec: FieldSpec
@@ -220,14 +222,14 @@ class ColumnShape:
         return np.asarray(elements * _fixed_part(self.spec), dtype=np.int64)
 
     def row_offsets(self) -> NDArray[np.int64]:
-        """Return the start of each row in the values, and the end of the last row, `(n + 1,)`."""
+        """Return the start offset of each row in the column's values, and the end of the last row, `(n + 1,)`."""
         return offsets_of(self.row_bytes())
 
     def validate(self) -> None:
-        """Check that the parts are consistent.
+        """Check that spec, extents and sizes are consistent.
 
         Raises:
-            InvalidArgumentError: a size is negative or too large, a part is missing, or the extents do not add up to
+            InvalidArgumentError: a size is negative or too large, the extents are missing, or they do not add up to
                 `value_bytes`.
         """
         spec = self.spec
@@ -244,7 +246,7 @@ class ColumnShape:
             raise _wrong_column(
                 spec,
                 "value_bytes",
-                f"has value_bytes {self.value_bytes}, but its rows take {expected}; declare the size of the rows",
+                f"has value_bytes {self.value_bytes}, but its rows take {expected} bytes; declare the size of the rows",
             )
 
     def _validate_extents(self, sizes: Extents) -> None:
@@ -253,10 +255,10 @@ class ColumnShape:
             raise _wrong_column(
                 self.spec,
                 "extents",
-                f"has extents of shape {list(sizes.shape)}, expected {list(shape)}, or none",
+                f"has extents of shape {list(sizes.shape)}, expected {list(shape)}, or no extents",
             )
         if int(sizes.min()) < 0:
-            raise _wrong_column(self.spec, "extents", "has a negative extent; extents must be 0 or more")
+            raise _wrong_column(self.spec, "extents", "has a negative extent; all extents must be 0 or more")
         if self.spec.layout is Layout.OBJECT:
             if not np.isin(sizes[:, 1:], _ENCODINGS).all():
                 known = ", ".join(map(str, _ENCODINGS))
@@ -264,20 +266,20 @@ class ColumnShape:
             sizes = sizes[:, :1]
         with np.errstate(over="ignore", invalid="ignore"):
             products = sizes[:, 0].astype(np.float64)
-            for extent in sizes.T[1:]:  # much faster than a product along rows
+            for extent in sizes.T[1:]:  # much faster than np.prod along rows
                 products *= extent
             estimate = float(products.sum()) * _fixed_part(self.spec)
         if not estimate <= _MAX_BYTES:
-            raise _wrong_column(self.spec, "extents", f"has extents of more than {_MAX_BYTES} bytes")
+            raise _wrong_column(self.spec, "extents", f"has extents that add up to more than {_MAX_BYTES} bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SourceColumn(ColumnShape):
-    """A column of a put, with its bytes.
+    """A column of a put, including its bytes, which may be on a device.
 
     Attributes:
-        chunks: the bytes of the values in row order, as views of the caller's tensors if possible. `on_host` copies
-            chunks on a device to the host.
+        chunks: bytes of the values in row order, as views of the caller's tensors if possible. `on_host` copies chunks
+            from a device to the host.
     """
 
     chunks: tuple[Chunk, ...]
@@ -285,16 +287,16 @@ class SourceColumn(ColumnShape):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Column(SourceColumn):
-    """A column with its bytes, none of them on a device."""
+    """A column whose bytes are all on the host."""
 
     chunks: tuple[memoryview, ...]
 
 
 def stacked(parts: Sequence[Sequence[SourceColumn]]) -> list[Column]:
-    """Combine the columns of several puts into those of one put, copying their bytes.
+    """Combine the columns of several puts into the columns of one put, copying the bytes.
 
-    The specs of a field must be equal except for the row shapes of dense columns; a column with several row shapes
-    becomes jagged.
+    The specs of a field may differ only in the row shapes of dense columns. A column whose row shapes differ becomes
+    jagged.
     """
     return [_stacked_column(columns) for columns in zip(*parts, strict=True)]
 
@@ -320,18 +322,18 @@ def _stacked_column(columns: Sequence[SourceColumn]) -> Column:
 
 
 def device_of(columns: Sequence[SourceColumn]) -> Any:
-    """Return the first device that stores bytes of the columns, or None if all bytes are on the host."""
+    """Return the first device that holds bytes of the columns, or None if all bytes are on the host."""
     chunks = chain.from_iterable(column.chunks for column in columns)
     return next((chunk.device for chunk in chunks if isinstance(chunk, DeviceBytes)), None)
 
 
 def is_on_host(columns: Sequence[SourceColumn]) -> TypeGuard[Sequence[Column]]:
-    """Whether all bytes of the columns are on the host."""
+    """Return whether all bytes of the columns are on the host."""
     return device_of(columns) is None
 
 
 def columns_on_host(columns: Sequence[SourceColumn]) -> list[Column]:
-    """Return the columns with all bytes on the host, waiting for copies from devices."""
+    """Return the columns with all bytes on the host; blocks until bytes on devices are copied."""
     return [
         Column(
             spec=column.spec,
@@ -345,7 +347,7 @@ def columns_on_host(columns: Sequence[SourceColumn]) -> list[Column]:
 
 
 def columns_digest(columns: Sequence[ColumnShape]) -> bytes:
-    """Return a 16-byte hash of the headers of columns."""
+    """Return a 16-byte hash of the columns' headers; the values are not hashed."""
     digest = xxh3_128()
     for column in columns:
         spec = column.spec
@@ -366,16 +368,16 @@ def _wrong_column(spec: FieldSpec, field: str, problem: str) -> InvalidArgumentE
 def _validate_spec(spec: FieldSpec) -> None:
     shape = spec.row_shape
     if spec.layout in (None, Layout.AUTO):
-        raise _wrong_column(spec, "layout", "has no layout; set dense, jagged or object in a column of a put or get")
+        raise _wrong_column(spec, "layout", "has no layout; each column of a put or get is dense, jagged or object")
     if shape is None:
         raise _wrong_column(
-            spec, "row_shape_known", "has row_shape_known unset; set it, and the row shape, in columns of a put or get"
+            spec, "row_shape_known", "does not set row_shape_known; columns of a put or get must set it and row_shape"
         )
     if spec.layout is Layout.OBJECT:
         if spec.dtype or shape:
             field = "dtype" if spec.dtype else "row_shape"
             raise _wrong_column(
-                spec, field, f"has dtype {spec.dtype!r} and row shape {list(shape)}; object fields have neither"
+                spec, field, f"has dtype {spec.dtype!r} and row shape {list(shape)}; omit both for object fields"
             )
         return
     if not spec.dtype:
@@ -385,30 +387,30 @@ def _validate_spec(spec: FieldSpec) -> None:
         raise _wrong_column(
             spec,
             "row_shape",
-            f"has an invalid row shape; expected at most {_MAX_DIMS} sizes of 0 or more, and -1 only in ragged "
-            "dimensions of jagged fields",
+            f"has an invalid row shape; expected at most {_MAX_DIMS} sizes of 0 or more, or -1 for ragged dimensions "
+            "of jagged fields",
         )
     if spec.layout is Layout.JAGGED and not spec.ragged_dims:
         raise _wrong_column(spec, "row_shape", "is jagged but has no ragged dimension; set one dimension to -1")
     if _fixed_part(spec) > _MAX_BYTES:
-        raise _wrong_column(spec, "row_shape", f"has rows of over {_MAX_BYTES} bytes")
+        raise _wrong_column(spec, "row_shape", f"has rows of more than {_MAX_BYTES} bytes")
 
 
 @lru_cache(maxsize=1024)
 def _fixed_part(spec: FieldSpec) -> int:
-    """Return the size in bytes of a row whose ragged dimensions all have size 1."""
+    """Return the size in bytes of a row, calculated with size 1 for all ragged dimensions."""
     return math.prod(size for size in spec.row_shape or () if size >= 0) * spec.itemsize
 
 
 def offsets_of(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the start of each row when rows of these sizes are concatenated, and the end, `(n + 1,)`."""
+    """Return the start offset of each row when rows of these sizes are concatenated, and the total size, `(n + 1,)`."""
     offsets = np.zeros(sizes.size + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])
     return offsets
 
 
 def extent_count(spec: FieldSpec) -> int:
-    """Return the number of extents per row: 0 for dense, 1 for objects, 2 for objects in several encodings."""
+    """Return the number of extents per row: 0 for dense rows, 1 for objects, 2 for objects in several encodings."""
     if spec.layout is Layout.OBJECT:
         return 1 if spec.encoding is not None else 2
     return len(spec.ragged_dims)
@@ -420,7 +422,7 @@ def fixed_row_bytes(spec: FieldSpec) -> int | None:
 
 
 def encode_header(column: ColumnShape) -> metadata_pb2.ColumnHeader:
-    """Encode the header of a column as a message."""
+    """Encode a column's header as a protobuf message."""
     extents, whole_lengths = (
         b"" if values is None else np.ascontiguousarray(values, "<i8").tobytes()
         for values in (column.extents, column.whole_lengths)
@@ -431,7 +433,7 @@ def encode_header(column: ColumnShape) -> metadata_pb2.ColumnHeader:
 
 
 def put_header(put_id: bytes, columns: Sequence[ColumnShape], **more: Any) -> PutHeader:
-    """Return the header of a put of these columns; `more` sets other fields of the header, such as the partition."""
+    """Build the header of a put with these columns; `more` sets further header fields, such as the partition."""
     return PutHeader(
         put_id=put_id,
         row_count=columns[0].row_count,
@@ -442,15 +444,15 @@ def put_header(put_id: bytes, columns: Sequence[ColumnShape], **more: Any) -> Pu
 
 
 def decode_header(message: metadata_pb2.ColumnHeader, row_count: int) -> ColumnShape:
-    """Decode and validate the header of a column of `row_count` rows.
+    """Decode and validate the header of a column with `row_count` rows.
 
     Raises:
-        InvalidArgumentError: the parts of the header are inconsistent.
+        InvalidArgumentError: the header is inconsistent.
     """
     spec = decode_spec(message.spec)
     _validate_spec(spec)
     width = extent_count(spec)
-    data = message.extents  # each access to the field copies it
+    data = message.extents  # a single access, because each one copies the field
     if len(data) != row_count * width * 8:
         raise _wrong_column(
             spec,
@@ -486,18 +488,18 @@ def _decode_whole_lengths(spec: FieldSpec, data: bytes, row_count: int) -> NDArr
 def decode_headers(
     messages: Iterable[metadata_pb2.ColumnHeader], row_count: int, *, of_get: bool = False
 ) -> list[ColumnShape]:
-    """Decode and validate the column headers of one put, or of one get, whose objects may have several encodings.
+    """Decode and validate the column headers of a put or get. Only a get may combine objects in several encodings.
 
     Raises:
-        InvalidArgumentError: a header is invalid, there are no headers, or a name is repeated.
+        InvalidArgumentError: a header is invalid, there are no headers, or two headers have the same name.
     """
     columns = []
     for message in messages:
         spec = message.spec
         if spec.layout == _OBJECT and not spec.encoding and not of_get:
             raise InvalidArgumentError(
-                f"field {spec.name!r} has objects without an encoding; in each column of a put, set the encoding of "
-                f"all its rows: one of {', '.join(Encoding)}",
+                f"field {spec.name!r} has objects without an encoding; set the encoding in each column of a put, to "
+                f"one of {', '.join(Encoding)}",
                 field="encoding",
                 metadata={"field_name": spec.name},
             )
@@ -522,19 +524,19 @@ def decode_headers(
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise InvalidArgumentError(
-            f"field {twice!r} has two columns; send each field once", field="name", metadata={"field_name": twice}
+            f"field {twice!r} has two columns; send each field only once", field="name", metadata={"field_name": twice}
         )
     return columns
 
 
 def merge_specs(specs: Sequence[FieldSpec]) -> FieldSpec:
-    """Return the spec that covers one field's rows from several puts; dimensions whose sizes differ become ragged.
+    """Return a spec that covers a field's rows from several puts; dimensions whose sizes differ become ragged.
 
-    Objects in several encodings get the encoding None. Dense rows combined with jagged rows, or with dense rows of
-    another shape, become jagged, since their field was declared as jagged.
+    Objects in several encodings get the encoding None. Dense rows become jagged when combined with jagged rows or with
+    dense rows of another shape, because their field was declared as jagged.
 
     Raises:
-        FieldMismatchError: dtypes or numbers of dimensions differ, or tensors are combined with objects.
+        FieldMismatchError: the dtypes or numbers of dimensions differ, or tensors are combined with objects.
     """
     return reduce(_merge_two, specs)
 
@@ -547,7 +549,8 @@ def _merge_two(one: FieldSpec, other: FieldSpec) -> FieldSpec:
     is_one_kind = one.layout is other.layout or Layout.OBJECT not in (one.layout, other.layout)
     if one.dtype != other.dtype or not is_one_kind or len(left) != len(right):
         raise FieldMismatchError(
-            f"field {one.name!r} is {one.describe()} in one put and {other.describe()} in another; put only one kind",
+            f"field {one.name!r} is {one.describe()} in one put and {other.describe()} in another; put "
+            "values of one kind only",
             field="runs",
             metadata={"field_name": one.name, "got": other.describe(), "expected": one.describe()},
         )
@@ -563,7 +566,7 @@ def _merge_two(one: FieldSpec, other: FieldSpec) -> FieldSpec:
 
 
 def with_ragged_dim(spec: FieldSpec) -> FieldSpec:
-    """Return the spec for a field's column; if a jagged spec has no ragged dimension, its first one becomes ragged."""
+    """Return the spec of a field's column. In a jagged spec without ragged dimensions, the first one becomes ragged."""
     if spec.layout is not Layout.JAGGED or spec.ragged_dims or not spec.row_shape:
         return spec
     return replace(spec, row_shape=(-1, *spec.row_shape[1:]))
@@ -579,13 +582,13 @@ def row_shapes(spec: FieldSpec, extents: Extents | None, row_count: int) -> NDAr
 
 
 def extents_as(other: FieldSpec, spec: FieldSpec, extents: Extents | None, row_count: int) -> Extents | None:
-    """Convert the extents of rows from one spec to another spec that fits them.
+    """Convert the extents of rows from one spec to another spec that also fits the rows.
 
     Args:
-        other: the target spec, with other ragged dimensions or without an encoding, such as a spec that covers several
-            puts of one field.
-        spec: the spec with which the rows were put.
-        extents: `(row_count, extents per row of spec)`, or None if the spec is dense.
+        other: the target spec, with additional ragged dimensions or without an encoding, such as a spec that covers
+            several puts of a field.
+        spec: the spec of the rows when they were put.
+        extents: `(row_count, extents per row of spec)`, or None if `spec` is dense.
         row_count: number of rows.
     """
     if extents is not None and extent_count(other) > extent_count(spec) and spec.layout is Layout.OBJECT:
@@ -598,10 +601,10 @@ def extents_as(other: FieldSpec, spec: FieldSpec, extents: Extents | None, row_c
 DEFAULT_FRAME_BYTES: Final = 2 << 20
 
 MOST_FRAME_PARTS: Final = 4096
-"""Maximum number of chunks per frame; joining that many takes a few milliseconds, whatever their size."""
+"""Maximum number of chunks per frame. Joining that many chunks takes a few milliseconds, whatever their size."""
 
 SEND_AS_KEY: Final = "tq-send-as"
-"""Key of the initial metadata that a storage service sends to grant capacity for a put, whose bytes may then be sent.
+"""Key of the initial metadata that a storage service sends to grant capacity for a put and request its bytes.
 
 The value tells the client how to send the bytes.
 """
@@ -610,50 +613,50 @@ SEND_AS_FRAMES: Final = "frames"
 """Value of `SEND_AS_KEY`: the bytes are sent in frames."""
 
 SEND_AS_BULK: Final = "bulk"
-"""Value of `SEND_AS_KEY`: the bytes are sent over bulk connections, with the ticket in `TICKET_KEY`."""
+"""Value of `SEND_AS_KEY`: the bytes are sent over bulk connections, with the ticket stored under `TICKET_KEY`."""
 
 TICKET_KEY: Final = "tq-ticket-bin"
-"""Key of the initial metadata that contains the BulkTicket of a put."""
+"""Key of the initial metadata that contains the `BulkTicket` of a put."""
 
 BULK_BYTES: Final = 2 << 20
-"""Minimum size for bulk connections; smaller puts and gets are as fast in frames."""
+"""Minimum size for bulk connections, in bytes; for smaller puts and gets, frames are as fast."""
 
 SEND_AS_REGION: Final = "region"
-"""Value of `SEND_AS_KEY`: the bytes go into a shared memory region, which `REGION_KEY` offers to the put's session."""
+"""Value of `SEND_AS_KEY`: the bytes are written to a shared-memory region, offered to the put's session."""
 
 REGION_KEY: Final = "tq-region-bin"
-"""Key of the initial metadata that contains the RegionOffer of a put."""
+"""Key of the initial metadata that contains the `RegionOffer` of a put."""
 
 SEND_AS_FD: Final = "fd"
-"""Value of `SEND_AS_KEY`: the bytes are sent as sealed memory, in the session that the header names."""
+"""Value of `SEND_AS_KEY`: the bytes are sent as a sealed memory file, over the session named in the put's header."""
 
 INLINE_BYTES: Final = 256 << 10
-"""Maximum size of a put or get sent in one message (PutInline, GetInline), unless shared memory is used.
+"""Maximum size of a put or get in a single message (PutInline, GetInline), in bytes, unless shared memory is used.
 
-No quota covers the bytes of such puts while they wait for capacity; `WAITING_BYTES` limits the total of these bytes.
+Inline puts that wait for capacity do not count towards the quota; `WAITING_BYTES` limits their total size.
 """
 
 WAITING_BYTES: Final = "waiting_bytes"
-"""`limit_name` of the error for a call that may not wait because requests of waiting calls use too much memory."""
+"""`limit_name` of the error for a call that may not wait because waiting requests already use too much memory."""
 
-# Just under glibc's largest dynamic mmap threshold (32 MiB).
+# Slightly below glibc's largest dynamic mmap threshold (32 MiB).
 _LARGEST_THRESHOLD_BYTES: Final = (32 << 20) - (64 << 10)
 _HEADER_TAG: Final = 0x0A  # field 1, length-delimited
 _FRAME_TAG: Final = 0x12  # field 2, length-delimited
-_MAX_VARINT_BYTES: Final = 5  # for a size; the library refuses longer ones
+_MAX_VARINT_BYTES: Final = 5  # for the size of a field; the protobuf library rejects longer varints
 
 FrameParts: TypeAlias = Sequence[memoryview | bytes | bytearray]
 
 
 @dataclass(frozen=True, slots=True)
 class Garbled:
-    """A message that could not be read, with the reason."""
+    """A message that could not be decoded, and the reason."""
 
     reason: str
 
 
 def encode_part(part: PutHeader | GetHeader | FrameParts | bytes) -> bytes:
-    """Serialize a message of a put or get stream: its header, or the parts of a frame; bytes are already serialized."""
+    """Serialize a message of a put or get stream: a header, the parts of a frame, or a message already in bytes."""
     if isinstance(part, bytes):
         return part
     tag = _FRAME_TAG
@@ -673,7 +676,7 @@ def _decode(kind: type[PutRequest] | type[GetResponse], data: bytes) -> Any:
         return Garbled(f"a message of {len(data)} bytes is not a {name}: {error}")
     match message.WhichOneof("part"):
         case None:
-            return Garbled(f"a {name} is empty; it must have one of its parts")
+            return Garbled(f"a {name} is empty; it must contain a header or a frame")
         case "frame":
             return memoryview(message.frame)
         case part:
@@ -681,24 +684,24 @@ def _decode(kind: type[PutRequest] | type[GetResponse], data: bytes) -> Any:
 
 
 decode_put_request: Final[Callable[[bytes], PutHeader | memoryview | Garbled]] = partial(_decode, PutRequest)
-"""Deserializes a message of a put stream: returns its header, a view of its frame, or `Garbled`."""
+"""Deserialize a message of a put stream; return a header, a view of a frame, or `Garbled`."""
 
 decode_get_response: Final[Callable[[bytes], GetHeader | memoryview | Garbled]] = partial(_decode, GetResponse)
-"""Deserializes a message of a get stream: returns its header, a view of its frame, or `Garbled`."""
+"""Deserialize a message of a get stream; return a header, a view of a frame, or `Garbled`."""
 
 
 def iter_frames(
     chunks: Iterable[C], frame_bytes: int = DEFAULT_FRAME_BYTES, most_parts: int | None = MOST_FRAME_PARTS
 ) -> Iterator[list[C]]:
-    """Arrange chunks into frames of `frame_bytes`, splitting large chunks and combining small ones.
+    """Arrange chunks into frames of `frame_bytes`; large chunks are split, and small chunks are combined.
 
     Args:
-        chunks: the bytes.
+        chunks: the bytes to send, in order.
         frame_bytes: size of each frame except the last, which may be smaller.
-        most_parts: maximum number of chunks per frame, which may make frames smaller; None: unlimited.
+        most_parts: maximum number of chunks per frame; None: unlimited. Frames may be smaller because of it.
 
     Yields:
-        The parts of one frame, for `encode_part`; never an empty frame.
+        The parts of one frame, for `encode_part`; frames are never empty.
     """
     if frame_bytes <= 0:
         raise InvalidArgumentError(f"frame_bytes is {frame_bytes}; expected at least 1", field="frame_bytes")
@@ -723,11 +726,11 @@ def iter_frames(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScatteredRows:
-    """Memory for a column whose rows are not contiguous.
+    """Memory for a column whose rows are stored at separate places in a buffer.
 
     Attributes:
-        buffer: the memory that contains the rows.
-        views: the parts of the buffer for the column's bytes, in order; none is empty.
+        buffer: memory that contains the rows.
+        views: the parts of the buffer that contain the column's bytes, in order; no part is empty.
     """
 
     buffer: Bytes
@@ -737,14 +740,14 @@ class ScatteredRows:
 class ColumnReceiver:
     """Copies the frames of a get into one buffer per column.
 
-    Each column has a separate buffer, which is aligned and lives as long as the column's tensor.
+    Each column has its own aligned buffer, which is freed together with the column's tensor.
 
     Args:
-        columns: the columns in the frames.
-        buffers: memory for each column, to be written and then shared with tensors; None: new memory.
+        columns: the columns that the frames contain.
+        buffers: memory for each column, to be filled and then shared with tensors; None: allocate new memory.
 
     Attributes:
-        views: views of the memory, in the order of the bytes.
+        views: views of the buffers, in filling order.
     """
 
     def __init__(self, columns: Sequence[ColumnShape], buffers: Sequence[Bytes | ScatteredRows] | None = None) -> None:
@@ -759,10 +762,10 @@ class ColumnReceiver:
         self._filled = 0
 
     def write(self, frame: memoryview) -> None:
-        """Copy the next frame.
+        """Copy the next frame into the buffers.
 
         Raises:
-            InvalidArgumentError: there are more bytes than the header declared.
+            InvalidArgumentError: the frames contain more bytes than the header declared.
         """
         start = 0
         while start < len(frame):
@@ -777,19 +780,19 @@ class ColumnReceiver:
                 self._current, self._filled = self._current + 1, 0
 
     def end_filling(self) -> None:
-        """Record that all buffers were filled by means other than frames."""
+        """Mark all buffers as filled, after they were filled by means other than frames."""
         self._current = len(self.views)
 
     def write_all(self, frames: Iterable[memoryview]) -> None:
-        """Copy the next frames."""
+        """Copy several frames into the buffers."""
         for frame in frames:
             self.write(frame)
 
     def finish(self) -> Sequence[Bytes]:
-        """Return the buffers of all columns, in order; for scattered rows, the entire memory.
+        """Return the filled buffers of all columns, in order; for scattered rows, the buffer that contains them.
 
         Raises:
-            InvalidArgumentError: bytes are missing.
+            InvalidArgumentError: frames are missing.
         """
         if self._current < len(self.views):
             missing = sum(map(len, self.views[self._current :])) - self._filled
@@ -800,7 +803,7 @@ class ColumnReceiver:
 
 
 def _plain_frame(data: bytes) -> memoryview | None:
-    """Return the frame of a message that contains only a frame, or None if the protobuf library must decode it."""
+    """Return the frame if the message contains nothing else; return None if the protobuf library must decode it."""
     if not data or data[0] != _FRAME_TAG:
         return None
     length = 0
@@ -816,10 +819,10 @@ def _plain_frame(data: bytes) -> memoryview | None:
 def keep_frame_buffers() -> None:
     """Raise glibc's mmap threshold for this process, once; has no effect with other C libraries.
 
-    Fresh pages cost more than copying into them. glibc maps each block above a threshold anew, and raises the
-    threshold to the size of the largest such block that was freed (`M_MMAP_THRESHOLD` in mallopt(3)). Freeing one
+    Mapping fresh pages costs more than copying data into them. glibc maps each block above the threshold anew. When
+    glibc frees a mapped block, the threshold rises to the block's size (`M_MMAP_THRESHOLD` in mallopt(3)). Freeing one
     untouched block of 32 MiB is therefore enough. In measurements, the speed of gets increased from 0.7 to 1.3 GB/s,
-    and puts of asyncio clients without gets took half of the CPU time.
+    and puts of asyncio clients without gets needed only half of the CPU time.
     """
     block = bytes(_LARGEST_THRESHOLD_BYTES)
     del block

@@ -1,11 +1,11 @@
-"""Connections to a service: channel options, client credentials, and the choice of the controller to call.
+"""Connections to a service: channel options, client credentials, and choice of the controller to call.
 
-Clients authenticate with a bearer token and TLS; services authenticate to each other in the same way.
+Clients authenticate with a bearer token over TLS. Services also authenticate to each other with tokens and TLS.
 
-A large request is sent in several messages of its call. Messages are small, so only a few bytes are in flight to a
-service at a time. If the first request of a call has `PART_BYTES` or more, its serialized form is split into parts of
-exactly that size; the last part is smaller and may be empty. The service joins the parts, so the request is executed
-completely or not at all.
+A large request is split into several messages of one call. Messages are small, so only a few bytes are in flight to a
+service at a time. If the first request of a call has at least `PART_BYTES`, its serialized form is split into parts of
+exactly this size. The last part is smaller and may be empty. The service joins the parts before it executes the
+request, so the request is executed completely or not at all.
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ if TYPE_CHECKING:
 
 CONNECTION_OPTIONS: Final = (
     ("grpc.primary_user_agent", USER_AGENT),
-    # A service that starts late or comes back is found within half a second; gRPC's default pauses grow to two minutes.
+    # A service that starts late or restarts is found within half a second. gRPC's default pauses grow to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
     # Despite its name, this limits the time of one connection attempt. A busy service needs time for a handshake.
     ("grpc.min_reconnect_backoff_ms", 5_000),
-    # A peer that vanished without closing the connection is noticed within 20 s while calls wait on it.
+    # A peer that disappears without closing the connection is detected within 20 s while calls wait for its answer.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),  # the default is a minute, whatever keepalive_timeout_ms is
-    ("grpc.http2.max_pings_without_data", 0),  # a long poll sends no data for a long time; 0: unlimited
+    ("grpc.http2.ping_timeout_ms", 10_000),  # the default is one minute, regardless of keepalive_timeout_ms
+    ("grpc.http2.max_pings_without_data", 0),  # unlimited, because a long poll sends no data for a long time
 )
 
 _OF_CLUSTER: Final[dict[str, Any]] = {
     "grpc.keepalive_time_ms": 1_500,
     "grpc.keepalive_timeout_ms": 2_000,
     "grpc.http2.ping_timeout_ms": 2_000,
-    # If a name has several addresses, each connection picks one at random: the first may be a standby that is cut off.
+    # If a name has several addresses, each connection picks a random one, as the first may be an unreachable standby.
     "grpc.dns_min_time_between_resolutions_ms": 1_000,
     "grpc.service_config": '{"loadBalancingConfig": [{"pick_first": {"shuffleAddressList": true}}]}',
 }
 
 CONTROLLER_CONNECTION_SECONDS: Final = 30
-"""How long a controller of a cluster accepts new calls on a connection; calls in flight continue.
+"""Time in seconds that a cluster's controller accepts new calls on a connection; calls in flight continue.
 
-Some clients use one name for all controllers, behind a load balancer that knows the leader. The limit makes these
-clients reconnect to the leader.
+Some clients reach all controllers under one name, through a load balancer that routes to the leader. The limit makes
+clients behind a load balancer reconnect to the current leader.
 """
 
 
 def cluster_options(options: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
     """Return the options of a channel to a controller of a cluster.
 
-    A paused or disconnected controller is noticed before its lease ends, so calls that wait on it move to the next
+    A paused or disconnected controller is detected before its lease ends. Calls waiting on it then move to the next
     controller.
     """
     return tuple((dict(options) | _OF_CLUSTER).items())  # gRPC uses the first of duplicate options
@@ -71,36 +71,36 @@ def cluster_options(options: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any]
 CLUSTER_OPTIONS: Final = cluster_options(CONNECTION_OPTIONS)
 
 STREAM_WINDOW_BYTES: Final = 16 << 10
-"""Number of bytes of a message that a client may send before the service reads them."""
+"""Number of bytes that a client may send ahead, before the service reads them."""
 
 PART_BYTES: Final = 2 << 20
-"""Size of each part except the last; a first message of this size means that more parts follow."""
+"""Size in bytes of each part except the last; if a first message has at least this size, more parts follow."""
 
 MAX_REQUEST_BYTES: Final = 64 << 20
-"""Maximum size of a request, including all its parts."""
+"""Maximum size of a request in bytes, including all parts."""
 
 MOST_BATCHED_CALLS: Final = 256
-"""Maximum number of unanswered calls in one `CallMany` stream, and of calls in one of its messages."""
+"""Maximum number of unanswered calls in a `CallMany` stream, and of calls per message of the stream."""
 
 MOST_BATCHED_REQUEST_BYTES: Final = 16 << 10
-"""Maximum size of a batched call's request; a larger request is sent in a separate call."""
+"""Maximum size in bytes of a batched call's request; larger requests are sent as separate calls."""
 
 MOST_BATCHED_METADATA_BYTES: Final = 1024
-"""Maximum size of a batched call's metadata, in addition to the metadata of its stream."""
+"""Maximum size in bytes of a batched call's metadata, excluding the metadata of the stream."""
 
 LISTENING_OPTIONS: Final = (
-    # Unread bytes are in memory that no quota covers; by default, gRPC allows megabytes of them per call.
+    # Unread bytes use memory outside the quota. By default, gRPC allows megabytes of them per call.
     ("grpc.http2.lookahead_bytes", STREAM_WINDOW_BYTES),
     ("grpc.http2.bdp_probe", 0),
     ("grpc.experimental.tcp_max_read_chunk_size", 256 << 10),  # per connection; gRPC's default is 4 MiB
-    # A client that vanished without closing the connection is noticed within 80 s, and its calls release their
-    # resources. A client that is merely busy, such as a Node.js worker with a blocked event loop, does not answer pings
-    # but keeps its calls.
+    # A client that disappears without closing the connection is detected within 80 s, and the resources of its calls
+    # are released. A client that is merely busy, such as a Node.js worker with a blocked event loop, does not answer
+    # pings, but its calls continue.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 60_000),
     ("grpc.http2.ping_timeout_ms", 60_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # Accept clients that check for a vanished service more often than gRPC's five minutes.
+    # Accept clients that ping more often than every five minutes, which is gRPC's limit.
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.keepalive_permit_without_calls", 1),
 )
@@ -116,7 +116,7 @@ TOKEN_KEY: Final = "authorization"  # noqa: S105  (a name)
 TOKEN_SCHEME: Final = "Bearer "  # noqa: S105  (a name)
 
 Role: TypeAlias = Literal["read", "produce", "consume", "admin", "service"]
-"""A token's role, which determines its permissions."""
+"""Role of a token, which determines the token's permissions."""
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 
 _REREAD_SECONDS: Final = 1.0
@@ -126,12 +126,12 @@ Signature: TypeAlias = "tuple[tuple[int, int, int] | None, ...]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """PEM files with which a client reaches a service over TLS.
+    """PEM files that a client uses to reach a service over TLS.
 
     Attributes:
-        ca: certificates of the authorities trusted to sign the service's certificate; None: gRPC's defaults.
-        cert: the client's certificate with its chain, for services that require one (mTLS).
-        key: the private key of `cert`, without a passphrase.
+        ca: certificates of the authorities that may sign the service's certificate; None: gRPC's defaults.
+        cert: certificate of the client with its chain, for services that require one (mTLS).
+        key: private key of `cert`, without a passphrase.
     """
 
     ca: FilePath | None = None
@@ -144,36 +144,37 @@ class Tls:
 
     @classmethod
     def of_environment(cls) -> Tls | None:
-        """Return the settings in `TQ_TLS_CA`, `TQ_TLS_CERT` and `TQ_TLS_KEY`, or None if none of them is set."""
+        """Return the settings from `TQ_TLS_CA`, `TQ_TLS_CERT` and `TQ_TLS_KEY`, or None if none of these is set."""
         ca, cert, key = (os.environ.get(name) or None for name in (CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE))
         return cls(ca=ca, cert=cert, key=key) if ca or cert or key else None
 
     def signature(self) -> Signature:
-        """Return a value that changes when one of the files is replaced."""
+        """Return a value that changes when one of the files changes."""
         return tuple(map(file_signature, (self.ca, self.cert, self.key)))
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Read the files and return channel credentials.
 
         Raises:
-            InvalidArgumentError: one of the files cannot be read.
+            InvalidArgumentError: a file cannot be read.
         """
         ca, cert, key = (None if path is None else _read(path) for path in (self.ca, self.cert, self.key))
         return grpc.ssl_channel_credentials(ca, key, cert)
 
 
 class Credentials:
-    """Token and TLS settings of one client or service. Safe to use from several threads.
+    """Token and TLS settings of a client or service. Thread-safe.
 
-    Neither the repr nor the pickle contains secrets. On unpickling, a token that was given as text is taken from the
-    environment, and a token from a file is read again.
+    Secrets appear neither in the repr nor in the pickle. When unpickled, a token that was given as text is replaced by
+    the token from the environment, and a token file is read again.
 
     Args:
-        token: the bearer token, or the path of a file that contains it and is reread when it changes; None: `TQ_TOKEN`,
-            else the file named by `TQ_TOKEN_FILE`, else no token; False: no token, ignoring these variables.
-        tls: TLS settings for the service; None: those in `TQ_TLS_CA`, `TQ_TLS_CERT` and `TQ_TLS_KEY`, else plaintext;
-            False: plaintext, ignoring these variables.
-        insecure: whether the token may be sent in plaintext to other machines; None: whether `TQ_INSECURE` is true.
+        token: the bearer token, or the path of a file that contains the token and is reread when it changes. None: the
+            token in `TQ_TOKEN`, else in the file named by `TQ_TOKEN_FILE`, else no token. False: no token, even if the
+            token variables are set.
+        tls: TLS settings for the service. None: the settings in `TQ_TLS_CA`, `TQ_TLS_CERT` and `TQ_TLS_KEY`, else
+            plaintext. False: plaintext, even if the TLS variables are set.
+        insecure: whether the token may be sent to other machines in plaintext; None: whether `TQ_INSECURE` is true.
     """
 
     def __init__(
@@ -196,19 +197,19 @@ class Credentials:
 
     @property
     def has_token(self) -> bool:
-        """Whether calls carry a token."""
+        """Whether calls are sent with a token."""
         return self._token_file is not None or self._metadata is not None
 
     @property
     def sent_secret(self) -> str:
-        """Name of the secret that plaintext calls would expose; "" if none."""
+        """Name of the secret that would be exposed in plaintext calls; empty without a secret."""
         return "the token" if self.has_token else ""
 
     def metadata(self) -> Metadata | None:
-        """Return the metadata that carries the token, or None without a token.
+        """Return the call metadata that contains the token, or None without a token.
 
         Raises:
-            UnauthenticatedError: the token's file cannot be used.
+            UnauthenticatedError: the token file cannot be used.
         """
         if self._token_file is not None and time.monotonic() >= self._reread_at:
             self._reread(self._token_file)
@@ -220,7 +221,7 @@ class Credentials:
             if signature is None or signature != self._file_signature:
                 self._metadata = _bearer(path.read_text(), str(path))
                 self._file_signature = signature
-        except (OSError, ValueError) as error:  # replaced or removed: the token read before may still be valid
+        except (OSError, ValueError) as error:  # if the file is gone, the last token may still be valid
             if self._metadata is None:
                 raise UnauthenticatedError(
                     f"the token file {path} cannot be used: {error}", metadata={"path": str(path)}
@@ -228,24 +229,24 @@ class Credentials:
         self._reread_at = time.monotonic() + _REREAD_SECONDS
 
     def signature(self) -> Signature:
-        """Return a value that changes when a channel must be reopened to use the current files."""
+        """Return a value that changes when a channel must be reopened, because its TLS files have changed."""
         return () if self.tls is None else self.tls.signature()
 
     def check_target(self, address: str) -> None:
-        """Check that no token would be sent to another machine in plaintext.
+        """Check that no token will be sent to another machine in plaintext.
 
         Raises:
-            InvalidArgumentError: a token would be sent to another machine without TLS, and `insecure` is not set.
+            InvalidArgumentError: the address is on another machine, TLS is off, and `insecure` is not set.
         """
         if self.sent_secret and self.tls is None and not self._insecure and not is_loopback_target(address):
             raise InvalidArgumentError(
-                f"{self.sent_secret} would be sent to {address} in plaintext, readable on the network; set tls or "
-                f"TQ_TLS_CA. If the network itself is trusted, set insecure or {INSECURE_VARIABLE}=true",
+                f"{self.sent_secret} would be sent to {address} in plaintext, readable by others on the network; set "
+                f"tls or TQ_TLS_CA. If the network itself is trusted, set insecure or {INSECURE_VARIABLE}=true",
                 field="tls",
             )
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments to create the same credentials elsewhere, without secrets."""
+        """Return the arguments to create equal credentials in another process, without secrets."""
         return dict(self._arguments)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -256,10 +257,10 @@ class Credentials:
 
 
 def open_channel(api: Any, address: str, credentials: Credentials, options: Sequence[tuple[str, Any]]) -> Any:
-    """Open a channel for threads or for asyncio, depending on `api`: `grpc` or `grpc.aio`.
+    """Open a synchronous or an asyncio channel, depending on `api`: `grpc` or `grpc.aio`.
 
     Raises:
-        InvalidArgumentError: the credentials cannot be used for this address.
+        InvalidArgumentError: the credentials must not or cannot be used for this address.
     """
     credentials.check_target(address)
     if credentials.tls is None:
@@ -268,20 +269,20 @@ def open_channel(api: Any, address: str, credentials: Credentials, options: Sequ
 
 
 def in_parts(request: bytes, name: str) -> list[bytes]:
-    """Split a serialized request into messages.
+    """Split a serialized request into the messages of a call.
 
     Args:
-        request: the request.
-        name: name of the call, for the error.
+        request: the serialized request.
+        name: name of the call, for error messages.
 
     Raises:
-        InvalidArgumentError: the request is larger than a service accepts.
+        InvalidArgumentError: the request exceeds `MAX_REQUEST_BYTES`.
     """
     size = len(request)
     if size > MAX_REQUEST_BYTES:
         raise InvalidArgumentError(
-            f"the request of {name} has {size} bytes, not counting the values of fields; expected at most "
-            f"{MAX_REQUEST_BYTES}. Write or name fewer samples at once, or use shorter keys, groups and custom_meta",
+            f"the request of {name} has {size} bytes, excluding field values; expected at most {MAX_REQUEST_BYTES}. "
+            "Write or request fewer samples at once, or use shorter keys, groups and custom_meta",
             metadata={"got": str(size), "limit": str(MAX_REQUEST_BYTES)},
         )
     if size < PART_BYTES:
@@ -290,7 +291,7 @@ def in_parts(request: bytes, name: str) -> list[bytes]:
 
 
 def is_loopback_target(address: str) -> bool:
-    """Whether a gRPC target, such as "host:port", is on this machine."""
+    """Return whether a gRPC target, such as "host:port", is on this machine."""
     if address.startswith(("unix:", "unix-abstract:")):
         return True
     endpoint = address.rpartition("/")[2]
@@ -304,7 +305,7 @@ def is_loopback_target(address: str) -> bool:
 
 
 def file_signature(path: FilePath | None) -> tuple[int, int, int] | None:
-    """Return a value that changes when a file is replaced or written to, or None if it does not exist."""
+    """Return a value that changes when a file is replaced or modified, or None if the file does not exist."""
     if path is None:
         return None
     try:
@@ -337,20 +338,21 @@ def _is_set(variable: str) -> bool:
 
 
 _SILENT_SECONDS: Final = 4.0
-_TIMED_OUT: Final = "timed out"  # as returned by `addresses.cause_of`
+_TIMED_OUT: Final = "timed out"  # as in the result of `addresses.cause_of`
 
 
 class Controllers:
-    """Addresses of the controllers, and which controller to call. Safe to use from several threads.
+    """Addresses of the controllers, and the choice of the controller to call. Thread-safe.
 
-    If there are several controllers, one of them leads. A standby names the leader, which is then called even if its
-    address was not given. If the leader does not answer, the given addresses are tried in turn.
+    If there are several controllers, one of them leads. A standby's error contains the leader's address; the leader is
+    then called even if its address was not configured. If the leader does not answer, the configured addresses are
+    tried in turn.
 
     Args:
         addresses: one address, such as a DNS name of all controllers, or several addresses separated by commas.
 
     Attributes:
-        current: the address to call next.
+        current: address of the controller to call next.
         has_several: whether more than one controller is known.
     """
 
@@ -361,7 +363,7 @@ class Controllers:
         self.has_several = len(self._given) > 1
 
     def note(self, asked: str, failure: TqError) -> None:
-        """Choose the controller to call next after a failed call; ignore late failures of other controllers."""
+        """Choose the controller to call after a failed call; ignore failures of controllers other than `current`."""
         if not isinstance(failure, UnavailableError) or asked != self.current:
             return
         leader = ""
@@ -378,5 +380,5 @@ class Controllers:
             self.current = next((each for each in others if not self._is_silent(each)), others[0])
 
     def _is_silent(self, address: str) -> bool:
-        """Whether a controller recently did not answer; other controllers name a paused leader until its lease ends."""
+        """Return whether a call to a controller timed out recently; standbys still name a paused leader."""
         return time.monotonic() - self._silent_at.get(address, -_SILENT_SECONDS) < _SILENT_SECONDS

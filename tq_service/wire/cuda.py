@@ -1,7 +1,7 @@
-"""The parts of `torch.cuda` that the package uses. Tests replace these functions with fakes that need no device.
+"""The functions of `torch.cuda` that this package uses. Tests replace them with fakes that need no device.
 
-Torch is imported only if a tensor is on a device or a device is named. No function here waits for a device, or for a
-stream to drain. Only a thread that calls an event's `synchronize` waits, for the work before that event.
+Torch is imported only if a tensor is on a device or the caller names a device. No function here waits for an entire
+device or stream. Only an event's `synchronize` blocks its thread, until the work before that event is done.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Event(Protocol):
-    """A point in a stream's work."""
+    """A point in the work of a stream."""
 
     def query(self) -> bool:
         """Return whether the stream has reached the event."""
@@ -35,19 +35,19 @@ class Stream(Protocol):
     """A queue of work on a device, executed in order."""
 
     def wait_event(self, event: Any) -> None:
-        """Continue only after an event of another stream."""
+        """Make this stream's further work wait for an event of another stream."""
         ...
 
 
 def load_torch() -> Any:
-    """Import torch and return the module."""
+    """Import and return torch."""
     import torch  # noqa: PLC0415  (torch is optional and slow to import)
 
     return torch
 
 
 def find(name: Any) -> Device:
-    """Return the named device, with its index.
+    """Return the named device, including its index.
 
     Raises:
         InvalidArgumentError: the device does not exist.
@@ -62,21 +62,21 @@ def find(name: Any) -> Device:
     count = cuda.device_count() if cuda.is_available() else 0
     if device.type != "cuda" or (device.index or 0) >= count:
         raise InvalidArgumentError(
-            f"device is {name!r}; expected 'cpu' or one of the {count} CUDA devices that torch sees, from 'cuda:0' on. "
-            "Get the data without a device, and move it afterwards",
+            f"device is {name!r}; expected 'cpu' or one of the {count} CUDA devices that torch detects, starting at "
+            "'cuda:0'. Get the data without a device, and move it afterwards",
             field="device",
         )
     return device if device.index is not None else load_torch().device("cuda", cuda.current_device())
 
 
 def current_stream(device: Device) -> Stream:
-    """Return the current stream of this thread."""
+    """Return this thread's current stream on a device."""
     stream: Stream = load_torch().cuda.current_stream(device)
     return stream
 
 
 def side_streams() -> list[Stream]:
-    """Return the current streams of this thread that are not the default streams of their devices."""
+    """Return this thread's current streams, excluding the default streams of devices."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is None or not cuda.is_initialized():
         return []
@@ -85,7 +85,7 @@ def side_streams() -> list[Stream]:
 
 
 def new_stream(device: Device) -> Stream:
-    """Return a new stream."""
+    """Create a stream on a device."""
     stream: Stream = load_torch().cuda.Stream(device)
     return stream
 
@@ -97,49 +97,49 @@ def using(stream: Stream) -> AbstractContextManager[Any]:
 
 
 def record(stream: Any) -> Event:
-    """Return an event after all work submitted to the stream so far; a thread that waits for the event sleeps."""
+    """Return an event after all work submitted to the stream so far; threads that wait for the event sleep."""
     event: Event = stream.record_event(load_torch().cuda.Event(blocking=True))
     return event
 
 
 def empty(size: int, device: Device, stream: Stream) -> Tensor:
-    """Allocate bytes on the device for use by the stream; raise torch's OutOfMemoryError if the device is full."""
+    """Allocate bytes on a device for use in a stream; raise torch's OutOfMemoryError if the device is full."""
     with using(stream):
         values: Tensor = load_torch().empty(size, dtype=load_torch().uint8, device=device)
     return values
 
 
 def copy(target: Tensor, source: Tensor, stream: Stream) -> None:
-    """Make the stream copy bytes from the host to a device, or back.
+    """Make the stream copy bytes between host and device, in either direction.
 
-    With pinned memory, the call returns at once: the host memory must stay unchanged and pinned until the stream has
-    completed the copy. With pageable memory, the call returns once the bytes have been read or written.
+    If the host memory is pinned, the call returns immediately, and the memory must stay unchanged and pinned until the
+    stream has completed the copy. If it is pageable, the call returns after the bytes have been read or written.
     """
     with using(stream):
         target.copy_(source, non_blocking=True)
 
 
 def used_by(tensor: Tensor, stream: Any) -> None:
-    """Prevent reuse of a freed tensor's memory until the stream has done the work submitted to it by then."""
+    """Prevent reuse of a tensor's memory after its deletion until the stream has finished the work submitted so far."""
     tensor.record_stream(stream)
 
 
 def register(address: int, size: int, device: Device) -> bool:
-    """Pin memory of this process for all devices; return whether the system allowed it.
+    """Pin memory of this process for all devices; return whether the operating system allowed it.
 
-    The driver pins pages for writing. It replaces the pages of a private file mapping with copies. The memfd of a
-    shared mapping cannot be sealed against writing while pages are pinned.
+    The driver pins pages for writing, and would replace pages of a private file mapping by copies. While pages of a
+    shared mapping are pinned, its memfd cannot be sealed against writing.
     """
     with load_torch().cuda.device(device):  # otherwise, the driver would also create a context on the first device
         if int(load_torch().cuda.cudart().cudaHostRegister(address, size, 0)) == 0:
             return True
-        # The driver keeps the error and raises it in this thread's next kernel, so launch one here.
+        # The driver raises the error again in this thread's next kernel, so launch a kernel here to clear the error.
         with suppress(RuntimeError):
             load_torch().zeros(1, device=device)
     return False
 
 
 def unregister(address: int, device: Device) -> None:
-    """Unpin memory before it is unmapped; no copy may use the memory anymore."""
+    """Unpin memory before it is unmapped; no copy may be using the memory anymore."""
     with load_torch().cuda.device(device):
         load_torch().cuda.cudart().cudaHostUnregister(address)

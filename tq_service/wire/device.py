@@ -1,13 +1,14 @@
-"""Tensors on a CUDA device: copies to the host and back, through pinned memory, in parallel with the caller's kernels.
+"""Copies of tensors between a CUDA device and the host, through pinned memory, in parallel with the caller's kernels.
 
 ::
 
     down    caller's stream ── event ──> copy stream ── pinned memory ── event ──> the thread that sends the bytes
     up      pinned memory ──> copy stream ── one arena on the device ── event ──> the caller's stream
 
-A copy waits for one event of the caller's stream, and the caller's stream waits for one event of the copy. Nothing
-waits for the device, or for a stream to drain. If the source or destination is pinned (`host_memory`), such as a region
-shared with the storage service, it is copied directly; otherwise, the bytes pass through pinned blocks.
+A copy waits for one event of the caller's stream, and the caller's stream waits for one event of the copy. No step
+waits for the entire device, or for a stream to finish all of its work. If the source or destination is pinned
+(`host_memory`), such as a region shared with the storage service, the copy is direct. Otherwise, the bytes pass through
+pinned blocks.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ T = TypeVar("T")
 
 # Copying a block takes a fraction of a millisecond, several times as long as the calls that start the copy.
 _BLOCK_BYTES: Final = 8 << 20
-_LARGE_CHUNK_BYTES: Final = 64 << 10  # large enough for a copy that lets other Python threads run
+_LARGE_CHUNK_BYTES: Final = 64 << 10  # large enough for a NumPy copy, during which other Python threads can run
 
 
 def find_device(name: Any) -> Device | None:
-    """Return the named device with its index, or None for the CPU.
+    """Return the named device, including its index, or None for the CPU.
 
     Raises:
         InvalidArgumentError: the device does not exist, torch is not installed, or `TQ_PINNED_BYTES` is not a number.
@@ -53,7 +54,7 @@ def find_device(name: Any) -> Device | None:
 
 
 def on_these_streams(work: Callable[[], T]) -> Callable[[], T]:
-    """Wrap work for another thread, so it runs with this thread's current streams."""
+    """Wrap work for another thread, to use the current streams of the calling thread there."""
     streams = cuda.side_streams()
     if not streams:
         return work
@@ -71,16 +72,16 @@ _streams: dict[tuple[Device, str], cuda.Stream] = {}
 
 
 def copy_stream(device: Device, direction: Literal["up", "down"]) -> cuda.Stream:
-    """Return this process's stream for copies to a device, or from a device."""
-    # If two threads create a stream at the same time, both use the one that is stored first.
+    """Return this process's stream for copies from the host to a device ("up"), or back ("down")."""
+    # If two threads create a stream at the same time, both use the stream that is stored first.
     return _streams.get((device, direction)) or _streams.setdefault((device, direction), cuda.new_stream(device))
 
 
 class DeviceBytes:
-    """The bytes of a tensor on a device, in row-major order. Slices are DeviceBytes as well.
+    """The bytes of a tensor on a device, in row-major order. A slice is also a DeviceBytes.
 
     Attributes:
-        device: the device.
+        device: device of the tensor.
     """
 
     __slots__ = ("_ready", "_values", "device")
@@ -92,9 +93,9 @@ class DeviceBytes:
 
     @classmethod
     def of(cls, tensor: Tensor) -> DeviceBytes:
-        """Return the bytes of a tensor as of the work submitted to the current stream so far."""
+        """Return the bytes that a tensor has after the work submitted to the current stream so far."""
         plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        # Not reshape: a single value counts as contiguous with any stride, which view does not accept.
+        # Do not use reshape here: view rejects some strides of a single value that still count as contiguous.
         values = plain.as_strided((plain.numel(),), (1,)).view(cuda.load_torch().uint8)
         return cls(values, cuda.record(cuda.current_stream(plain.device)))
 
@@ -105,8 +106,8 @@ class DeviceBytes:
         return DeviceBytes(self._values[part], self._ready)
 
     def copy_to(self, target: Bytes) -> cuda.Event:
-        """Start copying the bytes to the host, and return the event after the copy; keep both alive until then."""
-        self._ready.synchronize()  # blocks this thread, not the stream: other callers' copies use the stream too
+        """Start copying the bytes to `target`; return an event after the copy. Keep both objects alive until then."""
+        self._ready.synchronize()  # blocks this thread instead of the stream, which other callers' copies also use
         stream = copy_stream(self.device, "down")
         cuda.copy(cuda.load_torch().from_numpy(target), self._values, stream)
         return cuda.record(stream)
@@ -117,9 +118,9 @@ Chunk: TypeAlias = memoryview | DeviceBytes
 
 
 def on_host(chunks: Iterable[Chunk]) -> Iterator[list[memoryview]]:
-    """Yield the bytes of chunks on the host, in order. Each device block is copied while the previous one is used.
+    """Yield the bytes of chunks on the host, in order. The next device block is copied while the caller uses a block.
 
-    Drop each list before requesting the next one, so its memory can be reused.
+    Delete each yielded list before requesting the next one, so its memory can be reused.
     """
     here: list[memoryview] = []
     copies: deque[tuple[cuda.Event, Bytes, DeviceBytes]] = deque()
@@ -148,15 +149,15 @@ def on_host(chunks: Iterable[Chunk]) -> Iterator[list[memoryview]]:
         if here:
             yield here
     finally:
-        for event, *_ in copies:  # if the caller stops early
+        for event, *_ in copies:  # in case the caller stops iterating early
             event.synchronize()
 
 
 def copy_to_host(target: Bytes, chunks: Iterable[Chunk]) -> None:
-    """Copy chunks into host memory one after another, directly from a device if the memory is pinned."""
+    """Copy chunks into host memory one after another, directly from a device if the host memory is pinned."""
     view, end = target.data, 0
     pin = PINNED.find(target)
-    copies: list[tuple[cuda.Event, DeviceBytes]] = []  # the device may reuse memory of a chunk that is gone
+    copies: list[tuple[cuda.Event, DeviceBytes]] = []  # chunks stay referenced, so the device cannot reuse their memory
 
     def copy(start: int, source: memoryview) -> int:
         end = start + len(source)
@@ -182,14 +183,14 @@ def copy_to_host(target: Bytes, chunks: Iterable[Chunk]) -> None:
 
 
 def copied(chunk: DeviceBytes) -> memoryview:
-    """Copy bytes from a device into new host memory."""
+    """Copy bytes from a device to new host memory."""
     data = np.empty(len(chunk), np.uint8)
     copy_to_host(data, [chunk])
     return data.data
 
 
 def to_cpu(tensor: Tensor) -> Tensor:
-    """Copy the values of a tensor on a device to a contiguous tensor on the CPU."""
+    """Copy a tensor from a device to a contiguous tensor on the CPU."""
     torch = cuda.load_torch()
     values: Tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
     copy_to_host(values.reshape(-1).view(torch.uint8).numpy(), [DeviceBytes.of(tensor)])
@@ -197,13 +198,13 @@ def to_cpu(tensor: Tensor) -> Tensor:
 
 
 def upload(arrays: Sequence[Bytes], device: Device) -> list[Tensor]:
-    """Copy host arrays of bytes `(size,)` to a device; return views of one arena, each at a multiple of 64 bytes.
+    """Copy byte arrays `(size,)` from the host to a device; return views of one arena, aligned to 64 bytes.
 
-    Adjacent arrays in pinned memory are copied in one step; arrays in pageable memory pass through pinned blocks. The
-    current stream waits for the copies, but this thread does not. Do not write to the arrays afterwards.
+    Adjacent arrays in pinned memory are copied in one step. Arrays in pageable memory pass through pinned blocks. The
+    device's current stream waits for the copies, but this thread does not. Do not modify the arrays afterwards.
 
     Raises:
-        torch.OutOfMemoryError: the device is full; no memory is retained.
+        torch.OutOfMemoryError: the device is out of memory; no memory is retained.
     """
     pins = [PINNED.find(array) if array.size else None for array in arrays]
     addresses = [array.ctypes.data for array in arrays]
@@ -242,7 +243,7 @@ def upload(arrays: Sequence[Bytes], device: Device) -> list[Tensor]:
 
 
 def _blocks(waiting: deque[tuple[int, Bytes]], start: int, end: int, device: Device) -> Iterator[tuple[int, Bytes]]:
-    """Yield the bytes from `start` to `end` of an arena in pinned blocks, each with its start."""
+    """Yield the bytes from `start` to `end` of an arena in pinned blocks, each with its offset in the arena."""
     while start < end:
         stop = min(start + _BLOCK_BYTES, end)
         block = BLOCKS.take(_BLOCK_BYTES, device)[: stop - start]
@@ -257,5 +258,5 @@ def _blocks(waiting: deque[tuple[int, Bytes]], start: int, end: int, device: Dev
 
 
 def copy_on_device(target: Tensor, source: Tensor) -> None:
-    """Make the current stream copy a tensor to another tensor of the same shape on the same device."""
+    """Make the current stream copy a tensor to another tensor with the same shape and device."""
     cuda.copy(target.detach(), source, cuda.current_stream(target.device))

@@ -1,4 +1,4 @@
-"""Builds columns from callers' data: tensors, arrays, nested tensors, lists of them, and lists of objects."""
+"""Encoding of user data as columns: tensors, arrays, nested tensors, lists of these, and lists of objects."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ from tq_service.wire.objects import encode_objects, no_collection
 
 T = TypeVar("T")
 _GATHER_BELOW_BYTES: Final = 64 << 10
-"""Rows below this mean size, and rows on a device, are concatenated first; others are sent as separate views."""
+"""Mean row size below which rows are concatenated, as on devices; larger rows are sent as separate views."""
 
-_AT_ONCE: Final = 1 << 16  # objects that Python processes in one call, while no other thread runs
+_AT_ONCE: Final = 1 << 16  # objects processed in one call into C, which blocks other threads
 _LISTS_AT_ONCE: Final = 1 << 10
-_OBJECT_KINDS: Final = "OUST"  # kinds of numpy dtypes
+_OBJECT_KINDS: Final = "OUST"  # kinds of NumPy dtypes whose values are objects or text
 
 
 def encode_columns(data: Any, known: Mapping[str, FieldSpec] | None = None) -> list[SourceColumn]:
     """Encode the columns of a put, without copying tensors that are contiguous and on the CPU.
 
-    Tensors on a device stay there; their bytes are read as of the work submitted to the current stream so far.
+    Tensors on a device are not copied to the host. The bytes of a tensor are read after the current stream's work.
 
     Args:
-        data: a TensorDict with one batch dimension, or a mapping of field names to columns of `n` rows each: a tensor
-            or array `(n, ...)`; a nested tensor, or a list of tensors or arrays of one or more dimensions (jagged); a
-            list of numbers or 0-dim tensors (dense scalars: int becomes int64, float becomes float64); a list of lists
-            of numbers (jagged, or dense if all have the same length); a list of anything else (objects). See
-            `non_tensor_rows` for `NonTensorData`.
-        known: fields that the partition knows. An object field accepts any list. In a tensor field, lists of nested
-            lists of numbers, and lists of empty lists, become tensors as well. Objects become text if all are str,
-            bytes if all are bytes, and msgpack otherwise.
+        data: a TensorDict with one batch dimension, or a mapping of field names to columns of `n` rows each. A tensor
+            or array `(n, ...)` becomes a dense column. A nested tensor, or a list of tensors or arrays with one or more
+            dimensions, becomes jagged. A list of numbers or 0-dim tensors becomes dense scalars (int64 for int, float64
+            for float). A list of lists of numbers becomes jagged, or dense if all have the same length. A list of other
+            values becomes a column of objects. See `non_tensor_rows` for `NonTensorData`.
+        known: specs of fields that exist in the partition. Object fields accept any list. In tensor fields, nested
+            lists of numbers and empty lists also become tensors. Objects become text if all are str, bytes if all are
+            bytes, and msgpack otherwise.
 
     Raises:
-        InvalidArgumentError: there are no fields or rows, row counts differ, or values do not fit into any column.
-        UnsupportedObjectError: an object would need pickle.
+        InvalidArgumentError: there are no fields or rows, row counts differ, or values do not fit into a column.
+        UnsupportedObjectError: an object could only be encoded with pickle.
     """
     columns = [
         _encode_column(_checked_name(name), values, (known or {}).get(name)) for name, values in _fields_of(data)
@@ -82,14 +82,14 @@ def encode_columns(data: Any, known: Mapping[str, FieldSpec] | None = None) -> l
 
 
 def encode_appended(data: Any, known: Mapping[str, FieldSpec]) -> list[SourceColumn]:
-    """Encode the columns of an append, which are jagged in the first dimension of their rows.
+    """Encode the columns of an append. All of them become jagged in the first dimension of their rows.
 
     Args:
-        data: as for `encode_columns`; rows have one or more dimensions.
-        known: fields that the partition knows.
+        data: the columns, as for `encode_columns`; rows need one or more dimensions.
+        known: specs of fields that exist in the partition.
 
     Raises:
-        InvalidArgumentError: a column has scalars, objects, or rows that differ in another dimension; see also
+        InvalidArgumentError: a column contains scalars or objects, or rows that differ in another dimension; see also
             `encode_columns`.
     """
     names = [name for name, _ in _fields_of(data)]
@@ -101,8 +101,8 @@ def _ragged(column: SourceColumn) -> SourceColumn:
     spec, shape = column.spec, column.spec.row_shape
     if spec.layout is Layout.OBJECT or not shape or spec.ragged_dims not in {(), (0,)}:
         raise InvalidArgumentError(
-            f"field {spec.name!r} is {spec.describe()}; expected a tensor or a list of numbers per sample, differing "
-            "only in the first dimension. Put fields of other kinds instead of appending to them",
+            f"field {spec.name!r} is {spec.describe()}; expected one tensor or list of numbers per sample, differing "
+            "only in the first dimension. Use put, not append, for other fields",
             field="data",
             metadata={"field_name": spec.name},
         )
@@ -112,7 +112,7 @@ def _ragged(column: SourceColumn) -> SourceColumn:
 
 
 def has_lists(data: Any) -> bool:
-    """Whether data has a list column, whose encoding depends on the known field."""
+    """Return whether a column is a list, whose encoding depends on the spec of an existing field."""
     is_mapping = isinstance(data, Mapping) and not _is_tensordict(data)
     return is_mapping and any(isinstance(values, (list, tuple)) for values in data.values())
 
@@ -132,13 +132,13 @@ def _fields_of(data: Any) -> list[tuple[Any, Any]]:
         return _fields_of_tensordict(data)
     if not isinstance(data, Mapping):
         raise InvalidArgumentError(
-            f"data is a {type(data).__name__}; put a TensorDict or a dict of columns", field="data"
+            f"data is a {type(data).__name__}; expected a TensorDict or a dict of columns", field="data"
         )
     return list(data.items())
 
 
 def _is_tensordict(value: Any) -> bool:
-    # While another thread is still importing tensordict, the function is missing, so no TensorDict can exist.
+    # While another thread is importing tensordict, the attribute may be missing; no TensorDict can exist before that.
     is_tensor_collection = getattr(sys.modules.get("tensordict"), "is_tensor_collection", None)
     return is_tensor_collection is not None and bool(is_tensor_collection(value))
 
@@ -146,14 +146,15 @@ def _is_tensordict(value: Any) -> bool:
 def _fields_of_tensordict(data: Any) -> list[tuple[Any, Any]]:
     if data.batch_dims != 1:
         raise InvalidArgumentError(
-            f"the TensorDict has batch_size {tuple(data.batch_size)}; expected one batch dimension, the samples",
+            f"the TensorDict has batch_size {tuple(data.batch_size)}; expected one batch dimension, with one entry per "
+            "sample",
             field="data",
         )
     fields: list[tuple[Any, Any]] = []
-    for name in data.keys():  # noqa: SIM118  (iterating a TensorDict gives rows)
+    for name in data.keys():  # noqa: SIM118  (iterating over a TensorDict yields rows)
         try:
             fields.append((name, data.get(name)))
-        except RuntimeError:  # a lazy stack whose rows differ in shape
+        except RuntimeError:  # raised for a lazy stack whose rows differ in shape
             fields.append((name, data.get(name, as_list=True)))
     return fields
 
@@ -173,7 +174,8 @@ def _encode_column(name: str, values: Any, known: FieldSpec | None) -> SourceCol
         return _encode_list(name, non_tensor_rows(name, values), _objects_unless_tensors(name, known))
     if not isinstance(values, (list, tuple)):
         raise InvalidArgumentError(
-            f"field {name!r} is a {type(values).__name__}; put a tensor, an array or a list of one value per sample",
+            f"field {name!r} is a {type(values).__name__}; expected a tensor, an array or a list with one value per "
+            "sample",
             field="data",
         )
     return _encode_list(name, values, known)
@@ -184,25 +186,25 @@ def _holds_tensors(known: FieldSpec | None) -> bool:
 
 
 def _objects_unless_tensors(name: str, known: FieldSpec | None) -> FieldSpec | None:
-    """Return the field for rows from a container of objects: an object field, unless it is a known tensor field."""
+    """Return the spec for rows from an object container: `known` if it is a tensor field, otherwise an object field."""
     return known if _holds_tensors(known) else FieldSpec(name, layout=Layout.OBJECT)
 
 
 def _rows_of_array(array: NDArray[Any]) -> list[Any]:
-    """Return the rows of an array: objects unchanged, text as Python strings."""
+    """Return the rows of an array; objects stay unchanged, and text becomes Python strings."""
     return list(array) if array.dtype.kind not in "UST" else array.tolist()
 
 
 def non_tensor_rows(name: str, values: Any) -> list[Any]:
-    """Return the rows of a `NonTensorStack` or `NonTensorData`, as tensordict's `tolist()` returns them.
+    """Return the rows of a `NonTensorStack` or `NonTensorData`, like tensordict's `tolist()`.
 
-    A `NonTensorData` is one value for all its rows, even if the value is a list. There are two exceptions. An array of
-    objects or text with one item per row contains the rows, since a TensorDict creates such an array from lists and
-    arrays. And the value of a `NonTensorData` without a batch dimension, outside of a TensorDict, contains the rows if
-    it is a list, a tuple or an array.
+    A `NonTensorData` usually contains a single value for all rows, even if the value is a list. There are two
+    exceptions. An array of objects or text with one item per row contains the rows, because a TensorDict stores lists
+    and arrays that way. A `NonTensorData` outside a TensorDict, without a batch dimension, contains the rows if
+    its value is a list, a tuple or an array.
 
     Raises:
-        InvalidArgumentError: the `NonTensorData` is one value for an unknown number of rows.
+        InvalidArgumentError: the `NonTensorData` is a single value, and the number of rows is unknown.
     """
     items = values.data if isinstance(values, sys.modules["tensordict"].NonTensorData) else None
     array = items if isinstance(items, np.ndarray) and items.ndim else None
@@ -222,7 +224,7 @@ def non_tensor_rows(name: str, values: Any) -> list[Any]:
 
 def _encode_dense(name: str, values: Any) -> SourceColumn:
     if not values.ndim:
-        raise InvalidArgumentError(f"field {name!r} is a scalar; its first dimension must be the samples", field="data")
+        raise InvalidArgumentError(f"field {name!r} is a scalar; expected one value per sample", field="data")
     dtype, chunk = _bytes_of(name, values)
     spec = FieldSpec(name, dtype, Layout.DENSE, tuple(map(int, values.shape[1:])))
     return _column(spec, int(values.shape[0]), None, (chunk,))
@@ -237,7 +239,7 @@ def _bytes_of(name: str, values: Any) -> tuple[str, Chunk]:
 
 
 def _check_values(name: str, values: Any) -> None:
-    """Reject tensors and arrays that do not consist of plain values only."""
+    """Reject tensors and arrays that contain more than plain values, or no values."""
     if not is_tensor(values):
         problem = "a masked array, whose mask would be lost; fill it first" if np.ma.isMaskedArray(values) else ""
     elif values.is_nested:
@@ -263,14 +265,14 @@ def _column(spec: FieldSpec, row_count: int, extents: Extents | None, chunks: tu
 
 
 def _encode_nested(name: str, values: Any) -> SourceColumn:
-    """Encode a nested tensor; the usual form (packed, and ragged in the first dimension) is not copied."""
+    """Encode a nested tensor, without a copy if it is packed and ragged in the first dimension, as usual."""
     torch = sys.modules["torch"]
     nested = values.detach()
     if nested.layout is not torch.jagged:
         rows = list(nested.unbind())
         alike = all(row.shape == rows[0].shape for row in rows)
         return _encode_rows(name, rows, (0,) if alike else ())
-    ragged_dim = int(nested._ragged_idx) - 1  # torch has no public name for it
+    ragged_dim = int(nested._ragged_idx) - 1  # torch lacks a public attribute for it
     if ragged_dim or nested.lengths() is not None:
         try:
             rows = list(nested.unbind())
@@ -291,16 +293,17 @@ def _inconsistent(name: str, nested: Any) -> InvalidArgumentError:
     return InvalidArgumentError(
         f"field {name!r} is a nested tensor with values of shape {tuple(nested.values().shape)}, but its offsets "
         f"{nested.offsets().tolist()[:8]} do not divide them into rows along ragged dimension {nested._ragged_idx}; "
-        "recreate it from its rows, for example with torch.nested.as_nested_tensor(rows, layout=torch.jagged)",
+        "recreate the nested tensor from its rows, for example with torch.nested.as_nested_tensor(rows, "
+        "layout=torch.jagged)",
         field="data",
     )
 
 
 def _encode_list(name: str, values: Sequence[Any], known: FieldSpec | None) -> SourceColumn:
     if not values:
-        return _encode_dense(name, np.zeros(0, np.float32))  # rejected later, like any data with 0 rows
+        return _encode_dense(name, np.zeros(0, np.float32))  # rejected later, like all data with 0 rows
     kinds = _kinds(values)
-    if any(map(_is_non_tensor, kinds.values())):  # from iterating a NonTensorStack
+    if any(map(_is_non_tensor, kinds.values())):  # from iterating over a NonTensorStack
         values = [value.tolist() if _is_non_tensor(value) else value for value in values]
         kinds, known = _kinds(values), _objects_unless_tensors(name, known)
     if known is None or known.layout is not Layout.OBJECT:
@@ -315,7 +318,7 @@ def _parts(values: Sequence[T], size: int = _AT_ONCE) -> Iterator[Sequence[T]]:
 
 
 def _kinds(values: Sequence[Any]) -> dict[type, Any]:
-    """Return the types of values, each with one example."""
+    """Return the types of the values, each with one value as an example."""
     kinds: dict[type, Any] = {}
     for part in _parts(values):
         for kind in set(map(type, part)) - kinds.keys():
@@ -328,13 +331,13 @@ def _is_non_tensor(value: Any) -> bool:
 
 
 def _encode_tensors(name: str, values: Sequence[Any], kinds: set[type], known: FieldSpec | None) -> SourceColumn | None:
-    """Encode rows of tensors, arrays, numbers or lists of numbers as a tensor column; return None for other rows."""
-    # Check types rather than values, since there are few types.
+    """Encode rows of tensors, arrays, numbers or number lists as a tensor column; return None for any other rows."""
+    # Check types instead of values, because there are only a few types.
     are_arrays = all(issubclass(kind, np.ndarray) or is_tensor_type(kind) for kind in kinds)
     if are_arrays and all(row.dtype.kind not in _OBJECT_KINDS for row in values if isinstance(row, np.ndarray)):
         try:
             return _encode_arrays(name, values)
-        except (AttributeError, RuntimeError):  # torch's error does not name the field
+        except (AttributeError, RuntimeError):  # torch's message does not contain the field's name
             for row in values:
                 _check_values(name, row)
             raise
@@ -345,16 +348,16 @@ def _encode_tensors(name: str, values: Sequence[Any], kinds: set[type], known: F
 
 
 def _as_numbers(values: Sequence[Any], kinds: set[type]) -> NDArray[Any] | None:
-    """Return Python numbers, or numbers of one numpy type, as an array that represents each exactly, or None."""
+    """Convert Python numbers, or numbers of one numpy type, to an array; return None if that would be inexact."""
     is_numpy = len(kinds) == 1 and issubclass(next(iter(kinds)), (np.number, np.bool_))
     return np.concatenate(list(map(np.array, _parts(values)))) if is_numpy else exact_numbers(values, kinds)
 
 
 def _encode_number_lists(name: str, values: Sequence[list[Any]], known: FieldSpec | None) -> SourceColumn | None:
-    """Encode rows of lists of numbers as a tensor column; return None for other lists.
+    """Encode rows that are lists of numbers as a tensor column; return None for other lists.
 
-    Empty lists may be lists of anything, and not all nested lists have a regular shape. Both become tensors only in a
-    known tensor field, so the kind of a field does not depend on the values of the first put.
+    Empty lists could contain any type, and nested lists may have an irregular shape. Empty and nested lists become
+    tensors only in an existing tensor field. The kind of a field thus does not depend on the values of the first put.
     """
     items: list[Any] = []
     for some in _parts(values, _LISTS_AT_ONCE):
@@ -365,7 +368,7 @@ def _encode_number_lists(name: str, values: Sequence[list[Any]], known: FieldSpe
             parts = [_unnested(row) for row in values]
             items = list(chain.from_iterable(part for _, part in parts))
             shapes = [shape for shape, _ in parts]
-        # An empty row reveals neither its further dimensions nor its dtype.
+        # The dtype and any further dimensions of an empty row are unknown.
         full = next((shape for shape in shapes if 0 not in shape), known.row_shape or ())
         shapes = [shape + tuple(max(size, 0) for size in full[len(shape) :] if 0 in shape) for shape in shapes]
         if not items:
@@ -377,7 +380,7 @@ def _encode_number_lists(name: str, values: Sequence[list[Any]], known: FieldSpe
 
 
 def _unnested(row: list[Any]) -> tuple[tuple[int, ...], list[Any]]:
-    """Return the shape of nested lists, as far as the shape is regular, and their items."""
+    """Return the shape of nested lists, up to the dimension where it becomes irregular, and the items at that depth."""
     shape: tuple[int, ...] = (len(row),)
     items = row
     while items and set(map(type, items)) == {list} and len(set(map(len, items))) == 1:
@@ -394,7 +397,8 @@ def _encode_arrays(name: str, values: Sequence[Any]) -> SourceColumn:
     dim_counts = {row.ndim for row in rows}
     if len(dim_counts) > 1:
         raise InvalidArgumentError(
-            f"field {name!r} has rows of {min(dim_counts)} and of {max(dim_counts)} dimensions; use the same in all",
+            f"field {name!r} has rows of {min(dim_counts)} and of {max(dim_counts)} dimensions; use the same number in "
+            "all rows",
             field="data",
         )
     dtypes = {row.dtype for row in rows}
@@ -411,12 +415,13 @@ def _as_tensor(name: str, array: NDArray[Any]) -> Any:
 
 
 def _encode_rows(name: str, rows: list[Any], ragged_dims: Sequence[int] = ()) -> SourceColumn:
-    """Encode rows of one dtype and of one or more dimensions as a column.
+    """Encode rows with the same dtype, and with one or more dimensions, as a column.
 
     Args:
-        name: the field.
-        rows: tensors, or arrays.
-        ragged_dims: dimensions to make ragged, in addition to those in which rows differ; without any, it is dense.
+        name: name of the field.
+        rows: the rows, as tensors or as arrays.
+        ragged_dims: dimensions to make ragged even if all rows agree in them. Without ragged dimensions, the column is
+            dense.
     """
     shapes = [tuple(row.shape) for row in rows]
     is_small = sum(row.nbytes for row in rows) < _GATHER_BELOW_BYTES * len(rows)
@@ -443,7 +448,7 @@ def _tensor_column(
 
 
 def _concatenate(rows: list[Any]) -> Any:
-    """Return the concatenated values of tensors or arrays."""
+    """Return the values of all tensors or arrays, concatenated."""
     flat = rows if rows[0].ndim == 1 else [row.reshape(-1) for row in rows]
     if not is_tensor(rows[0]):
         return np.concatenate(flat)
@@ -456,7 +461,7 @@ def _encode_objects(name: str, values: Sequence[Any], kinds: set[type]) -> Sourc
     if kinds == {str}:
         try:
             return _objects_column(name, Encoding.TEXT, values, lambda part, _: [text.encode() for text in part])
-        except UnicodeEncodeError:  # a lone surrogate, which msgpack supports here and UTF-8 does not
+        except UnicodeEncodeError:  # a lone surrogate, which msgpack supports here, unlike UTF-8
             pass
     elif kinds <= {bytes, bytearray, memoryview}:
         return _objects_column(name, Encoding.BYTES, values, lambda part, _: list(map(bytes, part)))
@@ -469,7 +474,7 @@ def _encode_objects(name: str, values: Sequence[Any], kinds: set[type]) -> Sourc
 def _objects_column(
     name: str, encoding: Encoding, values: Sequence[Any], encode: Callable[[Sequence[Any], int], list[bytes]]
 ) -> SourceColumn:
-    """Return a column of objects; `encode` receives a part of the objects, and the position of the first."""
+    """Encode a column of objects. `encode` is called with a slice of the objects and the slice's start position."""
     sizes, chunks = [], []
     for number, part in enumerate(_parts(values)):
         blobs = encode(part, number * _AT_ONCE)

@@ -1,8 +1,8 @@
 """Conversion of errors to and from gRPC statuses.
 
-An error is sent as `google.rpc.Status` with `ErrorInfo` (its reason and metadata), `BadRequest` if an argument is
-named, and `RetryInfo` if a later retry may help. The client raises the same class, or the class for the code if the
-reason has no class.
+An error is sent as `google.rpc.Status` with `ErrorInfo` (reason and metadata), with `BadRequest` if the error names an
+argument, and with `RetryInfo` if a later retry may succeed. The client raises the class that belongs to the reason, or
+else the class that belongs to the status code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tq_service.wire.messages import to_duration
 DOMAIN: Final = "tq_service"
 STATUS_TRAILER: Final = "grpc-status-details-bin"
 
-# HTTP/2 trailers are limited to 8 KiB by default, and contain a message twice, once percent-encoded.
+# HTTP/2 trailers are limited to 8 KiB by default, and contain each message twice, once percent-encoded.
 MAX_MESSAGE_BYTES: Final = 1024
 MAX_METADATA_VALUE_BYTES: Final = 256
 MAX_METADATA_BYTES: Final = 1024
@@ -36,27 +36,27 @@ ERROR_CLASSES: Final = frozenset(
 
 _CLASS_BY_REASON: Final = {kind.reason: kind for kind in ERROR_CLASSES - {errors.TqError}}
 
-# gRPC itself, a proxy or a newer server may send a code without a known reason. The code's name is then the reason,
-# except for these codes.
+# gRPC, a proxy or a newer server may send a code without a known reason. The reason is then the name of the code, with
+# these exceptions.
 _LIKE: Final = {_CODE.OUT_OF_RANGE: "INVALID_ARGUMENT", _CODE.ABORTED: "FAILED_PRECONDITION"}
 
 _CLOSED_HERE: Final = "Channel closed!"
-"""gRPC's message for a call whose channel was closed by this process."""
+"""gRPC's message for a call whose channel was closed in this process."""
 _TOO_LARGE: Final = re.compile(r"message larger than max \((\d+) vs\. (\d+)\)")
-"""gRPC's error text when a receiver refuses a message because of its size."""
+"""Pattern of gRPC's message when a receiver rejects a message that is too large."""
 
 
 def code_of(error: errors.TqError) -> grpc.StatusCode:
-    """Return the gRPC code of an error."""
+    """Return the gRPC status code of an error."""
     return _CODE[error.code]
 
 
 def to_status(error: errors.TqError, **facts: str) -> Status:
-    """Return an error as `google.rpc.Status`, with texts truncated to fit in trailers.
+    """Convert an error to `google.rpc.Status`; long texts are truncated to fit in trailers.
 
     Args:
-        error: the error.
-        **facts: additional metadata.
+        error: the error to convert.
+        **facts: additional metadata for `ErrorInfo`.
     """
     message = _cut(error.message, MAX_MESSAGE_BYTES)
     details: list[Message] = [
@@ -78,7 +78,7 @@ def to_status(error: errors.TqError, **facts: str) -> Status:
 
 
 def status_from_trailers(trailers: Iterable[Any] | None) -> Status | None:
-    """Return the `google.rpc.Status` in the trailing metadata of a call, or None if it is missing or unreadable."""
+    """Return the `google.rpc.Status` from a call's trailing metadata, or None if it is missing or unreadable."""
     for key, value in trailers or ():
         if key == STATUS_TRAILER and isinstance(value, bytes):
             try:
@@ -89,13 +89,13 @@ def status_from_trailers(trailers: Iterable[Any] | None) -> Status | None:
 
 
 def from_rpc_error(code: grpc.StatusCode, details: str | None, status: Status | None) -> errors.TqError:
-    """Return the error with which a call ended.
+    """Convert the outcome of a failed call to an error.
 
     Args:
-        code: the call's status code.
-        details: the call's message.
-        status: the status in the trailers (`status_from_trailers`); None if gRPC itself or a proxy answered, so only
-            the code determines the class.
+        code: status code of the call.
+        details: message of the call.
+        status: status from the trailers (`status_from_trailers`). None if gRPC or a proxy answered; the code then
+            determines the class.
     """
     info, violation, retry = ErrorInfo(), BadRequest(), RetryInfo()
     has_info = has_retry = False
@@ -122,17 +122,17 @@ def _class_of(code: grpc.StatusCode) -> type[errors.TqError]:
 
 def _from_code(code: grpc.StatusCode, message: str) -> errors.TqError:
     if code is _CODE.CANCELLED and message != _CLOSED_HERE:
-        # A service that stops cancels the calls that are still running when its grace period ends.
+        # A stopping service cancels the calls that are still running when its grace period ends.
         return errors.UnavailableError(f"the call was interrupted in transit, or by a stopping service ({message})")
     if code is _CODE.UNIMPLEMENTED:
         return errors.InternalError(
-            f"the server does not know this call ({message}); client and server have different versions, or the "
+            f"the server does not support this call ({message}); client and server have different versions, or the "
             "address belongs to another service"
         )
     if code is _CODE.RESOURCE_EXHAUSTED and (sizes := _TOO_LARGE.search(message)) is not None:
         return errors.ResourceExhaustedError(
-            f"a message of this call has {sizes[1]} bytes, more than the {sizes[2]} that its receiver accepts; request "
-            "or send less at once, send a large request in parts (docs/protocol.md), or raise the client's "
+            f"a message of this call has {sizes[1]} bytes, more than the {sizes[2]} bytes that its receiver accepts; "
+            "request or send less per call, send a large request in parts (docs/protocol.md), or raise the client's "
             f"grpc.max_receive_message_length ({message})",
             metadata={"limit_name": "message size", "got": sizes[1], "limit": sizes[2]},
         )

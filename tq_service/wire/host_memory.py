@@ -2,19 +2,19 @@
 
 ::
 
-    BLOCKS   take: an unused block or a new one -> array -> its last view is gone -> unused -> reused, or freed
-    PINNED   pin: registered with the driver, once -> Pin -> the last reference to it is gone -> stays registered
-             until others need its share of TQ_PINNED_BYTES, or it is unmapped
+    BLOCKS   take: an unused or new block -> array -> last view is deleted -> unused -> reused or freed
+    PINNED   pin: registered with the driver once -> Pin -> last reference is deleted -> stays registered until
+             others need its share of TQ_PINNED_BYTES, or it is unmapped
 
-Mapping new pages takes the system longer than receiving the bytes. Gets of 256 MiB varied from 0.5 to 2.2 GB/s, and the
-entire difference was system time. A training loop receives batches of similar size and drops them, so a few blocks are
-enough for all batches.
+The operating system needs more time to map new pages than to receive the bytes. In measurements, gets of 256 MiB varied
+from 0.5 to 2.2 GB/s, and the entire difference was system time. A training loop receives and drops batches of similar
+size, so a few blocks are enough for all batches.
 
 Blocks for a device, buffers filled by loader workers, and regions of a storage service on this host are pinned. Copies
-of pageable memory are several times slower. Pageable memory is used if the limit of pinned memory is reached, or if the
-system refuses to pin more.
+of pageable memory would be several times slower. Memory stays pageable if the limit of pinned memory is reached or the
+operating system refuses to pin more.
 
-Arrays can be garbage-collected at any point in any thread, so their finalizers use no locks.
+Arrays can be garbage-collected at any time in any thread, so their finalizers do not use locks.
 """
 
 from __future__ import annotations
@@ -46,36 +46,36 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 ALIGNMENT_BYTES: Final = 64
-"""Alignment of columns that share a block of memory."""
+"""Alignment in bytes of columns that share a block of memory."""
 
 LIMIT_VARIABLE: Final = "TQ_PINNED_BYTES"
 _DEFAULT_LIMIT_BYTES: Final = 1 << 30
 
-# Below this size, malloc reuses memory well enough; see `keep_frame_buffers`.
+# For blocks below this size, malloc reuses memory well enough; see `keep_frame_buffers`.
 _SMALL_BYTES: Final = 4 << 20
-# Enough for batches of a GiB; a process with smaller batches keeps only the few blocks used in the last minute.
+# Enough for batches of 1 GiB. A process with smaller batches keeps only the few blocks that it used in the last minute.
 _KEPT_BYTES: Final = 2 << 30
 _KEPT_SECONDS: Final = 60.0
-# A block may be this much larger than requested: batch sizes are similar, not equal.
+# Maximum ratio of a reused block's size to the requested size; above 1, because batches are similar in size, not equal.
 _MOST_SLACK: Final = 1.25
 
 
 def aligned(size: int) -> int:
-    """Return the next multiple of the alignment of columns."""
+    """Round a size up to a multiple of the column alignment."""
     return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def place_columns(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Return the start of each column when columns of these sizes share a block of memory, and the total size."""
+    """Return the offset of each column if columns of these sizes share a block of memory, and the block's size."""
     *starts, end = accumulate(map(aligned, sizes), initial=0)
     return starts, end
 
 
 class Pin:
-    """Memory that is pinned as long as this object exists.
+    """Keeps memory pinned while this object exists.
 
     Attributes:
-        mapping: the memory.
+        mapping: the pinned memory.
     """
 
     __slots__ = ("__weakref__", "mapping")
@@ -86,7 +86,7 @@ class Pin:
 
 @dataclass(slots=True, eq=False)
 class _Pinned:
-    """A pinned mapping, and its `Pin` while it is in use."""
+    """A pinned mapping, with its `Pin` while it is in use."""
 
     address: int
     size: int
@@ -95,7 +95,7 @@ class _Pinned:
     pin: Callable[[], Pin | None] = lambda: None
 
     def use(self) -> Pin | None:
-        """Return the pin of the mapping, or None if the mapping is being unmapped."""
+        """Return the mapping's pin, or None if the mapping is being unmapped."""
         mapping = self.mapping()
         pin = self.pin() or (None if mapping is None else Pin(mapping))
         if pin is not None:
@@ -104,32 +104,32 @@ class _Pinned:
 
 
 class PinnedMemory:
-    """Pins mappings up to a limit; unused ones are unpinned for others, least recently used first. Thread-safe.
+    """Pins mappings up to a limit; unpins the least recently used unused ones to make space for others. Thread-safe.
 
-    A mapping is unpinned before it is unmapped, and after the last copy that uses it: `keep` retains its arrays until
-    then. The lock is reentrant because finalizers can run at any point in a thread that holds the lock.
+    A mapping is unpinned before it is unmapped, and after the last copy that uses it, because `keep` retains the arrays
+    until the copy has finished. The lock is reentrant, because a finalizer can run in a thread that holds the lock.
 
     Args:
-        limit_bytes: maximum number of pinned bytes in total; None: `TQ_PINNED_BYTES`, else 1 GiB.
+        limit_bytes: maximum total number of pinned bytes; None: the value of `TQ_PINNED_BYTES`, else 1 GiB.
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self._limit = limit_bytes
-        self._granted: dict[bool, int] = {}  # most bytes that the system pins, of shared memory and of other memory
+        self._granted: dict[bool, int] = {}  # by is_shared: maximum bytes that the operating system agreed to pin
         self._lock = threading.RLock()
-        self._pinned: dict[int, _Pinned] = {}  # by address, the least recently used first
+        self._pinned: dict[int, _Pinned] = {}  # by address, least recently used first
         self._unpinned: deque[_Pinned] = deque()
         self._copies: dict[cuda.Event, Sequence[Any]] = {}
 
     @property
     def pinned_bytes(self) -> int:
-        """Number of pinned bytes."""
+        """Total number of pinned bytes."""
         with self._lock:
             self.tidy()
             return self._used_bytes()
 
     def check_limit(self) -> None:
-        """Read the limit; raise InvalidArgumentError if `TQ_PINNED_BYTES` is not a number."""
+        """Check the configured limit; raise InvalidArgumentError if `TQ_PINNED_BYTES` is not a number."""
         self._limit_bytes()
 
     def _limit_bytes(self) -> int:
@@ -151,8 +151,8 @@ class PinnedMemory:
     def pin(self, mapping: Mapping, device: Device) -> Pin | None:
         """Pin a mapping, or return its existing pin; return None if the mapping stays pageable.
 
-        The mapping may be anonymous, or a shared mapping of a memfd; the driver would copy each page of a private one.
-        A pinned memfd can no longer be sealed against writing, but regions never are.
+        The mapping must be anonymous, or a shared mapping of a memfd, because the driver would copy each page of a
+        private one. A pinned memfd can no longer be sealed against writing, but regions are never sealed.
         """
         while mapping.size <= self._limit_bytes():
             with self._lock:
@@ -164,11 +164,11 @@ class PinnedMemory:
                 copy = next(iter(self._copies), None)
             if copy is None:
                 break
-            copy.synchronize()  # the memory of the copy may then be unpinned
+            copy.synchronize()  # then the memory that the copy uses may be unpinned
         return None
 
     def find(self, array: Bytes) -> Pin | None:
-        """Return the pin of the memory that contains an array; None if the array is pageable."""
+        """Return the pin of the memory that contains an array, or None if that memory is pageable."""
         start = array.ctypes.data
         with self._lock:
             self.tidy()
@@ -182,7 +182,7 @@ class PinnedMemory:
             if self._may_pin(mapping):
                 break
             if other.pin() is None and (unused := other.mapping()) is not None:
-                with suppress(IndexError):  # it is being unmapped
+                with suppress(IndexError):  # raised if the mapping is being unmapped
                     unused.on_unmap.pop()()
                 self.tidy()
         if not self._may_pin(mapping):
@@ -191,7 +191,7 @@ class PinnedMemory:
             kept = self._granted[mapping.is_shared] = self._used_bytes(mapping.is_shared)
             _log.warning(
                 LogMessage(
-                    "could not pin memory; copies to and from the device are slower",
+                    "could not pin memory; copies to and from the device will be slower",
                     bytes=mapping.size,
                     is_shared=mapping.is_shared,
                     kept=kept,
@@ -207,11 +207,11 @@ class PinnedMemory:
         self._unpinned.append(pinned)
 
     def keep(self, event: cuda.Event, *things: Any) -> None:
-        """Retain the objects that a copy reads or writes until its stream has reached an event."""
+        """Retain objects that a copy reads or writes until the copy's stream has reached the event."""
         self._copies[event] = things
 
     def tidy(self) -> None:
-        """Release the objects retained for finished copies, and account for memory that is no longer pinned."""
+        """Release objects retained for finished copies, and forget mappings that are no longer pinned."""
         with self._lock:
             for event in [event for event in list(self._copies) if event.query()]:
                 self._copies.pop(event, None)
@@ -222,10 +222,10 @@ class PinnedMemory:
 
 
 class Blocks:
-    """Blocks of memory that are reused once no array, view or tensor on them is left. Thread-safe.
+    """Memory blocks that are reused once no array, view or tensor refers to them. Thread-safe.
 
-    Unused blocks are kept up to `kept_bytes` in total and for `kept_seconds` each; the limits are checked whenever a
-    block is requested or returned. All state is in a deque. While one thread processes the deque, another thread finds
+    Unused blocks are kept up to `kept_bytes` in total, and for `kept_seconds` each. The limits are checked whenever a
+    block is requested or returned. A deque stores all state. While one thread processes the deque, another thread finds
     it empty and creates a new block.
 
     Args:
@@ -239,21 +239,21 @@ class Blocks:
         self._unused: deque[tuple[float, Mapping]] = deque()
 
     def take(self, size: int, device: Device | None = None) -> Bytes:
-        """Return an array of `size` arbitrary bytes; an array for copies to and from a device is pinned if possible.
+        """Return an array of `size` uninitialized bytes.
 
-        Forked children do not inherit an array for a device.
+        An array for a device is pinned if possible, and is not inherited by forked child processes.
         """
         if size < _SMALL_BYTES and device is None:
             return np.empty(size, np.uint8)
         if device is not None:
-            PINNED.tidy()  # returns blocks whose copies are done
+            PINNED.tidy()  # makes blocks of finished copies available
         block = self._reused(size, is_inherited=device is None)
         if block is None:
             block = Mapping.anonymous(size, is_inherited=device is None)
         return block.array(0, size, _Use(self, block, None if device is None else PINNED.pin(block, device)))
 
     def take_columns(self, sizes: Sequence[int], device: Device) -> list[Bytes]:
-        """Return arrays of these sizes for a device, in one block, so a single copy covers all of them."""
+        """Return arrays of the given sizes for a device, all in one block, so a single copy covers them."""
         starts, end = place_columns(sizes)
         block = self.take(max(end, 1), device)
         return [block[start : start + size] for start, size in zip(starts, sizes, strict=True)]
@@ -267,12 +267,12 @@ class Blocks:
         return None if found is None else found[1]
 
     def put_back(self, block: Mapping) -> None:
-        """Take back a block that is no longer used."""
+        """Add a block that is no longer in use to the unused blocks."""
         if block.is_own:
             self._keep([(time.monotonic(), block), *self._take_all()])
 
     def _take_all(self) -> list[tuple[float, Mapping]]:
-        """Take the unused blocks, most recent first."""
+        """Remove and return all unused blocks, most recent first."""
         taken = []
         with suppress(IndexError):
             while True:
@@ -280,7 +280,7 @@ class Blocks:
         return [each for each in taken if each[1].is_own]
 
     def _keep(self, blocks: Iterable[tuple[float, Mapping]]) -> None:
-        """Keep blocks, most recent first, as far as the limits allow; the others return to the system."""
+        """Keep blocks, most recent first, within the limits; the others are returned to the operating system."""
         oldest = time.monotonic() - self._kept_seconds
         remaining = self._kept_bytes
         for since, block in blocks:
@@ -290,21 +290,21 @@ class Blocks:
 
 
 class _Use:
-    """Owns a block while an array on it exists."""
+    """Keeps a block in use while an array on the block exists."""
 
     __slots__ = ("_block", "_blocks", "_pin")
 
-    _is_finalizing = staticmethod(sys.is_finalizing)  # kept for the end of the process, when modules are empty
+    _is_finalizing = staticmethod(sys.is_finalizing)  # bound here, because modules are cleared when Python exits
 
     def __init__(self, blocks: Blocks, block: Mapping, pin: Pin | None) -> None:
         self._blocks, self._block, self._pin = blocks, block, pin
 
     def __del__(self) -> None:
         if not self._is_finalizing():
-            self._pin = None  # before another thread can take the block
+            self._pin = None  # unpin before another thread can reuse the block
             self._blocks.put_back(self._block)
 
 
-# One of each per process, since clients and loaders share the limit, and batches outlive them.
+# One instance per process, because clients and loaders share the limits, and batches outlive both.
 BLOCKS: Final = Blocks()
 PINNED: Final = PinnedMemory()

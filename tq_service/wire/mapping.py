@@ -1,6 +1,7 @@
 """Memory mapped by this process, which can be pinned for a device: an entire memfd, or new anonymous memory.
 
-These mappings keep no file descriptor open. Python's `mmap` keeps one per mapping, and their number is limited.
+Mappings of this module do not keep a file descriptor open. Python's `mmap` keeps one per mapping, and their number is
+limited.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ HUGE_PAGE_BYTES: Final = 2 << 20
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _MAP_NORESERVE: Final = 0x4000
 _READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
-_FILE_PAGE: Final = np.uint64(1 << 61)  # in /proc/self/pagemap: a page of the file, not a copy of this process
-_IN_USE: Final = np.uint64(3 << 62)  # in /proc/self/pagemap: a page in memory or in swap
+_FILE_PAGE: Final = np.uint64(1 << 61)  # bit in /proc/self/pagemap: the page is the file's, not a copy
+_IN_USE: Final = np.uint64(3 << 62)  # bits in /proc/self/pagemap: the page is in memory or in swap
 
 
 @cache
@@ -48,10 +49,10 @@ def _libc() -> Any:
 
 
 def map_memory(fd: int, size: int, protection: int, flags: int, address: int | None = None) -> int:
-    """Map memory as mmap(2) does, and return its address.
+    """Map memory like mmap(2), and return its address.
 
     Raises:
-        OSError: the system refuses the mapping.
+        OSError: the operating system refused the mapping.
     """
     found: int | None = _libc().mmap(address, size, protection, flags, fd, 0)
     if found is None or found == _MAP_FAILED:
@@ -60,13 +61,13 @@ def map_memory(fd: int, size: int, protection: int, flags: int, address: int | N
 
 
 def advise(address: int, size: int, advice: int) -> None:
-    """Advise the system about memory as madvise(2) does; other threads run during the call.
+    """Advise the kernel about memory like madvise(2); other Python threads can run during the call.
 
     Raises:
-        OSError: the system refuses the advice.
+        OSError: the kernel rejected the advice.
     """
     if _libc().madvise(address, size, advice):
-        raise _system_error(f"could not advise the system ({advice}) about a mapping of {size} bytes")
+        raise _system_error(f"could not apply madvise({advice}) to a mapping of {size} bytes")
 
 
 def _system_error(what: str) -> OSError:
@@ -75,24 +76,24 @@ def _system_error(what: str) -> OSError:
 
 
 class Mapping:
-    """Memory that is mapped in this process until the last reference to this object is gone.
+    """Memory that stays mapped in this process until the last reference to this object is deleted.
 
     Args:
-        fd: a memfd, which is mapped entirely and may be closed afterwards.
-        is_shared: whether writes go to the memfd; otherwise, they change only this mapping.
-        is_inherited: whether forked children inherit the mapping.
-        is_populated: whether all pages are mapped now, instead of one by one on first use.
+        fd: file descriptor of a memfd, which is mapped entirely; the descriptor may be closed afterwards.
+        is_shared: whether writes change the memfd; otherwise, they change only this mapping.
+        is_inherited: whether forked child processes inherit the mapping.
+        is_populated: whether all pages are mapped immediately, instead of one by one on first use.
 
     Attributes:
         address, size: address of the first byte, and number of bytes.
-        is_shared, is_inherited: as above.
-        on_unmap: may contain a function to call before unmapping; remove the function from the list before calling it.
+        is_shared, is_inherited: values of the arguments.
+        on_unmap: list that may contain a function to call before unmapping; its caller removes it from the list first.
 
     Raises:
-        OSError: the system refuses the mapping.
+        OSError: the operating system refused the mapping.
     """
 
-    _is_finalizing = staticmethod(sys.is_finalizing)  # kept for the end of the process, when modules are empty
+    _is_finalizing = staticmethod(sys.is_finalizing)  # bound here, because modules are cleared when Python exits
 
     def __init__(self, fd: int, *, is_shared: bool, is_inherited: bool = True, is_populated: bool = False) -> None:
         flags = mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE | _MAP_NORESERVE
@@ -111,32 +112,32 @@ class Mapping:
 
     @classmethod
     def anonymous(cls, size: int, *, is_inherited: bool) -> Mapping:
-        """Return new memory of at least `size` bytes, in huge pages if possible.
+        """Map new memory of at least `size` bytes, in huge pages if possible.
 
         Args:
-            size: number of bytes.
-            is_inherited: whether forked children inherit the memory. Pinned memory must not be inherited: after a fork,
-                a page that is written to is replaced by a copy, which is not pinned.
+            size: minimum number of bytes.
+            is_inherited: whether forked child processes inherit the memory. Pinned memory must not be inherited: after
+                a fork, a write replaces a page by a copy that is not pinned.
         """
         mapping = cls.__new__(cls)
         rounded = -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         mapping._map(-1, rounded, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, is_inherited=is_inherited)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # the system does not support huge pages
+            with suppress(OSError):  # raised if the system does not support huge pages
                 advise(mapping.address, rounded, mmap.MADV_HUGEPAGE)
         return mapping
 
     @property
     def is_own(self) -> bool:
-        """Whether this process created the mapping, as opposed to inheriting it in a fork."""
+        """Whether this process created the mapping, instead of inheriting it through a fork."""
         return self._process_id == os.getpid()
 
     def array(self, start: int, size: int, owner: object = None) -> Bytes:
-        """Return an array on a part of the mapping; the array and its views keep the mapping and `owner` alive."""
+        """Return an array on part of the mapping. The array and its views keep the mapping and `owner` alive."""
         return np.asarray(_Part(self, start, size, owner))
 
     def discard_changes(self, first_page: int, end_page: int) -> None:
-        """Drop written pages in a range of a private mapping, which then shows the memfd's pages again."""
+        """Discard changed pages in a range of a private mapping, which then shows the memfd's pages again."""
         page, count = self.address // PAGE_BYTES + first_page, end_page - first_page
         changed = _changed_pages(page, count)
         if changed is None:
@@ -151,12 +152,12 @@ class Mapping:
         if self.is_own:
             with suppress(IndexError):
                 self.on_unmap.pop()()
-        if self.is_own or self.is_inherited:  # otherwise, the child may have other memory at this address
+        if self.is_own or self.is_inherited:  # otherwise, the child may have mapped other memory at this address
             _libc().munmap(self.address, self.size)
 
 
 class _Part:
-    """The base object of an array on a mapping."""
+    """Base object of an array on a mapping, which keeps the mapping and an owner alive."""
 
     def __init__(self, mapping: Mapping, start: int, size: int, owner: object) -> None:
         self._kept = mapping, owner
@@ -169,7 +170,7 @@ class _Part:
 
 
 def _changed_pages(first_page: int, count: int) -> NDArray[np.intp] | None:
-    """Return the pages of a private mapping that this process has copied, or None if they cannot be determined."""
+    """Return the pages of a private mapping that this process has changed, or None if they cannot be determined."""
     try:
         with Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
             entries = np.frombuffer(os.pread(pagemap.fileno(), 8 * count, 8 * first_page), np.uint64)

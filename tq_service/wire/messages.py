@@ -1,6 +1,6 @@
-"""Conversion between messages and Python objects, such as dataclasses, by field name.
+"""Conversion between protobuf messages and Python objects, such as dataclasses, by field name.
 
-Durations are seconds in Python objects, and `google.protobuf.Duration` in messages.
+Durations are floats in seconds in Python objects, and `google.protobuf.Duration` in messages.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from tq_service.wire.metadata import (
 Result = TypeVar("Result")
 Sent = TypeVar("Sent", bound=Message)
 _SECONDS: Final = "_seconds"
-# Types whose fields differ from those of their messages.
+# Types whose fields differ from the fields of their messages.
 _READERS: Final[Mapping[Any, Callable[[Any], Any]]] = {
     FieldSpec: decode_spec,
     Scalar: decode_value,
-    Published: lambda message: Published(message.policy, message.offset),  # without the default of its policy
+    Published: lambda message: Published(message.policy, message.offset),  # keeps an empty policy
 }
 _WORDS: Final[Mapping[Any, EnumWords[Any]]] = {
     BatchUnit: BATCH_UNITS,
@@ -84,16 +84,16 @@ _ENUMS: Final[Mapping[str, EnumWords[Any]]] = {
 
 
 def read_message(kind: type[Result], message: Message, **given: Any) -> Result:
-    """Create a dataclass from the message fields with the same names.
+    """Create a dataclass instance from the message fields that have the names of its fields.
 
-    An optional field becomes None if it is unset, or if it is empty and has no presence. Repeated fields become tuples,
-    messages become dataclasses of the fields' types, and a Duration `x` becomes the float `x_seconds`. Empty fields get
-    the default of the dataclass, if there is one.
+    An optional field becomes None if it is unset or, for fields without presence, empty. Repeated fields become tuples,
+    submessages become dataclasses of the annotated types, and a Duration `x` becomes the float `x_seconds`. An empty
+    field gets the default of the dataclass, if it has one.
 
     Args:
-        kind: the dataclass.
-        message: the message.
-        **given: fields of the dataclass that are not taken from the message.
+        kind: the dataclass to create.
+        message: the message to read.
+        **given: values of dataclass fields that are not read from the message.
     """
     any_kind: Any = kind
     values = {
@@ -108,10 +108,10 @@ def to_message(kind: type[Sent], source: object, **given: Any) -> Sent:
     """Create a message from an object's attributes with the same names.
 
     Args:
-        kind: the message class.
-        source: object with the attributes: None for an unset field, objects for submessages, words for enums, and
+        kind: class of the message to create.
+        source: object with the attributes: None for unset fields, objects for submessages, words for enums, and
             `x_seconds` for a Duration `x`.
-        **given: fields of the message that are not taken from attributes.
+        **given: values of message fields that are not read from attributes.
     """
     values = {
         field.name: _sent(getattr(source, field.name + _SECONDS * (field.message_type is Duration.DESCRIPTOR)), field)
@@ -123,9 +123,9 @@ def to_message(kind: type[Sent], source: object, **given: Any) -> Sent:
 
 @cache
 def _fields(kind: Any) -> list[tuple[str, Callable[[Message], Any], bool]]:
-    """Return the name and reader of each field, and whether the field has a default other than None.
+    """Return name and reader of each dataclass field, and whether the field has a default other than None.
 
-    A duration counts as having no default, since an unset one is 0 seconds.
+    A duration counts as a field without a default, because an unset Duration means 0 seconds.
     """
     hints = get_type_hints(kind)
     return [
@@ -139,7 +139,7 @@ def _fields(kind: Any) -> list[tuple[str, Callable[[Message], Any], bool]]:
 
 
 def _reader(name: str, hint: Any) -> Callable[[Message], Any]:
-    """Return the function that reads a field of a dataclass from a message."""
+    """Return a function that reads a dataclass field from a message."""
     read, is_optional, is_tuple = _parts(name, hint)
     if name.endswith(_SECONDS):
         name = name.removesuffix(_SECONDS)
@@ -148,7 +148,7 @@ def _reader(name: str, hint: Any) -> Callable[[Message], Any]:
 
 
 def _parts(name: str, hint: Any) -> tuple[Callable[[Any], Any] | None, bool, bool]:
-    """Return the reader for a type or for a tuple's items, whether the type may be None, and whether it is a tuple."""
+    """Return the reader of a type or of a tuple's items, whether the type may be None, and whether it is a tuple."""
     is_optional = NoneType in get_args(hint)
     if is_optional:
         (hint,) = (each for each in get_args(hint) if each is not NoneType)
@@ -174,7 +174,7 @@ def _value(name: str, read: Callable[[Any], Any] | None, is_optional: bool, is_t
 
 
 def _sent(value: Any, field: Any) -> Any:
-    """Convert an attribute to the value of a message field."""
+    """Convert an attribute to a message field's value."""
     described = field.message_type
     if value is None or (described is None and field.enum_type is None):
         return value
@@ -188,18 +188,18 @@ def _sent(value: Any, field: Any) -> Any:
 
 
 MOST_SECONDS: Final = 315_576_000_000
-"""The longest time that a Duration can represent, about 10,000 years."""
+"""Maximum number of seconds that a Duration can represent, about 10,000 years."""
 _NANOS: Final = 10**9
 
 
 def to_duration(seconds: float) -> Duration:
-    """Return a number of seconds as a Duration, rounded to nanoseconds and limited to the longest Duration.
+    """Convert seconds to a Duration, rounded to nanoseconds and limited to the maximum Duration.
 
     Raises:
-        ValueError: the number is NaN.
+        ValueError: the number of seconds is NaN.
     """
-    seconds = max(min(seconds, MOST_SECONDS), -MOST_SECONDS)  # NaN passes through in this order
-    whole = int(seconds)  # towards 0, so both parts have the same sign
+    seconds = max(min(seconds, MOST_SECONDS), -MOST_SECONDS)  # this order of arguments preserves NaN
+    whole = int(seconds)  # rounded towards 0, so both parts have the same sign
     nanos = round((seconds - whole) * _NANOS)
     if abs(nanos) == _NANOS:
         whole, nanos = whole + (1 if nanos > 0 else -1), 0
@@ -207,10 +207,10 @@ def to_duration(seconds: float) -> Duration:
 
 
 def read_seconds(field: str, span: Duration) -> float:
-    """Return a field's Duration in seconds; an unset Duration is 0.
+    """Convert a field's Duration to seconds; an unset Duration is 0.
 
     Raises:
-        InvalidArgumentError: the Duration is longer than allowed, or its parts are inconsistent.
+        InvalidArgumentError: the Duration exceeds the maximum, or its parts are inconsistent.
     """
     seconds, nanos = span.seconds, span.nanos
     if abs(seconds) > MOST_SECONDS or abs(nanos) >= _NANOS or seconds * nanos < 0:

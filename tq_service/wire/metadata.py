@@ -1,8 +1,8 @@
-"""Conversion to and from messages about samples: indexes, cells, enum words, field specs, and custom_meta.
+"""Conversion between Python values and protobuf messages: sample indexes, cells, enum words, field specs, custom_meta.
 
-Sample indexes and rows of puts are many integers, which mostly form runs of consecutive numbers. custom_meta is sent in
-columns. Users pass it as columns or as one mapping per sample, and read it as one mapping per sample.
-`values_to_meta_column`, `rows_to_meta_columns` and `meta_columns_to_rows` convert between these forms.
+Sample indexes and row numbers are large integer arrays that mostly consist of runs of consecutive numbers. custom_meta
+is sent in columns. Users write custom_meta as columns or as one mapping per sample, and read one mapping per sample.
+`values_to_meta_column`, `rows_to_meta_columns` and `meta_columns_to_rows` convert between columns and mappings.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ Indexes = NDArray[np.int64]
 
 _FEW_VALUES: Final = 64
 _LEAST_MEAN_LENGTH: Final = 4
-_BYTES_TYPE: Final = 2  # wire type of a packed field in protobuf: its values are bytes
-_MOST_INDEXES: Final = 2**31  # limits the memory that a reader allocates for a few bytes of ranges
+_BYTES_TYPE: Final = 2  # protobuf wire type of a packed field, which is encoded like a bytes field
+_MOST_INDEXES: Final = 2**31  # limits the memory that a reader allocates for a short list of ranges
 
 
 NO_INTEGERS: Final = np.zeros(0, np.int64)
 
 
 def decode_integers(values: Sequence[int]) -> Indexes:
-    """Return a repeated field of integers as an array `(n,)`.
+    """Convert a repeated integer field to an array `(n,)`.
 
-    For long fields, numpy reads protobuf's buffers, which costs only one copy; for a few values, that would be slower.
+    numpy reads long fields from protobuf's buffers with a single copy, but would be slower for a few values.
     """
     count = len(values)
     return np.fromiter(values, np.int64, count) if count <= _FEW_VALUES else np.array(values, np.int64)
 
 
 def fill_packed(message: Any, field: str, values: NDArray[Any]) -> None:
-    """Fill an empty repeated field of 4- or 8-byte numbers, or of booleans.
+    """Fill an empty repeated field of 4- or 8-byte numbers or of booleans.
 
-    A message encodes these values as an array does, so all of them can be copied at once.
+    A packed protobuf field contains the same bytes as an array, so a single copy is enough.
     """
     if values.size <= _FEW_VALUES:
         getattr(message, field).extend(values.tolist())
@@ -76,7 +76,7 @@ def fill_packed(message: Any, field: str, values: NDArray[Any]) -> None:
 
 
 def encode_varint(value: int) -> bytes:
-    """Encode a non-negative number in the way that protobuf encodes tags and lengths."""
+    """Encode a non-negative number as a varint, the protobuf encoding of tags and lengths."""
     encoded = bytearray()
     while value > 0x7F:
         encoded.append(value & 0x7F | 0x80)
@@ -86,7 +86,7 @@ def encode_varint(value: int) -> bytes:
 
 
 def expand_runs(firsts: Indexes, counts: Indexes) -> Indexes:
-    """Return all numbers of runs, run after run: firsts (3, 8), counts (2, 1) give (3, 4, 8)."""
+    """Return the numbers of all runs, in order: firsts (3, 8) and counts (2, 1) give (3, 4, 8)."""
     if firsts.size == 1:
         return np.arange(firsts[0], firsts[0] + counts[0], dtype=np.int64)
     starts = np.cumsum(counts) - counts
@@ -94,29 +94,30 @@ def expand_runs(firsts: Indexes, counts: Indexes) -> Indexes:
 
 
 def runs_of(values: Indexes) -> tuple[Indexes, Indexes]:
-    """Return values as runs of consecutive numbers: (3, 4, 8) gives firsts (3, 8) and counts (2, 1)."""
+    """Split values into runs of consecutive numbers: (3, 4, 8) gives firsts (3, 8) and counts (2, 1)."""
     starts, counts = _runs_at(np.diff(values) != 1, values.size)
     return values[starts], counts
 
 
 def _runs_at(breaks: NDArray[np.bool_], count: int) -> tuple[Indexes, Indexes]:
-    """Return the starts and lengths of the runs of `count` values; if `breaks[i]`, value `i + 1` starts a run."""
+    """Return the starts and lengths of the runs of `count` values; where `breaks[i]`, value `i + 1` starts a run."""
     starts = np.flatnonzero(np.concatenate(([count > 0], breaks)))
     return starts, np.diff(starts, append=count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CellRuns:
-    """Cells of fields that were put together, as runs of neighbouring rows in the requested order.
+    """Cells of fields that were put together, as runs of adjacent rows in the requested order.
 
     Attributes:
-        field_names: the fields that share the runs.
-        put_indexes: `(runs,)`, index of each run's put in the list of puts that accompanies the runs.
-        first_rows: `(runs,)`, first row of each run in its put.
-        row_counts: `(runs,)`, number of rows of each run.
-        extent_counts: `(n,)`, number of rows (extents) per cell if cells have grown; empty: one row per cell.
-        extent_lengths: `(rows,)`, number of items in the first dimension of each row that belong to its cell;
-            `WHOLE_EXTENT`: all.
+        field_names: names of the fields to which the runs apply.
+        put_indexes: `(runs,)`, index of each run's put in the accompanying list of puts.
+        first_rows: `(runs,)`, index of each run's first row in its put.
+        row_counts: `(runs,)`, number of rows in each run.
+        extent_counts: `(n,)`, number of rows (extents) per cell if values were appended to cells; empty: one row per
+            cell.
+        extent_lengths: `(rows,)`, number of items in the first dimension of each row that belong to the cell;
+            `WHOLE_EXTENT`: all items.
     """
 
     field_names: tuple[str, ...]
@@ -128,7 +129,7 @@ class CellRuns:
 
     @classmethod
     def from_proto(cls, message: pb.CellRuns, *, with_extents: bool = True) -> CellRuns:
-        """Decode the runs of a get, of cells or of their extents, without validating them."""
+        """Decode the runs of a get without validating them; `with_extents` also decodes the extents of cells."""
         return cls(
             field_names=tuple(message.field_names),
             put_indexes=decode_integers(message.put_indexes),
@@ -140,7 +141,7 @@ class CellRuns:
 
     @classmethod
     def of_samples(cls, message: pb.CellRuns) -> CellRuns:
-        """Return the runs of located samples, with one cell for each sample, even if samples share cells."""
+        """Return the runs of located samples, with one cell per sample even if samples share cells."""
         runs = cls.from_proto(message)
         if not message.sample_counts:
             return runs
@@ -156,7 +157,7 @@ class CellRuns:
         extent_counts: Indexes = NO_INTEGERS,
         extent_lengths: Indexes = NO_INTEGERS,
     ) -> CellRuns:
-        """Return the runs of individual rows, each given by its put `(n,)` and its row index in the put `(n,)`."""
+        """Build runs from individual rows, given by put `(n,)` and by row index in the put `(n,)`."""
         starts, counts = _runs_at((np.diff(puts) != 0) | (np.diff(rows) != 1), rows.size)
         return cls(
             field_names=field_names,
@@ -168,7 +169,7 @@ class CellRuns:
         )
 
     def to_proto(self) -> pb.CellRuns:
-        """Return the runs as the message of a get."""
+        """Encode the runs as the protobuf message of a get."""
         message = pb.CellRuns(field_names=self.field_names)
         for name in ("put_indexes", "first_rows", "row_counts", "extent_counts", "extent_lengths"):
             fill_packed(message, name, getattr(self, name).astype(np.uint32))
@@ -176,15 +177,15 @@ class CellRuns:
 
     @property
     def row_count(self) -> int:
-        """Number of rows of each field."""
+        """Number of rows per field."""
         return int(self.row_counts.sum())
 
     def expand(self) -> tuple[Indexes, Indexes]:
-        """Return the put of each row `(rows,)`, and the row's index in the put `(rows,)`."""
+        """Return the put of each row `(rows,)`, and the index of each row in its put `(rows,)`."""
         return np.repeat(self.put_indexes, self.row_counts), expand_runs(self.first_rows, self.row_counts)
 
     def select(self, positions: Indexes) -> CellRuns:
-        """Return the runs of the cells of the samples at `positions`, in this order."""
+        """Return the runs of the cells at `positions`, in this order."""
         puts, rows = self.expand()
         counts = self.extent_counts
         if not counts.size:
@@ -195,7 +196,7 @@ class CellRuns:
 
 
 def set_indexes(message: pb.BatchMeta, indexes: Indexes | range) -> None:
-    """Set the sample indexes of a batch that does not have any yet."""
+    """Set the sample indexes of a batch message without indexes."""
     if len(indexes) > _FEW_VALUES:
         if isinstance(indexes, range):
             firsts, counts = [indexes.start], [len(indexes)]
@@ -209,10 +210,10 @@ def set_indexes(message: pb.BatchMeta, indexes: Indexes | range) -> None:
 
 
 def read_indexes(message: pb.BatchMeta) -> Indexes:
-    """Return the sample indexes of a batch, in order.
+    """Return the sample indexes of a batch message, in order.
 
     Raises:
-        InvalidArgumentError: both forms are set, ranges are invalid, or there are too many samples.
+        InvalidArgumentError: both index forms are set, ranges are invalid, or there are too many samples.
     """
     if not message.HasField("index_ranges"):
         return decode_integers(message.global_indexes)
@@ -220,28 +221,28 @@ def read_indexes(message: pb.BatchMeta) -> Indexes:
     counts = decode_integers(message.index_ranges.index_counts)
     if message.global_indexes or firsts.size != counts.size or bool((counts < 1).any()):
         raise InvalidArgumentError(
-            f"index_ranges has {firsts.size} first_indexes and {counts.size} index_counts, together with "
+            f"index_ranges has {firsts.size} first_indexes and {counts.size} index_counts, and there are "
             f"{len(message.global_indexes)} global_indexes; send as many index_counts as first_indexes, each 1 or "
-            f"more, and no global_indexes",
+            "more, and no global_indexes",
             field="index_ranges",
         )
     if float(counts.sum(dtype=np.float64)) > _MOST_INDEXES:
         raise InvalidArgumentError(
-            f"index_ranges names more than {_MOST_INDEXES} samples; request fewer", field="index_ranges"
+            f"index_ranges contains more than {_MOST_INDEXES} samples; request fewer", field="index_ranges"
         )
     return expand_runs(firsts, counts)
 
 
-_CONVERTED_AT_ONCE: Final = 1 << 16  # numpy blocks other threads during a conversion
+_CONVERTED_AT_ONCE: Final = 1 << 16  # because a conversion by numpy blocks other threads
 _NUMBERS: Final[dict[type, Any]] = {bool: np.bool_, int: np.int64, float: np.float64}
 
 
 def exact_numbers(values: Sequence[Any], kinds: set[type]) -> NDArray[Any] | None:
-    """Return Python bools, integers or floats as an array that represents each exactly, or None if impossible.
+    """Convert Python bools, integers or floats to an array that represents them exactly; return None if impossible.
 
     Args:
-        values: the numbers, or any other values.
-        kinds: the set of their types.
+        values: numbers, or values of any other types (the result is then None).
+        kinds: the set of the types of all values.
     """
     if kinds == {int, float} and not any(type(value) is int and abs(value) > LARGEST_EXACT for value in values):
         kinds = {float}
@@ -259,12 +260,13 @@ Word = TypeVar("Word", bound=str)
 
 
 class EnumWords(Generic[Word]):
-    """The words of one enum; None stands for "unspecified".
+    """Words that represent the values of a protobuf enum; None represents the unspecified value.
 
     Args:
-        name: name of the field, for errors.
-        enum: enum of the protos.
-        words: the words, each with the name of its value without the common prefix; by default the word in capitals.
+        name: name of the field, for error messages.
+        enum: the protobuf enum.
+        words: the words, optionally mapped to enum value names without the common prefix. By default, the name of the
+            value is the word in capitals.
     """
 
     def __init__(self, name: str, enum: Any, words: Iterable[Word] | Mapping[Word, str]) -> None:
@@ -276,10 +278,10 @@ class EnumWords(Generic[Word]):
         self._words: dict[int, Word | None] = {0: None, **{number: word for word, number in numbers.items()}}
 
     def encode(self, word: str | None, name: str | None = None) -> Any:
-        """Return the number of a word; `name` is the argument's name.
+        """Return the enum number of a word; errors refer to the argument by `name`.
 
         Raises:
-            InvalidArgumentError: the enum does not have the word.
+            InvalidArgumentError: the word does not belong to the enum.
         """
         if word is None:
             return 0
@@ -289,15 +291,15 @@ class EnumWords(Generic[Word]):
         return self._numbers[word]
 
     def decode(self, number: int, name: str | None = None) -> Word | None:
-        """Return the word of a number; `name` is the field's name.
+        """Return the word for an enum number; errors refer to the field by `name`.
 
         Raises:
-            InvalidArgumentError: the enum does not have the number.
+            InvalidArgumentError: the number does not belong to the enum.
         """
         if number not in self._words:
             name = name or self._name
             raise InvalidArgumentError(
-                f"{name} is {number}, which is unknown; send the number of one of {', '.join(self._numbers)}",
+                f"{name} is {number}, which is unknown; expected the enum number of one of {', '.join(self._numbers)}",
                 field=name,
             )
         return self._words[number]
@@ -337,7 +339,7 @@ _DTYPES: Final[dict[str, Any]] = {
 }  # fmt: skip
 _FIELDS: Final = {np.dtype(dtype): field for field, dtype in _DTYPES.items()}
 _REMEMBERED_SPEC_BYTES: Final = 256
-# Values of `MetaColumn.kinds` for a sample; 0: no value.
+# Values of `MetaColumn.kinds`, one per sample; 0 stands for no value.
 _TYPED: Final = 1
 _JSON: Final = 2
 _REMOVED: Final = 3
@@ -345,7 +347,7 @@ _REMOVED: Final = 3
 
 @lru_cache(maxsize=1024)
 def encode_spec(spec: FieldSpec) -> pb.FieldSpec:
-    """Return a field spec as a message that all callers share: they must copy the message, and not change it."""
+    """Encode a field spec as a message. All callers share the message and must copy it instead of modifying it."""
     return pb.FieldSpec(
         name=spec.name,
         dtype=spec.dtype,
@@ -359,7 +361,7 @@ def encode_spec(spec: FieldSpec) -> pb.FieldSpec:
 
 
 def decode_spec(message: pb.FieldSpec) -> FieldSpec:
-    """Return the field spec of a message.
+    """Decode a field spec.
 
     Raises:
         InvalidArgumentError: the name is empty, or the dtype or layout is unknown.
@@ -370,15 +372,15 @@ def decode_spec(message: pb.FieldSpec) -> FieldSpec:
 
 @lru_cache(maxsize=1024)
 def _remembered_spec(serialized: bytes) -> FieldSpec:
-    """Return a cached spec, since all claims, puts and gets use the same few specs."""
+    """Decode a field spec with a cache, because all claims, puts and gets use the same few specs."""
     return _read_spec(pb.FieldSpec.FromString(serialized))
 
 
 def _read_spec(message: pb.FieldSpec) -> FieldSpec:
     if message.row_shape and not message.row_shape_known:
         raise InvalidArgumentError(
-            f"field {message.name!r} has the row shape {list(message.row_shape)}, but row_shape_known is unset; set "
-            "row_shape_known, or leave the row shape to the first put",
+            f"field {message.name!r} has the row shape {list(message.row_shape)}, but row_shape_known is not set; set "
+            "row_shape_known, or omit the row shape, which the first put then determines",
             field="row_shape_known",
             metadata={"field_name": message.name},
         )
@@ -394,14 +396,14 @@ def _read_spec(message: pb.FieldSpec) -> FieldSpec:
 
 
 def decode_value(message: controller_service_pb2.MetaValue) -> Scalar | None:
-    """Return a value of custom_meta, or None for a message without a value."""
+    """Return the custom_meta value of a message, or None if the message has no value."""
     kind = message.WhichOneof("kind")
     value: Scalar | None = None if kind is None else getattr(message, kind)
     return value
 
 
 def encode_meta_columns(columns: Iterable[MetaColumn]) -> list[pb.MetaColumn]:
-    """Return custom_meta columns as protobuf; only existing values are sent."""
+    """Encode custom_meta columns as protobuf messages, which contain existing values only."""
     return list(map(_encode_meta_column, columns))
 
 
@@ -441,14 +443,14 @@ def decode_meta_columns(messages: Iterable[pb.MetaColumn], row_count: int) -> li
     """Decode the custom_meta columns of `row_count` samples.
 
     Raises:
-        InvalidArgumentError: a name is empty or repeated, a column has no type, or counts do not match `row_count`.
+        InvalidArgumentError: a name is empty or repeated, a column has no type, or a count does not match `row_count`.
     """
     columns: dict[str, MetaColumn] = {}
     for message in messages:
         if not message.name:
             raise InvalidArgumentError("a custom_meta column has no name; name every column", field="custom_meta")
         if message.name in columns:
-            raise _wrong_column(message, "appears twice; send each column once")
+            raise _wrong_column(message, "appears twice; send each column only once")
         columns[message.name] = _decode_meta_column(message, row_count)
     return list(columns.values())
 
@@ -468,8 +470,8 @@ def _decode_meta_column(message: pb.MetaColumn, row_count: int) -> MetaColumn:
         if kinds.size != row_count or kinds.max() > _REMOVED:
             raise _wrong_column(
                 message,
-                f"has {kinds.size} kinds up to {kinds.max()}, expected {row_count} from 0 to {_REMOVED}, one for each "
-                "sample, or none if all values have the same kind",
+                f"has {kinds.size} kinds up to {kinds.max()}, expected {row_count} kinds from 0 to {_REMOVED}, one per "
+                "sample, or no kinds if all values have the same kind",
             )
     else:
         kind = _JSON if message.WhichOneof("values") is None and message.json_values else _TYPED
@@ -480,7 +482,7 @@ def _decode_meta_column(message: pb.MetaColumn, row_count: int) -> MetaColumn:
         if got != expected:
             raise _wrong_column(
                 message,
-                f"has {got} {what}, expected {expected}: one per sample with such a value, of {row_count} samples",
+                f"has {got} {what}, expected {expected}: one for each of the {row_count} samples that has such a value",
             )
     texts = None
     if message.json_values:
@@ -491,10 +493,10 @@ def _decode_meta_column(message: pb.MetaColumn, row_count: int) -> MetaColumn:
 
 
 def check_json(columns: Sequence[MetaColumn]) -> list[MetaColumn]:
-    """Return the custom_meta sent by a client, with its JSON in canonical form.
+    """Validate custom_meta columns sent by a client, and return them with the JSON in canonical form.
 
     Raises:
-        InvalidArgumentError: a text is not JSON, or nested too deeply.
+        InvalidArgumentError: a text is not valid JSON, or is nested too deeply.
     """
     checked = []
     for column in columns:
@@ -507,7 +509,7 @@ def check_json(columns: Sequence[MetaColumn]) -> list[MetaColumn]:
 
 
 def _spread(name: str, values: NDArray[Any], present: NDArray[np.bool_]) -> MetaColumn:
-    """Return a column from the values of the samples that have one."""
+    """Build a column from the values of those samples that have one."""
     if values.size < present.size:
         column = np.full(present.size, "" if values.dtype == object else 0, values.dtype)
         column[present] = values
@@ -520,24 +522,24 @@ def _decode_values(message: pb.MetaColumn) -> NDArray[Any]:
     if field is None:
         if message.json_values or _REMOVED in message.kinds:
             return np.zeros(0, np.bool_)
-        raise _wrong_column(message, f"has no values; set {', '.join(_DTYPES)} or json_values")
+        raise _wrong_column(message, f"has no values; set one of {', '.join(_DTYPES)}, or json_values")
     values = getattr(message, field).values
     if field == "string_values":
-        known: dict[str, str] = {}  # many samples share a text, such as a tag: store it once
+        known: dict[str, str] = {}  # store a text only once if many samples have it, such as a tag
         return np.fromiter(map(known.setdefault, values, values), np.object_, len(values))
     return decode_integers(values) if field == "int64_values" else np.array(values, _DTYPES[field])
 
 
 def encode_produced(masks: Iterable[NDArray[np.bool_]]) -> list[bytes]:
-    """Return a bit mask `(n,)` per field of the samples that have a cell; empty bytes if all samples do."""
+    """Return one bit mask `(n,)` per field that marks the samples with a cell; empty bytes if all samples have one."""
     return [b"" if mask.all() else np.packbits(mask, bitorder="little").tobytes() for mask in masks]
 
 
 def decode_produced(messages: Sequence[bytes], row_count: int) -> tuple[NDArray[np.bool_], ...]:
-    """Return a read-only mask per field of the samples that have a cell, out of `row_count` samples.
+    """Return one read-only mask per field that marks the samples with a cell, out of `row_count` samples.
 
     Raises:
-        InvalidArgumentError: the number of bits does not match the number of samples.
+        InvalidArgumentError: a mask does not have one bit per sample.
     """
     all_of_them = np.ones(row_count, np.bool_)
     masks = []
@@ -555,17 +557,17 @@ def decode_produced(messages: Sequence[bytes], row_count: int) -> tuple[NDArray[
 
 
 def rows_to_meta_columns(rows: Sequence[Mapping[str, Any]]) -> list[MetaColumn]:
-    """Return the custom_meta of `n` samples as columns that each cover all `n` samples.
+    """Convert the custom_meta of `n` samples to columns that each cover all `n` samples.
 
-    Values are JSON values, or scalars and arrays of numpy or torch. None removes the value; `JSON_NULL` means null. The
-    type of a column is that of its first number, boolean or text; other values are stored as JSON. Integers among
-    floats become floats. A sample without the key is left unchanged.
+    Values are JSON values, or numpy or torch scalars and arrays. None removes a value, and `JSON_NULL` stores null. The
+    type of a column is the type of its first number, boolean or text; values of other types are stored as JSON.
+    Integers mixed with floats become floats. If a sample's mapping lacks a name, the sample's value is left unchanged.
 
     Raises:
-        InvalidArgumentError: JSON cannot represent a value; the error names its row and key.
+        InvalidArgumentError: JSON cannot represent a value; the message contains row and key.
     """
     plain = rows if set(map(type, rows)) == {dict} else [_checked(position, row) for position, row in enumerate(rows)]
-    # Usually all rows have the same names; then no step in Python is needed per value.
+    # Fast path without Python code per value: usually all rows have the same names.
     if plain and len(plain[0]) == len(set().union(*plain)) and len(set(map(len, plain))) == 1:
         present = np.ones(len(plain), np.bool_)
         return [_column(name, list(map(itemgetter(name), plain)), present) for name in plain[0]]
@@ -576,27 +578,27 @@ def rows_to_meta_columns(rows: Sequence[Mapping[str, Any]]) -> list[MetaColumn]:
 
 
 def values_to_meta_column(name: str, values: Any) -> MetaColumn:
-    """Return the custom_meta column for an array, a tensor or a list with one value for each of `n` samples.
+    """Build a custom_meta column from an array, a tensor or a list with one value for each of `n` samples.
 
     Args:
         name: name of the column.
-        values: `(n,)`; further dimensions become lists. Values are as in `rows_to_meta_columns`; None removes the
-            value.
+        values: `(n,)`; further dimensions become lists. Supported values are those of `rows_to_meta_columns`; None
+            removes a value.
 
     Raises:
-        InvalidArgumentError: there are no values, or JSON cannot represent one of them.
+        InvalidArgumentError: `values` is not a sequence of values, or JSON cannot represent one of them.
     """
-    if hasattr(values, "detach"):  # a tensor
+    if hasattr(values, "detach"):  # the values are a tensor
         tensor = values.detach().cpu()
         values = (tensor.double() if tensor.is_floating_point() else tensor).numpy()
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0:
         raise InvalidArgumentError(
-            f"custom_meta[{name!r}] is {type(values).__name__}, expected an array, a tensor or a list with a value for "
-            f"each sample",
+            f"custom_meta[{name!r}] is {type(values).__name__}, expected an array, a tensor or a list with one value "
+            "per sample",
             field="custom_meta",
         )
     kind = ""
-    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.itemsize <= 8:  # no longdouble
+    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.itemsize <= 8:  # excludes longdouble
         kind = values.dtype.kind
     if kind in {"i", "f", "b"}:
         typed = cast("NDArray[Any]", values).astype(DTYPES[kind])
@@ -615,7 +617,7 @@ def _checked(position: int, row: Any) -> dict[str, Any]:
 
 
 def _column(name: str, values: list[Any], present: NDArray[np.bool_]) -> MetaColumn:
-    """Return a column of the values of the rows that are present."""
+    """Build a column from the values of the rows marked in `present`."""
     name = _checked_name(name)
     kinds = set(map(type, values))
     array = np.array(values, np.object_) if kinds == {str} else exact_numbers(values, kinds)
@@ -633,7 +635,7 @@ def _checked_name(name: Any) -> str:
 
 
 def meta_columns_to_rows(columns: Iterable[MetaColumn], row_count: int) -> list[dict[str, Any]]:
-    """Return custom_meta as one dict per sample `(row_count,)`; a sample without a value lacks the key."""
+    """Convert custom_meta columns to one dict per sample `(row_count,)`; samples without a value lack the key."""
     rows: list[dict[str, Any]] = [{} for _ in range(row_count)]
     for column in columns:
         name, values, has_value = column.name, column.objects(), column.has_value

@@ -1,15 +1,16 @@
-"""Python objects as bytes (msgpack with extension types), and JSON objects as text.
+"""Serialization of Python objects as msgpack bytes with extension types, and of JSON objects as text.
 
-Supported types: None, bool, int of any size, float, complex, str, bytes (bytearray and memoryview are returned as
-bytes), list, tuple, set, frozenset, and dict with any hashable of these as key. Also torch tensors, numpy arrays
-(including object arrays), numpy scalars, and types with a codec. Instances of subclasses of Python's types are returned
-as the base type: an OrderedDict as dict, a NamedTuple as tuple, an Enum of str as str. Other objects are rejected: they
-would need pickle, which executes code from its input.
+Supported types are None, bool, int of any size, float, complex, str, bytes (bytearray and memoryview are returned as
+bytes), list, tuple, set, frozenset, and dict with hashable keys of these types. Torch tensors, numpy arrays (including
+object arrays), numpy scalars, and types with a codec are also supported. Instances of subclasses of Python's built-in
+types are returned as the base type: an OrderedDict as dict, a NamedTuple as tuple, an Enum of str as str. Other objects
+are rejected, because they would need pickle, which executes code from its input.
 
-A codec is registered by name; one for PIL images is included. The name is sent with each object, and the reader uses it
-to find the decoding function; modules and classes are never sent. PIL is not imported until an image is put or read.
+A codec is registered under a name; a codec for PIL images is included. The name is sent with each object, and tells the
+reader which decoding function to use. Modules and classes are never sent. PIL is imported only when an image is put or
+read.
 
-JSON objects are text that the service stores for its clients without parsing it.
+JSON objects are stored as text, which the service keeps for its clients without parsing it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from tq_service.wire.columns import (
 _TENSOR, _ARRAY, _NUMPY_SCALAR, _TUPLE, _SET, _FROZENSET, _BIG_INT, _COMPLEX, _OBJECT_ARRAY, _NAMED = range(1, 11)
 _MAX_NESTED_EXTENSIONS: Final = 32
 _MAX_DIMS: Final = 64
-_PACKED_AT_ONCE: Final = 1024  # values packed without letting other threads run
+_PACKED_AT_ONCE: Final = 1024  # values packed in one call, while other threads are blocked
 _ARRAY_DTYPE: Final = re.compile(r"[<>|=]?[biufcSU]\d{1,9}")
 _COMPLEX_FORMAT: Final = struct.Struct("<dd")
 _CARRIED: Final = frozenset({
@@ -54,9 +55,9 @@ _PLAIN: Final = (str, bytes, bytearray, memoryview, float, bool, type(None), int
 
 
 class _Refused(Exception):  # noqa: N818  (never leaves this module)
-    """The packer cannot encode a value, for the given reason or because of its type.
+    """Raised when the packer cannot encode a value. An empty message means that the value's type is not supported.
 
-    The place of the value is determined later.
+    The location of the value is determined later, by `_explain`.
     """
 
 
@@ -68,15 +69,16 @@ _FAILURES: Final = (_Refused, ValueError, OverflowError, RecursionError)
 
 
 def encode_objects(values: Sequence[Any], name: str, *, first: int = 0) -> list[bytes]:
-    """Encode each object as bytes. Sharing one packer takes a tenth of the time.
+    """Encode each object as bytes. Using one packer for all objects is ten times as fast as one packer per object.
 
     Args:
-        values: the objects.
-        name: name of the list in error messages, which add the position, as in `text[3]`.
-        first: position of the first object.
+        values: the objects to encode.
+        name: name of the list for error messages, which append the position, as in `text[3]`.
+        first: position of the first object, for error messages.
 
     Raises:
-        UnsupportedObjectError: an object contains a value that needs pickle; the message contains its type and path.
+        UnsupportedObjectError: an object contains a value that would need pickle; the message contains the value's type
+            and path.
     """
     packer = msgpack.Packer(default=lambda other: _extension(other, 0), **_OPTIONS)
     packed: list[bytes] = []
@@ -90,15 +92,15 @@ def encode_objects(values: Sequence[Any], name: str, *, first: int = 0) -> list[
 
 
 def decode_object(data: memoryview | bytes, *, as_torch: bool | None = None) -> Any:
-    """Decode an object encoded by `encode_objects`.
+    """Decode an object that was encoded by `encode_objects`.
 
     Args:
-        data: the bytes of the object.
-        as_torch: whether tensors become torch tensors instead of numpy arrays; None: true if torch is installed.
+        data: the encoded object.
+        as_torch: whether tensors are returned as torch tensors instead of numpy arrays; None: True if torch is
+            installed.
 
     Raises:
-        InvalidArgumentError: the bytes are not in this encoding, or a dtype exists only in torch, which is not
-            installed.
+        InvalidArgumentError: the bytes are not a valid encoding, or a dtype requires torch, which is not installed.
     """
     return _unpack(data, 0, has_torch() if as_torch is None else as_torch)
 
@@ -109,7 +111,7 @@ def _pack(value: Any, depth: int) -> bytes:
 
 
 def _extension(value: Any, depth: int) -> Any:
-    """Return a value that msgpack can pack in place of a value that it does not support."""
+    """Return a replacement that msgpack can pack for a value of a type that msgpack does not support."""
     kind = type(value)
     if kind is int:
         size = value.bit_length() // 8 + 1
@@ -136,7 +138,7 @@ def _extension(value: Any, depth: int) -> Any:
         header = [dtype, list(value.shape), tensor_bytes(value)]
         return msgpack.ExtType(_TENSOR, msgpack.packb(header))
     if isinstance(value, np.generic) and _is_number(value.dtype):
-        array = np.asarray(value)  # an empty np.str_ has no buffer
+        array = np.asarray(value)  # because an empty np.str_ has no buffer
         return msgpack.ExtType(_NUMPY_SCALAR, msgpack.packb([array.dtype.str, array.tobytes()]))
     if kind is np.ndarray and value.dtype.kind == "O":
         return _nested(_OBJECT_ARRAY, [list(value.shape), list(value.flat)], depth)
@@ -147,12 +149,12 @@ def _extension(value: Any, depth: int) -> Any:
     if base is None:
         raise _Refused
     plain = base(value)
-    is_extension = base in _SEQUENCES or (base is int and plain.bit_length() > 63)  # msgpack calls this only once
+    is_extension = base in _SEQUENCES or (base is int and plain.bit_length() > 63)  # msgpack does not convert again
     return _extension(plain, depth) if is_extension else plain
 
 
 def _nested(code: int, items: list[Any], depth: int) -> Any:
-    """Return an extension whose payload is a list of any values."""
+    """Return an extension whose payload is a list of arbitrary values."""
     if depth >= _MAX_NESTED_EXTENSIONS:
         raise _Refused(f"is nested in more than {_MAX_NESTED_EXTENSIONS} tuples, sets, arrays or objects with a codec")
     return msgpack.ExtType(code, _pack(items, depth + 1))
@@ -161,8 +163,8 @@ def _nested(code: int, items: list[Any], depth: int) -> Any:
 _SEQUENCES: Final[dict[type, int]] = {tuple: _TUPLE, set: _SET, frozenset: _FROZENSET}
 
 
-# Conversions of instances of subclasses. A UserDict is not a dict, but tokenizers and processors of transformers return
-# subclasses of it. str(...) of an Enum of str, or of np.str_, is not its text.
+# Conversions of subclass instances to the base type. A UserDict is not a dict, but tokenizers and processors of the
+# transformers library return subclasses of UserDict. str() of a str enum member or np.str_ does not return its text.
 _BASES: Final[dict[type, Callable[[Any], Any]]] = {
     dict: dict, UserDict: dict, list: list, tuple: tuple, set: set, frozenset: frozenset, str: str.__str__, int: int,
     float: float, bytes: bytes,
@@ -174,7 +176,7 @@ def _is_number(dtype: np.dtype[Any]) -> bool:
 
 
 def _explain(value: Any, path: str, error: Exception) -> UnsupportedObjectError:
-    """Return the error for a rejected object, naming the first place that fails."""
+    """Build the error for a rejected object; the message contains the first location that cannot be encoded."""
     try:
         found = _find_refused(value, path)
     except RecursionError:
@@ -188,7 +190,7 @@ def _explain(value: Any, path: str, error: Exception) -> UnsupportedObjectError:
 
 
 def _find_refused(value: Any, path: str) -> tuple[str, str] | None:
-    """Return the first place that is rejected, and the reason."""
+    """Return the location and reason of the first value that cannot be encoded, or None if there is none."""
     for part, place in _parts_of(value, path):
         found = _find_refused(part, place)
         if found:
@@ -203,7 +205,7 @@ def _find_refused(value: Any, path: str) -> tuple[str, str] | None:
 
 
 def _parts_of(value: Any, path: str) -> Iterable[tuple[Any, str]]:
-    """Yield the parts of a container, each with its place."""
+    """Yield each part of a container with its location."""
     kind = type(value)
     if kind in _PLAIN or codec_of(kind) is not None:
         return
@@ -245,7 +247,7 @@ def _unpack(data: memoryview | bytes, depth: int, as_torch: bool) -> Any:
 
 
 def _extended(code: int, payload: bytes, depth: int, as_torch: bool) -> Any:
-    """Decode an extension; any exception means that its bytes are garbled."""
+    """Decode an extension; the caller treats any exception as a sign of damaged bytes."""
     if code == _BIG_INT:
         return int.from_bytes(payload, "little", signed=True)
     if code == _COMPLEX:
@@ -258,7 +260,7 @@ def _extended(code: int, payload: bytes, depth: int, as_torch: bool) -> Any:
         dtype, values = msgpack.unpackb(payload)
         return _decode_array(dtype, [], values)[()]
     if not 0 < code <= _NAMED:
-        raise InvalidArgumentError(f"an object has extension type {code}, which is unknown; update tq-service")
+        raise InvalidArgumentError(f"an object has the unknown extension type {code}; update tq-service")
     items = _checked_list(_unpack(payload, depth + 1, as_torch))
     for make, number in _SEQUENCES.items():
         if code == number:
@@ -282,7 +284,7 @@ def _decode_named(name: Any, encoded: Any) -> Any:
 
 def _decode_tensor(dtype: Any, shape: Any, values: Any, *, as_torch: bool) -> Any:
     if dtype not in DTYPE_SIZES:
-        raise InvalidArgumentError(f"a tensor inside an object has dtype {dtype!r}, which is unknown")
+        raise InvalidArgumentError(f"a tensor inside an object has the unknown dtype {dtype!r}")
     _check_size(shape, DTYPE_SIZES[dtype], values)
     buffer = np.frombuffer(bytearray(memoryview(values)), np.uint8)
     return make_values(buffer, dtype, tuple(shape), as_torch=as_torch)
@@ -303,13 +305,13 @@ def _decode_array(dtype: Any, shape: Any, values: Any) -> Any:
 def _decode_object_array(shape: Any, items: Any) -> Any:
     _check_size(shape, 1, _checked_list(items))
     array = np.empty(len(items), np.object_)
-    for position, item in enumerate(items):  # if assigned at once, numpy would expand lists into dimensions
+    for position, item in enumerate(items):  # one by one, because numpy would turn lists into further dimensions
         array[position] = item
     return array.reshape(shape)
 
 
 def _check_size(shape: Any, itemsize: int, values: Any) -> None:
-    """Check sizes before memory is allocated for them."""
+    """Check that shape and size match, before memory is allocated for them."""
     plausible = len(_checked_list(shape)) <= _MAX_DIMS
     if not plausible or any(type(size) is not int or not 0 <= size < 1 << 48 for size in shape):
         raise InvalidArgumentError(f"a tensor or array inside an object has shape {shape!r}, expected a list of sizes")
@@ -323,7 +325,7 @@ def _check_size(shape: Any, itemsize: int, values: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectCodec:
-    """The encoding of objects of one type; see `register_object_codec`."""
+    """Codec for objects of one type; see `register_object_codec`."""
 
     name: str
     kind: type
@@ -336,27 +338,28 @@ _by_kind: Final[dict[type, ObjectCodec]] = {}
 
 
 def register_object_codec(name: str, kind: type, *, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> None:
-    """Register a codec for objects of a type, in this process.
+    """Register a codec for objects of one type, in this process only.
 
-    Every process that puts or reads such objects, including a loader's worker processes, must register the same name
-    beforehand, ideally where the type is defined. The last registration of a name or a type counts.
+    Every process that puts or reads such objects, including worker processes of a loader, must register the same name
+    first, ideally in the module that defines the type. The latest registration of a name or a type replaces earlier
+    ones.
 
     Args:
-        name: sent with each object, 1 to 512 printable characters; preferably with a unique prefix, such as
+        name: name sent with each object, 1 to 512 printable characters; preferably with a unique prefix, as in
             "acme.Trajectory".
-        kind: the type; also used for instances of its subclasses, unless they have a separate codec.
-        encode: converts an object to something that can be put without a codec: plain values, tensors, arrays, or
-            containers of them.
-        decode: recreates the object from the result of `encode`. It runs in every reader, on data from any producer, so
-            it should neither trust nor unpickle anything.
+        kind: type of the objects; the codec is also used for subclasses that have no codec of their own.
+        encode: function that converts an object to a value that can be put without a codec: plain values, tensors,
+            arrays, or containers of them.
+        decode: function that recreates the object from the result of `encode`. The function runs in every reader, on
+            data from any producer, so it must not trust or unpickle its input.
 
     Raises:
-        InvalidArgumentError: the name is invalid, or objects of the type are supported without a codec.
+        InvalidArgumentError: the name is invalid, or the type is supported without a codec.
     """
     check_name("name", name)
     if not isinstance(kind, type) or kind in _CARRIED:
         raise InvalidArgumentError(
-            f"kind is {kind!r}; expected a type that needs a codec. Register a new class",
+            f"kind is {kind!r}; expected a type that is not supported without a codec. Define and register a new class",
             field="kind",
         )
     before = _by_name.get(name)
@@ -366,7 +369,7 @@ def register_object_codec(name: str, kind: type, *, encode: Callable[[Any], Any]
 
 
 def codec_of(kind: type) -> ObjectCodec | None:
-    """Return the codec for instances of a type, or None if there is none."""
+    """Return the codec for instances of a type, or None if no codec is registered."""
     for base in kind.__mro__:
         if base in _by_kind:
             return _by_kind[base]
@@ -374,7 +377,7 @@ def codec_of(kind: type) -> ObjectCodec | None:
 
 
 def codec_named(name: str) -> ObjectCodec:
-    """Return the codec with this name.
+    """Return the codec registered under a name.
 
     Raises:
         InvalidArgumentError: the name is not registered in this process, or PIL is not installed.
@@ -383,7 +386,7 @@ def codec_named(name: str) -> ObjectCodec:
         return _by_name[name]
     if name != _IMAGE:
         raise InvalidArgumentError(
-            f"an object has the codec {name!r:.200}, which is not registered here; call "
+            f"an object has the codec {name!r:.200}, which is not registered in this process; call "
             "tq_service.register_object_codec with this name first"
         )
     try:
@@ -393,12 +396,12 @@ def codec_named(name: str) -> ObjectCodec:
     return _image_codec(Image.Image)
 
 
-# PIL images are stored as raw pixels. PNG would be half as large, but take a hundred times as long.
+# PIL images are stored as raw pixels. PNG would take half the space, but a hundred times as long.
 
 
 def is_image_type(kind: type) -> bool:
-    """Whether values of this type are PIL images."""
-    image = getattr(sys.modules.get(_IMAGE), "Image", None)  # None while another thread is still importing it
+    """Return whether values of this type are PIL images."""
+    image = getattr(sys.modules.get(_IMAGE), "Image", None)  # None while another thread is importing PIL.Image
     return isinstance(image, type) and issubclass(kind, image)
 
 
@@ -407,7 +410,7 @@ def _image_codec(kind: type) -> ObjectCodec:
 
 
 def _encode_image(image: Any) -> dict[str, Any]:
-    pixels = image.tobytes()  # reads a file that was only opened; the attributes below are known afterwards
+    pixels = image.tobytes()  # also loads the file of an opened image, which sets the attributes used below
     palette = image.getpalette(None) if image.mode in {"P", "PA"} else None
     return {
         "mode": image.mode,
@@ -419,15 +422,15 @@ def _encode_image(image: Any) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether an entry of an image's info can be encoded; some formats put PIL objects there."""
+    """Return whether an entry of an image's info can be encoded; some formats store PIL objects there."""
     return type(value) in {bool, int, float, str, bytes} or (type(value) is tuple and all(map(_is_plain, value)))
 
 
 def _decode_image(parts: Mapping[str, Any]) -> Any:
-    from PIL import Image  # noqa: PLC0415  (optional; `codec_named` has imported it)
+    from PIL import Image  # noqa: PLC0415  (optional; already imported by `codec_named`)
 
     size, pixels = parts["size"], parts["pixels"]
-    if math.prod(size) > 8 * len(pixels):  # at least 1 bit per pixel; checked before memory is allocated
+    if math.prod(size) > 8 * len(pixels):  # a pixel has at least 1 bit; checked before memory is allocated
         raise ValueError(f"got {len(pixels)} bytes for an image of size {size}")
     image = Image.frombytes(parts["mode"], size, pixels)
     if parts["palette"] is not None:
@@ -441,18 +444,18 @@ MOST_JSON_BYTES: Final = 262_144
 
 
 def encode_json_object(name: str, value: Mapping[str, Any] | None) -> str:
-    """Encode a mapping as JSON text; None is encoded as an empty mapping.
+    """Encode a mapping as JSON text; None is encoded like an empty mapping.
 
     Raises:
-        InvalidArgumentError: the mapping contains a value that JSON cannot represent, or is too large.
+        InvalidArgumentError: the mapping contains a value that JSON cannot represent, or its text is too long.
     """
     try:
         _check_keys(value)
         text = json.dumps(dict(value or {}), ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgumentError(
-            f"{name} cannot be sent ({error}); expected a mapping of strings to JSON values: text, finite numbers, "
-            f"True, False, None, lists and such mappings",
+            f"{name} cannot be encoded as JSON ({error}); expected a mapping of strings to JSON values: text, finite "
+            "numbers, True, False, None, or lists and mappings of these",
             field=name,
         ) from None
     check_json_object(name, text)
@@ -460,11 +463,11 @@ def encode_json_object(name: str, value: Mapping[str, Any] | None) -> str:
 
 
 def _check_keys(value: Any) -> None:
-    """Reject keys that JSON would convert to text."""
+    """Reject keys that are not strings, because JSON would convert them to text."""
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise TypeError(f"a key is {key!r}, expected a string")
+                raise TypeError(f"key {key!r} is not a string")
         value = value.values()
     elif not isinstance(value, list | tuple):
         return
@@ -473,38 +476,39 @@ def _check_keys(value: Any) -> None:
 
 
 def decode_json_object(text: str) -> dict[str, Any]:
-    """Decode JSON text to a mapping; empty text is an empty mapping."""
+    """Decode JSON text to a mapping; empty text becomes an empty mapping."""
     value: dict[str, Any] = json.loads(text) if text else {}
     return value
 
 
 def check_json_object(name: str, text: str) -> None:
-    """Check that text is a JSON object, and not too large.
+    """Check that a text is a JSON object and not too long.
 
     Raises:
-        InvalidArgumentError: the text is not a JSON object, or is too large.
+        InvalidArgumentError: the text is not a JSON object, or is too long.
     """
     if (size := len(text.encode())) > MOST_JSON_BYTES:
         raise InvalidArgumentError(f"{name} has {size} bytes, expected at most {MOST_JSON_BYTES}", field=name)
     try:
         value = json.loads(text, parse_constant=_no_number) if text else {}
     except (ValueError, RecursionError) as error:
-        raise InvalidArgumentError(f"{name} is not JSON ({error}); send a JSON object", field=name) from None
+        raise InvalidArgumentError(f"{name} is not valid JSON ({error}); send a JSON object", field=name) from None
     if not isinstance(value, dict):
         raise InvalidArgumentError(f"{name} is a JSON {type(value).__name__}, expected an object", field=name)
 
 
 def _no_number(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a JSON number")
+    raise ValueError(f"{constant} is not a valid JSON number")
 
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Disable Python's cyclic garbage collector in this process within the `with` block.
+    """Disable Python's cyclic garbage collector in this process during the `with` block.
 
-    The collector runs for every 700 additional live objects, and sometimes scans all objects of the process. With torch
-    imported, that takes longer than reading thousands of objects. All objects created within the block stay alive, so
-    the collector would not free any. If several threads use this, the collector may run again when the first one exits.
+    The collector runs after every 700 additional live objects, and sometimes scans all objects of the process. With
+    torch imported, a scan takes longer than reading thousands of objects. All objects created in the block stay alive,
+    so the collector could not free any. If several threads use this block, the collector may resume when the first
+    thread exits.
     """
     was_enabled = gc.isenabled()
     gc.disable()

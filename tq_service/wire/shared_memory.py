@@ -1,13 +1,14 @@
-"""Memory shared by processes on one host: memfds, whose file descriptors are sent over a Unix socket.
+"""Memory shared by processes on one host: memfds, whose file descriptors are sent over Unix sockets.
 
-A put's columns are stored in one memfd, one after another, each aligned to 64 bytes. There are two kinds of memory:
+The columns of a put are stored in one memfd, one after another, each aligned to 64 bytes. There are two kinds of
+memory:
 
-- A *region* is created by the storage service, written by clients that run as the same user, and reused for other puts.
-  Its size is fixed. Clients are trusted to write only during their turn; see `dataplane.shared_memory`.
-- *Sealed memory* is created by a client that runs as another user, written once, and then sealed. No process, including
-  its writer, can write, shrink or grow it anymore.
+- A *region* is created by the storage service, written by clients that run as the same user, and reused for later puts.
+  The size of a region is fixed. Clients are trusted to write only during their own puts; see `dataplane.shared_memory`.
+- *Sealed memory* is created and written once by a client that runs as another user, and then sealed. After that, no
+  process, including the client, can write, shrink or grow the memory.
 
-Both kinds are mapped privately for programs that receive the bytes, so their writes do not affect other processes.
+Programs that receive the bytes map both kinds privately, so their writes do not affect other processes.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from tq_service.wire.mapping import Bytes, advise, map_memory
 _MAP_FIXED: Final = 0x10
 _READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
 
-_PIECE_BYTES: Final = 16 << 20  # copied by one thread; smaller memory is not worth a second thread
+_PIECE_BYTES: Final = 16 << 20  # bytes copied by one thread; less is not worth a second thread
 _MOST_THREADS: Final = 4
-_MOST_BUFFERS_OF_A_WRITE: Final = 1024  # IOV_MAX of Linux
-_STAT_BLOCK_BYTES: Final = 512  # the unit of st_blocks, whatever the file system
+_MOST_BUFFERS_OF_A_WRITE: Final = 1024  # IOV_MAX on Linux
+_STAT_BLOCK_BYTES: Final = 512  # unit of st_blocks, regardless of the file system
 
 if sys.platform == "linux":
     import fcntl
@@ -45,37 +46,37 @@ if sys.platform == "linux":
 
 
 def is_supported() -> bool:
-    """Whether this system has memfds with seals, and sockets that carry file descriptors."""
+    """Return whether this system supports sealed memfds, and sockets that can transfer file descriptors."""
     return sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(socket, "recv_fds")
 
 
 def check_supported() -> None:
-    """Check that this system can share memory.
+    """Check that this system supports shared memory.
 
     Raises:
-        OSError: the system cannot share memory.
+        OSError: the system does not support shared memory.
     """
     if not is_supported():
-        raise OSError("this system has no sealed memfds")
+        raise OSError("this system does not support sealed memfds")
 
 
 def map_over(memory: mmap.mmap, fd: int, size: int, *, is_writable: bool) -> None:
-    """Map a file over an anonymous mapping, until the latter is unmapped.
+    """Map a file over an anonymous mapping, for as long as that mapping exists.
 
     Args:
         memory: the anonymous mapping.
-        fd: the file, which may be closed afterwards.
-        size: number of bytes to map, from the start of the file.
-        is_writable: whether writes go to the file; otherwise, the mapping is read-only.
+        fd: file descriptor of the file, which may be closed afterwards.
+        size: number of bytes to map, starting at the beginning of the file.
+        is_writable: whether writes change the file; otherwise, the mapping is read-only.
 
     Raises:
-        OSError: the system refuses the mapping.
+        OSError: the operating system refused the mapping.
     """
     whole = (ctypes.c_char * len(memory)).from_buffer(memory)
     protection, kind = (_READ_WRITE, mmap.MAP_SHARED) if is_writable else (mmap.PROT_READ, mmap.MAP_PRIVATE)
     map_memory(fd, size, protection, kind | _MAP_FIXED, ctypes.addressof(whole))
     if is_writable and hasattr(mmap, "MADV_HUGEPAGE"):
-        # If `shmem_enabled` is `advise`, the system then converts the pages to huge pages in the background.
+        # If `shmem_enabled` is `advise`, the kernel then converts the pages to huge pages in the background.
         with suppress(OSError):
             advise(ctypes.addressof(whole), size, mmap.MADV_HUGEPAGE)
 
@@ -84,17 +85,17 @@ def map_over(memory: mmap.mmap, fd: int, size: int, *, is_writable: bool) -> Non
 
 
 def new_region(size: int) -> int:
-    """Create memory of `size` bytes, whose size no process can change, and return its file descriptor.
+    """Create memory of `size` bytes that no process can resize, and return its file descriptor.
 
-    The system allocates all pages now, and charges them to the control group of this process, so no later write to the
-    memory can fail.
+    The kernel allocates all pages immediately and charges them to this process's control group, so no later write to
+    the memory can fail.
 
     Raises:
-        OSError: the system lacks file descriptors, or memory.
+        OSError: the system is out of file descriptors or memory.
     """
     fd = os.memfd_create("tq_service", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.fchmod(fd, 0o600)  # only the service's user may reopen it through /proc
+        os.fchmod(fd, 0o600)  # only the service's user may reopen the memory through /proc
         os.posix_fallocate(fd, 0, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FIXED_SIZE)
     except BaseException:
@@ -104,17 +105,17 @@ def new_region(size: int) -> int:
 
 
 def free_pages(memory: mmap.mmap) -> None:
-    """Return the pages of a writable mapping of a region to the system, even if other processes map it."""
-    # Python's madvise would hold the GIL: for 0.2 s with a region of 256 MiB.
+    """Return the pages of a region's writable mapping to the system, even if other processes map the region."""
+    # Python's madvise would block the GIL, for 0.2 s for a region of 256 MiB.
     whole = (ctypes.c_char * len(memory)).from_buffer(memory)
     advise(ctypes.addressof(whole), len(memory), mmap.MADV_REMOVE)
 
 
 def _placed(columns: Sequence[SourceColumn]) -> Iterator[Chunk]:
-    """Yield the bytes of columns with the padding between them, laid out by `place_columns`.
+    """Yield the bytes of columns, with the padding between them, as laid out by `place_columns`.
 
-    The padding is written as well: otherwise, a file would have a hole, which `check_sealed` rejects, and a region
-    would contain old bytes.
+    The padding must be written as well. Otherwise, a file would have a hole, which `check_sealed` rejects, and a
+    region would contain old bytes.
     """
     for column in columns:
         yield from column.chunks
@@ -122,7 +123,7 @@ def _placed(columns: Sequence[SourceColumn]) -> Iterator[Chunk]:
 
 
 def fill(target: Bytes, columns: Sequence[SourceColumn]) -> None:
-    """Copy columns into memory, laid out by `place_columns`, with several threads if they are large."""
+    """Copy columns into memory in the layout of `place_columns`; large columns are copied by several threads."""
     pieces = list(iter_frames(_placed(columns), _PIECE_BYTES, None))
     thread_count = min(len(pieces), _MOST_THREADS, len(os.sched_getaffinity(0)))
     targets = [target[number * _PIECE_BYTES :][:_PIECE_BYTES] for number in range(len(pieces))]
@@ -136,10 +137,10 @@ def fill(target: Bytes, columns: Sequence[SourceColumn]) -> None:
 
 
 def write(fd: int, columns: Sequence[SourceColumn]) -> None:
-    """Write columns into a memfd, laid out by `place_columns`, without the page faults of a new mapping.
+    """Write columns into a memfd in the layout of `place_columns`, without the page faults of a new mapping.
 
     Raises:
-        OSError: the system lacks memory.
+        OSError: the system is out of memory.
     """
     at = 0
     for views in on_host(_placed(columns)):
@@ -155,10 +156,10 @@ def write(fd: int, columns: Sequence[SourceColumn]) -> None:
 
 
 def write_sealed(columns: Sequence[SourceColumn]) -> int:
-    """Write columns into new sealed memory, laid out by `place_columns`, and return its file descriptor.
+    """Write columns into new sealed memory in the layout of `place_columns`, and return its file descriptor.
 
     Raises:
-        OSError: the system lacks memory or file descriptors.
+        OSError: the system is out of memory or file descriptors.
     """
     fd = os.memfd_create("tq_service", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -175,11 +176,11 @@ def _seal(fd: int) -> None:
 
 
 def check_sealed(fd: int, size: int | None = None) -> None:
-    """Check that a file descriptor refers to memory that is complete and cannot change.
+    """Check that a file descriptor refers to completely allocated memory that can no longer change.
 
     Args:
-        fd: the file descriptor.
-        size: required size in bytes; None: any.
+        fd: the file descriptor to check.
+        size: required size in bytes; None: any size.
 
     Raises:
         InvalidArgumentError: the memory is not sealed, has a different size, or is incomplete.
@@ -190,24 +191,24 @@ def check_sealed(fd: int, size: int | None = None) -> None:
         seals = 0
     if seals & _SEALS != _SEALS:
         raise InvalidArgumentError(
-            f"a file descriptor with seals {seals:#x} was sent; expected a memfd sealed against writing, "
-            f"shrinking, growing and further seals ({_SEALS:#x})"
+            f"a file descriptor with seals {seals:#x} was sent; expected a memfd sealed against writing, shrinking, "
+            f"growing and further seals ({_SEALS:#x})"
         )
     status = os.fstat(fd)
     if size is None:
         size = status.st_size
     if status.st_size != size:
-        raise InvalidArgumentError(f"shared memory of {status.st_size} bytes was sent; expected {size}")
+        raise InvalidArgumentError(f"shared memory of {status.st_size} bytes was sent; expected {size} bytes")
     if status.st_blocks * _STAT_BLOCK_BYTES < size:
         # Reading a hole allocates memory in the reading process, which may have none left.
         raise InvalidArgumentError(
-            f"shared memory of {size} bytes was sent with only {status.st_blocks * _STAT_BLOCK_BYTES} bytes "
-            "allocated; write all of it before sealing it"
+            f"shared memory of {size} bytes was sent with only {status.st_blocks * _STAT_BLOCK_BYTES} bytes allocated; "
+            "write all bytes before sealing the memory"
         )
 
 
 def read_into(fd: int, target: memoryview, start: int) -> None:
-    """Fill `target` with the bytes of a file or of shared memory from `start` on.
+    """Fill `target` with the bytes of a file or of shared memory, starting at `start`.
 
     Raises:
         OSError: the bytes cannot be read, or the file is too short.
@@ -220,6 +221,6 @@ def read_into(fd: int, target: memoryview, start: int) -> None:
 
 
 def close_all(fds: Iterable[int]) -> None:
-    """Close file descriptors; memory is freed once its last file descriptor and mapping are gone."""
+    """Close file descriptors. Memory is freed when its last file descriptor and its last mapping are gone."""
     for fd in fds:
         os.close(fd)

@@ -1,7 +1,7 @@
-"""Slices of rows: the bytes of each row of a column that a get returns, and the shape of the resulting column.
+"""Slices of rows: the requested bytes of each row of a column, and the shape of the resulting column.
 
-The storage service slices rows, since only it knows their lengths. A client slices only cells whose extents are in
-several storage services, after joining the extents.
+The storage service slices rows, because only the service knows their lengths. A client slices a cell only if its
+extents are stored in several storage services, after joining the extents.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tq_service.wire.columns import MAX_ROWS, ColumnShape, row_shapes
 from tq_service.wire.metadata import NO_INTEGERS, Indexes, decode_integers, expand_runs, fill_packed
 
 TO_THE_END: Final = 2**63 - 1
-"""Stop of a range that extends to the end of its row."""
+"""Stop value of a range that extends to the end of its row."""
 
 MOST_PIECES: Final = 1 << 23
-"""Maximum number of pieces per column, 24 bytes each; a slice of the second dimension has one piece per token."""
+"""Maximum number of pieces per column; a piece takes 24 bytes. A slice of the second dimension has one per token."""
 
 _LARGEST_UNIT_BYTES: Final = 1024
 
@@ -34,13 +34,13 @@ class RowCut:
     """The requested part of each row; see `RowSlice` in the protocol.
 
     Attributes:
-        starts: starts of the ranges along the first dimension.
-        stops: stops of the ranges.
-        range_counts: `(n,)`, number of ranges of each row; empty: all ranges apply to every row.
-        chunks: the requested chunks of each row, instead of ranges.
-        chunk_count: number of chunks into which a row is divided; 0: ranges are used.
-        align: number that divides the length of a chunk.
-        second: start and stop along the second dimension; None: all of it.
+        starts: start of each range along the first dimension.
+        stops: stop of each range along the first dimension.
+        range_counts: `(n,)`, number of ranges per row; empty: all ranges apply to every row.
+        chunks: indexes of the requested chunks of each row, if chunks are requested instead of ranges.
+        chunk_count: number of chunks into which each row is divided; 0: ranges are requested.
+        align: number that divides every chunk length.
+        second: start and stop along the second dimension; None: the entire dimension.
     """
 
     starts: Indexes = field(default_factory=lambda: np.zeros(1, np.int64))
@@ -53,10 +53,10 @@ class RowCut:
 
     @classmethod
     def from_proto(cls, message: RowSliceMessage, row_count: int) -> RowCut:
-        """Return the cut requested by a message, for `row_count` rows.
+        """Decode the cut requested by a message for `row_count` rows.
 
         Raises:
-            InvalidArgumentError: the parts of the message are inconsistent.
+            InvalidArgumentError: the message is inconsistent.
         """
         starts, stops = (decode_integers(values) for values in (message.starts, message.stops))
         counts = decode_integers(message.range_counts)
@@ -64,7 +64,7 @@ class RowCut:
             raise _wrong(message, f"{starts.size} starts and {stops.size} stops; expected as many stops as starts")
         if message.chunk_count or message.chunks:
             if starts.size or counts.size:
-                raise _wrong(message, "ranges and chunks; expected one of the two")
+                raise _wrong(message, "ranges and chunks; expected only one of the two")
             most, align = max(message.chunks, default=0), message.align or 1
             if not message.chunks or not most < message.chunk_count <= MAX_ROWS or align > MAX_ROWS:
                 raise _wrong(
@@ -76,13 +76,13 @@ class RowCut:
             raise _wrong(
                 message,
                 f"range_counts for {counts.size} rows that sum to {int(counts.sum())}; expected {row_count} rows, and "
-                f"the number of starts, {starts.size}, as the sum",
+                f"a sum of {starts.size}, the number of starts",
             )
         range_count = starts.size if counts.size else max(starts.size, len(message.chunks)) * row_count
         if range_count > MOST_PIECES:
             raise InvalidArgumentError(
                 f"the slice of {', '.join(map(repr, message.field_names))} has {range_count} ranges over all rows; "
-                f"expected at most {MOST_PIECES}. Get fewer rows at once",
+                f"expected at most {MOST_PIECES}. Get fewer rows per call",
                 field="slices",
                 metadata={"got": str(range_count), "limit": str(MOST_PIECES)},
             )
@@ -98,7 +98,7 @@ class RowCut:
         )
 
     def to_proto(self, field_names: Sequence[str]) -> RowSliceMessage:
-        """Return the message that requests this part of some fields."""
+        """Encode this cut as a protobuf message for the given fields."""
         message = RowSliceMessage(field_names=field_names)
         if self.chunk_count:
             message.chunks.extend(self.chunks)
@@ -112,7 +112,7 @@ class RowCut:
         return message
 
     def select(self, positions: Indexes) -> RowCut:
-        """Return the cut for the rows at `positions`, in this order."""
+        """Return the cut restricted to the rows at `positions`, in this order."""
         counts = self.range_counts
         if not counts.size:
             return self
@@ -120,11 +120,11 @@ class RowCut:
         return replace(self, starts=self.starts[at], stops=self.stops[at], range_counts=counts[positions])
 
     def chunk_lengths(self, lengths: Indexes) -> Indexes:
-        """Return the chunk length of each row; the last chunks of a row may be shorter."""
+        """Return the chunk length for each row; the last chunks of a row may be shorter."""
         return -(-lengths // (self.chunk_count * self.align)) * self.align
 
     def ranges(self, lengths: Indexes) -> tuple[Indexes, Indexes, Indexes]:
-        """Return the ranges of rows with these lengths `(n,)`: the row, the first item and the end of each range."""
+        """Return row, first item and end of each requested range, given the lengths of the rows `(n,)`."""
         if self.chunk_count:
             chunks = np.array(self.chunks, np.int64)
             owners = np.repeat(np.arange(lengths.size), chunks.size)
@@ -142,7 +142,7 @@ class RowCut:
         return owners, begins, np.maximum(begins, ends)
 
     def cut_shape(self, spec: FieldSpec) -> tuple[int, ...] | None:
-        """Return the shape of the resulting rows, with -1 for sizes that may differ, or None if it is not known yet."""
+        """Return the shape of the resulting rows, with -1 for sizes that may vary; None if not known yet."""
         shape = list(spec.row_shape or ())
         if not shape:
             return None
@@ -163,7 +163,7 @@ class RowCut:
 
 
 def _resolved(bounds: Indexes, lengths: Indexes) -> Indexes:
-    """Resolve the bounds of ranges as Python does for slices."""
+    """Resolve range bounds like Python's slices: negative bounds count from the end, and all bounds are clipped."""
     return np.clip(np.where(bounds < 0, bounds + lengths, bounds), 0, lengths)
 
 
@@ -174,14 +174,14 @@ def _wrong(message: RowSliceMessage, problem: str) -> InvalidArgumentError:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowPieces:
-    """The requested bytes of a column's rows.
+    """The requested bytes of a column's rows, as contiguous pieces.
 
     Attributes:
-        column: the resulting column.
-        rows: `(m,)`, the row of each piece.
-        starts: `(m,)`, start of each piece in the bytes of its row.
+        column: header of the resulting column.
+        rows: `(m,)`, index of the row of each piece.
+        starts: `(m,)`, offset of each piece in the bytes of its row.
         sizes: `(m,)`, size of each piece in bytes; may be 0.
-        unit: number of bytes that divides all sizes, and the distances between pieces of one put.
+        unit: number of bytes that divides all sizes and all distances between pieces of the same put.
     """
 
     column: ColumnShape
@@ -194,16 +194,16 @@ class RowPieces:
 def cut_rows(
     column: ColumnShape, cut: RowCut, extent_counts: Indexes = NO_INTEGERS, extent_lengths: Indexes = NO_INTEGERS
 ) -> RowPieces:
-    """Return the pieces of a column's rows that a cut requests.
+    """Return the pieces of a column's rows that a cut selects.
 
     Args:
-        column: the full rows.
+        column: header of the column with its complete rows.
         cut: the requested part of each row.
-        extent_counts: number of rows per cell if rows are extents of cells; the rows of the result are the cells.
-        extent_lengths: number of items in the first dimension of each extent that belong to its cell.
+        extent_counts: number of extents per cell, if each row is an extent; the resulting rows are then the cells.
+        extent_lengths: number of items in the first dimension of each extent that belong to the extent's cell.
 
     Raises:
-        InvalidArgumentError: rows of this field cannot be cut as requested.
+        InvalidArgumentError: the rows of this field cannot be sliced as requested.
     """
     spec = column.spec
     _check_cut(spec, cut, is_joined=extent_counts.size > 0)
@@ -220,14 +220,14 @@ def cut_rows(
     rows, begins, ends = cut.ranges(lengths)
     cut_lengths = np.bincount(rows, ends - begins, lengths.size).astype(np.int64)
     if extent_counts.size:
-        offsets = np.cumsum(kept) - kept  # of each extent, relative to the first one of its cell
+        offsets = np.cumsum(kept) - kept  # of extents; the next line makes them relative to the first of the cell
         offsets -= np.repeat(offsets[firsts], extent_counts)
         counts = extent_counts[rows]
         _check_piece_count(spec, int(counts.sum()))
         rows = expand_runs(firsts[rows], counts)
         begins, ends = (np.clip(np.repeat(bounds, counts) - offsets[rows], 0, kept[rows]) for bounds in (begins, ends))
     starts, sizes, width, unit = _byte_ranges(column, cut, shapes, rows, (begins, ends))
-    if width is not None:  # a piece for each item of the first dimension
+    if width is not None:  # one piece per item of the first dimension
         rows = np.repeat(rows, ends - begins)
     return RowPieces(
         column=_cut_column(column, cells, cut_lengths, width, is_joined=extent_counts.size > 0),
@@ -246,7 +246,7 @@ def _check_cut(spec: FieldSpec, cut: RowCut, *, is_joined: bool) -> None:
     elif not shape:
         problem = "its rows are single values; get the field without a slice"
     elif cut.second is not None and (len(shape) < 2 or shape[1] < 0):
-        problem = "a slice of the second dimension needs the same size in all rows; slice only the first dimension"
+        problem = "a slice of the second dimension requires the same size in all rows; slice only the first dimension"
     elif is_joined and -1 in shape[1:]:
         problem = "only cells that differ solely in the first dimension can be joined; get it without extent_counts"
     if problem:
@@ -260,7 +260,7 @@ def _check_cut(spec: FieldSpec, cut: RowCut, *, is_joined: bool) -> None:
 def _byte_ranges(
     column: ColumnShape, cut: RowCut, shapes: Indexes, rows: Indexes, bounds: tuple[Indexes, Indexes]
 ) -> tuple[Indexes, Indexes, int | None, int]:
-    """Return starts of ranges in their rows, sizes, the width of a cut second dimension or None, and the unit."""
+    """Return starts and sizes of the ranges in bytes, the width of a sliced second dimension or None, and the unit."""
     spec, (begins, ends) = column.spec, bounds
     shape = spec.row_shape or ()
     item_bytes = (shapes[:, 1:].prod(axis=1) * spec.itemsize)[rows]
@@ -281,7 +281,7 @@ def _check_piece_count(spec: FieldSpec, piece_count: int) -> None:
     if piece_count > MOST_PIECES:
         raise InvalidArgumentError(
             f"the slice of field {spec.name!r} has {piece_count} pieces; expected at most {MOST_PIECES}. Get fewer "
-            "rows at once",
+            "rows per call",
             field="slices",
             metadata={"field_name": spec.name, "got": str(piece_count), "limit": str(MOST_PIECES)},
         )

@@ -1,1 +1,1 @@
-"""Bulk transfers: bytes of puts and gets on separate connections, each with a thread, in parallel with gRPC calls."""
+"""Bulk transfers of the bytes of puts and gets, over separate connections with one thread each, beside gRPC calls."""

@@ -1,7 +1,7 @@
-"""The client side of bulk transfers: a probe of the storage service's bulk port, and reusable connections to it.
+"""Client side of bulk transfers: a probe of the storage service's bulk port, and reusable connections to the port.
 
-Some clients cannot reach the port, such as those behind an ingress. A background thread detects this, and such clients
-use frames.
+Some clients cannot reach the bulk port, for example if the service is behind an ingress. A background thread detects
+this, and the client then uses frames.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ SWITCH_VARIABLE: Final = "TQ_BULK"
 _CONNECT_SECONDS: Final = 1.0
 _ASK_AGAIN_SECONDS: Final = 60.0
 _TRY_AGAIN_SECONDS: Final = 5.0
-_KEPT_SECONDS: Final = 50.0  # the service closes idle connections after 60 s
+_KEPT_SECONDS: Final = 50.0  # because the service closes idle connections after 60 s
 _MOST_KEPT: Final = 8
-# Threads in addition to the callers'; with too few of them, a transfer is only slower.
+# Threads in addition to the callers' own. If there are too few, transfers are merely slower.
 _STREAMS: Final = ThreadPoolExecutor(32, thread_name_prefix="tq-bulk")
 
 Remaining: TypeAlias = Callable[[], float]
-"""Returns the number of seconds left for a transfer."""
+"""Function that returns the number of seconds left for a transfer."""
 
 
 class _Port(NamedTuple):
-    """A bulk port, and the instance of its storage service."""
+    """A bulk port, and the instance id of its storage service."""
 
     host: str
     port: int
@@ -51,42 +51,42 @@ class _Port(NamedTuple):
 
 
 class BulkLink:
-    """A client's link to the bulk port of the storage service at one address. Safe to use from several threads.
+    """A client's link to the bulk port of one storage service. Thread-safe.
 
     Args:
         address: gRPC address of the service.
         tls: TLS settings for the connections; None: plaintext.
-        is_enabled: whether to look for the port; None: the environment decides.
+        is_enabled: whether to probe the service's bulk port; None: as set by the environment variable.
     """
 
     def __init__(self, address: str, tls: Tls | None = None, *, is_enabled: bool | None = None) -> None:
         self._address = address
         self._tls = tls
-        self._lock = threading.Lock()  # protects everything below
+        self._lock = threading.Lock()  # protects all attributes below
         self._is_enabled = os.environ.get(SWITCH_VARIABLE, "").lower() != "off" if is_enabled is None else is_enabled
         self._ask_at = time.monotonic()
         self._port: _Port | None = None
         self._idle: deque[tuple[float, BulkConnection]] = deque()
-        weakref.finalize(self, _close_all, self._idle).atexit = False  # clients need not be closed
+        weakref.finalize(self, _close_all, self._idle).atexit = False  # because clients need not be closed
 
     @property
     def is_up(self) -> bool:
-        """Whether the port has been reached."""
+        """Whether the bulk port is known to be reachable."""
         return self._port is not None
 
     def is_due(self) -> bool:
-        """Whether the service should be asked for its port now."""
+        """Return whether to ask the service for its bulk port now."""
         with self._lock:
             return self._is_enabled and self._port is None and time.monotonic() >= self._ask_at
 
     def postpone(self, seconds: float = _TRY_AGAIN_SECONDS) -> None:
-        """Stop using the port, and ask for it again later."""
+        """Stop using the bulk port, and ask the service for it again later."""
         with self._lock:
             self._port = None
             self._ask_at = time.monotonic() + seconds
 
     def probe(self, stat: StatResponse) -> None:
-        """Check in a thread whether the port announced by a service can be reached."""
+        """Check in a background thread whether the announced bulk port is reachable."""
         self.postpone(_ASK_AGAIN_SECONDS)
         target = _target(stat.bulk_address, self._address)
         if target is not None:
@@ -104,16 +104,16 @@ class BulkLink:
         self._give_back(connection)
 
     def close(self) -> None:
-        """Close all connections, and open no new ones."""
+        """Close all connections, and do not open new ones."""
         with self._lock:
             self._is_enabled, self._port = False, None
         _close_all(self._idle)
 
     def send(self, ticket: BulkTicket, columns: Sequence[SourceColumn], remaining: Remaining) -> None:
-        """Send the bytes of a put.
+        """Send the bytes of a put over bulk connections.
 
         Raises:
-            UnavailableError: not all bytes were sent. The next calls use frames, and fail if the data is the cause.
+            UnavailableError: some bytes were not sent. Later calls use frames, and also fail if the data is the cause.
         """
 
         def send(connection: BulkConnection, parts: Sequence[Chunk], moved: Moved) -> None:
@@ -123,10 +123,10 @@ class BulkLink:
         self._move(ticket, [chunk for column in columns for chunk in column.chunks if len(chunk)], send, remaining)
 
     def receive(self, ticket: BulkTicket, views: Sequence[memoryview], remaining: Remaining) -> None:
-        """Receive the bytes of a get into memory.
+        """Receive the bytes of a get over bulk connections into `views`.
 
         Raises:
-            UnavailableError: not all bytes arrived; see `send`.
+            UnavailableError: some bytes did not arrive; see `send`.
         """
 
         def receive(connection: BulkConnection, parts: Sequence[memoryview], moved: Moved) -> None:
@@ -141,11 +141,11 @@ class BulkLink:
         move: Callable[[BulkConnection, Sequence[C], Moved], None],
         remaining: Remaining,
     ) -> None:
-        """Move the ranges of a transfer in several threads; the concatenated chunks are its bytes."""
+        """Transfer the ranges in several threads; the concatenated chunks are the bytes of the transfer."""
         ends = np.cumsum([len(chunk) for chunk in chunks])
         count = -(-ticket.size_bytes // ticket.range_bytes)
-        indexes = iter(range(count))  # ranges that no thread has started
-        failures: list[BaseException] = []  # of any thread; the others then stop
+        indexes = iter(range(count))  # ranges that no thread has started to transfer
+        failures: list[BaseException] = []  # errors of all threads; after the first, the other threads stop
 
         def moved(_size: int) -> None:
             if failures or remaining() <= 0:
@@ -171,24 +171,24 @@ class BulkLink:
         others = [_STREAMS.submit(run) for _ in range(min(ticket.stream_count, count) - 1)]
         run()
         for other in others:
-            if not other.cancel():  # this thread has moved the ranges of threads that had not started
+            if not other.cancel():  # unstarted threads are not needed: this thread did their work
                 other.result()
         if failures:
-            if remaining() > 0:  # else the deadline was the cause, not the port
+            if remaining() > 0:  # otherwise, the cause is the deadline and not the port
                 self.postpone()
             if isinstance(failures[0], OSError):
                 raise UnavailableError(f"a bulk connection was lost: {failures[0]}") from failures[0]
             raise failures[0]
 
     def _take(self) -> BulkConnection:
-        """Return an unused connection.
+        """Return a connection that no transfer is using.
 
         Raises:
-            UnavailableError: the port cannot be reached.
+            UnavailableError: the port is not reachable.
         """
         port = self._port
         if port is None:
-            raise UnavailableError("gave up on the bulk port; the bytes can be sent in frames instead")
+            raise UnavailableError("the bulk port is no longer in use; the bytes can be sent in frames instead")
         oldest = time.monotonic() - _KEPT_SECONDS
         with suppress(IndexError):
             while True:
@@ -219,7 +219,7 @@ class BulkLink:
 
     @cached_property
     def _context(self) -> ssl.SSLContext | None:
-        """TLS context for connections."""
+        """TLS context for the connections; None for plaintext."""
         if self._tls is None:
             return None
         context = ssl.create_default_context(cafile=self._tls.ca)
@@ -235,7 +235,7 @@ def _close_all(idle: deque[tuple[float, BulkConnection]]) -> None:
 
 
 def _target(announced: str, address: str) -> tuple[str, int] | None:
-    """Return the host and port of the bulk port, or None if there is no port or only gRPC can resolve the host."""
+    """Return host and port of the bulk port; None if none was announced or only gRPC can resolve the service's host."""
     for host, port in hosts_and_ports(announced):
         hosts = [host] if host else [its_host for its_host, _ in hosts_and_ports(address)]
         return (hosts[0], port) if len(hosts) == 1 else None
@@ -243,7 +243,7 @@ def _target(announced: str, address: str) -> tuple[str, int] | None:
 
 
 def _clip(chunks: Sequence[C], ends: Integers, start: int, end: int) -> list[C]:
-    """Return the bytes from `start` to `end` of concatenated chunks; `ends` contains the end of each chunk."""
+    """Return the bytes from `start` to `end` of concatenated chunks; `ends` contains the end offset of each chunk."""
     first, last = int(np.searchsorted(ends, start, "right")), int(np.searchsorted(ends, end, "left"))
     parts = list(chunks[first : last + 1])
     parts[-1] = parts[-1][: len(parts[-1]) - (int(ends[last]) - end)]

@@ -1,12 +1,14 @@
-"""A bulk connection: the request for a range, and the system calls that move its bytes. Threads of both sides use it.
+"""Bulk connections: the protocol for requesting ranges, and the system calls that transfer their bytes.
+
+Threads of both the client and the storage service use this module. The messages are:
 
     service -> client   20 bytes: "TQB1", the boot_id of the storage service (16); then for each range:
     client -> service   32 bytes: "TQB1", the ticket (16), the index of the range (uint32), 8 zero bytes
     and the bytes of the range, from the client for a put, from the service for a get
 
-Each return from a system call waits for the interpreter lock, for up to 5 ms if another thread is busy. A range
-therefore uses as few calls as possible: the sockets block, the kernel handles the timeouts, one call receives a full
-range, and one call sends up to a million slices of memory.
+After each system call, a thread waits for the interpreter lock, for up to 5 ms if another thread is busy. Transferring
+a range therefore uses as few system calls as possible. Sockets are blocking, and the kernel handles timeouts. One call
+receives a complete range, and one call sends up to a million slices of memory.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ _GREETING: Final = struct.Struct("<4s16s")
 _REQUEST: Final = struct.Struct("<4s16sI8x")
 _MAGIC: Final = b"TQB1"
 _STEP_SECONDS: Final = 1.0
-_SECURE_STEP_BYTES: Final = 1 << 20  # Python's TLS moves at most 16 KiB at once, whatever the buffer size
-_MOST_SLICES: Final = 1024  # slices per message (IOV_MAX), and messages per call (UIO_MAXIOV)
+_SECURE_STEP_BYTES: Final = 1 << 20  # Python's TLS transfers at most 16 KiB at once, whatever the buffer size
+_MOST_SLICES: Final = 1024  # slices per message (IOV_MAX), and also messages per call (UIO_MAXIOV)
 _TIMEVAL: Final = struct.Struct("@ll")
 _MESSAGE: Final = np.dtype(
     {
@@ -43,33 +45,33 @@ _MESSAGE: Final = np.dtype(
         "offsets": [16, 24, 56],
         "itemsize": 64,
     }
-)  # struct mmsghdr of 64-bit Linux; its other fields are zero
+)  # struct mmsghdr of 64-bit Linux; all other fields are zero
 _HAS_SENDMMSG: Final = sys.platform == "linux" and ctypes.sizeof(ctypes.c_void_p) == 8
 
 Moved: TypeAlias = Callable[[int], None]
-"""Called after every step with the number of bytes moved, 0 after an idle second; raises to end the transfer."""
+"""Callback after each step, with the number of bytes moved, 0 after an idle second; an exception ends the transfer."""
 
 Integers: TypeAlias = NDArray[np.int64]
 
 
 class BulkConnection:
-    """A connection that moves ranges one after another. One thread uses it; any thread may `end` it.
+    """A connection that transfers one range after another. Only one thread uses it, but any thread may call `end`.
 
     Args:
-        connection: a connected socket; `close` closes it.
+        connection: a connected socket, which is closed by `close`.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._is_secure = False
         connection.settimeout(None)
-        with suppress(OSError):  # already closed by the other side: the first step will fail
+        with suppress(OSError):  # if the other side has already closed the connection, the first step will fail
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_STEP_SECONDS))
         self._wait_at_most(_STEP_SECONDS)
 
     def accept_tls(self, context: ssl.SSLContext, seconds: float) -> None:
-        """Perform the TLS handshake as the service.
+        """Perform the TLS handshake on the service's side.
 
         Raises:
             OSError: the handshake failed, or took too long.
@@ -77,7 +79,7 @@ class BulkConnection:
         self._wrap(context, seconds, server_side=True)
 
     def open_tls(self, context: ssl.SSLContext, host: str, seconds: float) -> None:
-        """Perform the TLS handshake as a client, which expects a certificate for this host.
+        """Perform the TLS handshake on the client's side; the service must have a certificate for `host`.
 
         Raises:
             OSError: the handshake failed, or took too long.
@@ -92,14 +94,14 @@ class BulkConnection:
 
     @property
     def sends_slices(self) -> bool:
-        """Whether `send_slices` can be used."""
+        """Whether `send_slices` is supported on this connection."""
         return _HAS_SENDMMSG and not self._is_secure
 
     def is_idle(self) -> bool:
-        """Whether the connection is open and has no unread bytes, so it is ready for a range."""
+        """Return whether the connection is open and has no unread bytes, and so is ready for a range."""
         try:
             self._socket.setblocking(False)
-            self._socket.recv(1)  # may consume an unexpected byte; the connection is then not reused
+            self._socket.recv(1)  # if this consumes an unexpected byte, the connection is not reused
         except (BlockingIOError, ssl.SSLWantReadError):
             return True
         except OSError:
@@ -114,7 +116,7 @@ class BulkConnection:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(seconds))
 
     def greet(self, boot_id: bytes) -> None:
-        """Send this storage service's id, since a proxy or another program may accept connections on the port instead.
+        """Send the storage service's id, so the client detects a proxy or another program that listens on the port.
 
         Raises:
             OSError: the connection is lost.
@@ -125,16 +127,16 @@ class BulkConnection:
         """Wait for the greeting of the storage service with this id.
 
         Raises:
-            UnavailableError: the greeting did not arrive in time, or has another id.
+            UnavailableError: the greeting did not arrive in time, or contains another id.
             OSError: the connection is lost.
         """
         data = bytearray(_GREETING.size)
         self._receive_at_once(data, seconds)
         if _GREETING.unpack(data) != (_MAGIC, boot_id):
-            raise UnavailableError("another storage service, or another program, answers on the bulk port")
+            raise UnavailableError("the bulk port belongs to another storage service or another program")
 
     def _receive_at_once(self, data: bytearray, seconds: float) -> None:
-        """Fill the buffer in one step, which waits no longer than `seconds`."""
+        """Fill the buffer in one step, waiting at most `seconds`."""
         self._wait_at_most(seconds)
         try:
             self.receive_into(memoryview(data), partial(_once, size=len(data)))
@@ -142,7 +144,7 @@ class BulkConnection:
             self._wait_at_most(_STEP_SECONDS)
 
     def request(self, ticket: bytes, index: int, moved: Moved) -> None:
-        """Request a range.
+        """Send the request for a range.
 
         Raises:
             OSError: the connection is lost.
@@ -150,11 +152,11 @@ class BulkConnection:
         self.send([memoryview(_REQUEST.pack(_MAGIC, ticket, index))], moved)
 
     def receive_request(self, seconds: float) -> tuple[bytes, int] | None:
-        """Return the ticket and index of the next range, or None at the end or if no request arrived in time.
+        """Return ticket and index of the next requested range; None if the connection ended or no request came in time.
 
         Raises:
             OSError: the connection is lost.
-            ValueError: the bytes are not a request.
+            ValueError: the received bytes are not a request.
         """
         data = bytearray(_REQUEST.size)
         try:
@@ -163,16 +165,16 @@ class BulkConnection:
             return None
         magic, ticket, index = _REQUEST.unpack(data)
         if magic != _MAGIC:
-            raise ValueError(f"got {magic!r} for a request; expected {_MAGIC!r}")
+            raise ValueError(f"got {magic!r} as the start of a request; expected {_MAGIC!r}")
         return ticket, index
 
     def receive_into(self, target: memoryview, moved: Moved) -> None:
-        """Fill `target` with received bytes.
+        """Receive bytes until `target` is full.
 
         Raises:
             UnavailableError: the other side has closed the connection.
             OSError: the connection is lost.
-            Exception: raised by `moved`.
+            Exception: `moved` raised it.
         """
         while target:
             try:
@@ -189,9 +191,9 @@ class BulkConnection:
             target = target[size:]
 
     def receive_all(self, targets: Sequence[memoryview], moved: Moved) -> None:
-        """Fill several targets one after another, many of them with one system call if possible.
+        """Receive bytes until all targets are full, in order; if possible, one system call fills many of them.
 
-        Raises: as `receive_into`.
+        Raises: the errors of `receive_into`.
         """
         if self._is_secure or len(targets) == 1:
             for target in targets:
@@ -211,11 +213,11 @@ class BulkConnection:
                 parts = _behind(parts, size)
 
     def send(self, chunks: Iterable[memoryview], moved: Moved) -> None:
-        """Send chunks one after another.
+        """Send chunks of bytes in order.
 
         Raises:
             OSError: the connection is lost.
-            Exception: raised by `moved`.
+            Exception: `moved` raised it.
         """
         frame_bytes = _SECURE_STEP_BYTES if self._is_secure else sys.maxsize
         for frame in iter_frames(chunks, frame_bytes, _MOST_SLICES):
@@ -230,18 +232,18 @@ class BulkConnection:
                 parts = _behind(parts, size)
 
     def send_slices(self, addresses: Integers, sizes: Integers, moved: Moved) -> None:
-        """Send slices of memory one after another. Valid only if `sends_slices`.
+        """Send slices of memory in order. Only allowed if `sends_slices` is true.
 
         Args:
-            addresses: start of each slice; the caller keeps the memory readable.
-            sizes: size of each slice in bytes; none is 0.
-            moved: see `Moved`.
+            addresses: start address of each slice; the caller must keep the memory readable.
+            sizes: size of each slice in bytes, at least 1.
+            moved: callback after each step, see `Moved`.
 
         Raises:
             OSError: the connection is lost.
-            Exception: raised by `moved`.
+            Exception: `moved` raised it.
         """
-        slices = np.stack([addresses, sizes], axis=1)  # the array of struct iovec
+        slices = np.stack([addresses, sizes], axis=1)  # has the memory layout of an array of struct iovec
         left_bytes = int(sizes.sum())
         while left_bytes:
             size = _send_some(self._socket.fileno(), slices)
@@ -251,24 +253,24 @@ class BulkConnection:
                 slices = _slices_behind(slices, size)
 
     def end(self) -> None:
-        """Make the current step and all later ones fail; any thread may call it."""
+        """Make the current step and all later steps fail; callable from any thread."""
         with suppress(OSError):
-            # Not `SSLSocket.shutdown`, after which another thread's step would see a socket without TLS.
+            # SSLSocket.shutdown would make another thread's current step use the socket without TLS.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection; call this in the thread that uses it."""
+        """Close the connection; must be called in the thread that uses the connection."""
         self._socket.close()
 
 
 def _once(moved: int, size: int = 1) -> None:
-    """Raise an error if a step moved fewer than `size` bytes."""
+    """Raise an error if a step transferred fewer than `size` bytes."""
     if moved < size:
-        raise UnavailableError("too few bytes moved over the bulk connection in time")
+        raise UnavailableError("fewer bytes than expected were transferred over the bulk connection in time")
 
 
 def _behind(parts: list[memoryview], size: int) -> list[memoryview]:
-    """Return chunks without their first `size` bytes."""
+    """Return the chunks without their first `size` bytes."""
     for number, part in enumerate(parts):
         if size < len(part):
             return [part[size:], *parts[number + 1 :]]
@@ -282,7 +284,7 @@ def _timeval(seconds: float) -> bytes:
 
 
 def _slices_behind(slices: Integers, size: int) -> Integers:
-    """Return slices without their first `size` bytes."""
+    """Return the slices without their first `size` bytes."""
     ends = np.cumsum(slices[:, 1])
     first = int(np.searchsorted(ends, size, "right"))
     left = slices[first:].copy()
@@ -295,10 +297,10 @@ _libc: Final = ctypes.CDLL(None, use_errno=True)
 
 
 def _send_some(fd: int, slices: Integers) -> int:
-    """Send as many slices as one call can; return the number of bytes sent, 0 if none were sent in time.
+    """Send as many slices as one system call can; return the number of bytes sent, 0 on a timeout.
 
     Raises:
-        OSError: no bytes could be sent.
+        OSError: the system call failed.
     """
     count = min(-(-len(slices) // _MOST_SLICES), _MOST_SLICES)
     messages = np.zeros(count, _MESSAGE)

@@ -1,11 +1,12 @@
-"""The service side of bulk transfers: the bulk port, a thread for each connection, and the authorized transfers.
+"""Server side of bulk transfers: the bulk port, a thread for each connection, and the authorized transfers.
 
-    a call opens a transfer  ->  its ticket goes to the client  ->  threads move its ranges  ->  the call continues
-             closes it       ->  threads in it are interrupted  ->  its memory is released once the last has left
+    a call opens a transfer   ->  its ticket is sent to the client  ->  threads move its ranges  ->  the call continues
+    a call closes a transfer  ->  its threads are interrupted  ->  its memory is released once the last thread is done
 
-The authorized call decides which bytes may be read or written. A ticket is valid for these bytes, in one direction,
-until the call ends. The service divides the bytes into ranges and accepts each range only once. Otherwise, a repeated
-range would be counted in place of a missing one, whose memory still contains another put's bytes.
+The authorized call determines which bytes may be read or written. Until the call ends, its ticket is valid for the
+authorized bytes, in one direction. The service divides the bytes into ranges and accepts each range only once.
+Otherwise, a repeated range could be counted in place of a missing one, whose memory still contains bytes of another
+put.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _log = logging.getLogger(__name__)
 _MOST_CONNECTIONS: Final = 1024
 _MOST_UNPROVEN: Final = 128
 _MOST_TRANSFERS: Final = 128
-_BACKLOG: Final = 1024  # all clients of a large job probe the port at the same moment
+_BACKLOG: Final = 1024  # because all clients of a large job probe the port at the same moment
 _FIRST_REQUEST_SECONDS: Final = 10.0
 _IDLE_SECONDS: Final = 60.0
 _PAUSE_SECONDS: Final = 0.1
@@ -44,22 +45,22 @@ _LOAD_HALF_LIFE_SECONDS: Final = 1.0
 _RANGE_GRAIN_BYTES: Final = 4096
 
 Move: TypeAlias = Callable[[BulkConnection, int, int, Moved], None]
-"""Moves the bytes from a start to an end over a connection, in its thread; raises an error if the transfer fails."""
+"""Transfers the bytes from start to end over a connection, in its thread; raises an error if the transfer fails."""
 Context: TypeAlias = Callable[[], ssl.SSLContext]
 
 
 class Transfer:
-    """The transfer of one put's or get's bytes. The event loop opens and closes it; threads move its ranges.
+    """The transfer of the bytes of one put or get. The event loop opens and closes it; threads move its ranges.
 
     Args:
-        size_bytes: total size.
+        size_bytes: total size in bytes.
         stream_count: recommended number of connections.
-        move: moves a range.
-        on_moved: called periodically on the event loop with the number of bytes moved.
-        on_unused: called on the event loop once the transfer is closed and no thread uses its memory anymore.
+        move: function that transfers a range.
+        on_moved: called periodically on the event loop, with the number of bytes transferred since the last call.
+        on_unused: called on the event loop when the transfer is closed and no thread uses its memory anymore.
 
     Attributes:
-        ticket: ticket that the client sends with each range.
+        ticket: ticket that the client must send with each range.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Transfer:
         self._on_unused = on_unused
         self._loop = asyncio.get_running_loop()
         self._done: asyncio.Future[None] = self._loop.create_future()
-        self._lock = threading.Lock()  # protects everything below
+        self._lock = threading.Lock()  # protects all attributes below
         self._is_closed = False
         self._handed_out: set[int] = set()
         self._count = self._left_count = -(-size_bytes // self.ticket.range_bytes)
@@ -92,20 +93,20 @@ class Transfer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all ranges have moved."""
+        """Whether all ranges have been transferred."""
         return not self._left_count
 
     async def done(self) -> None:
-        """Wait until all ranges have moved.
+        """Wait until all ranges have been transferred.
 
         Raises:
             UnavailableError: a connection was lost, or the client requested a range twice.
-            Exception: raised by `move`.
+            Exception: `move` raised it.
         """
         await asyncio.shield(self._done)
 
     def close(self) -> None:
-        """End the transfer: threads that move its ranges stop at once; further calls do nothing."""
+        """Close the transfer and interrupt the threads that move its ranges; repeated calls do nothing."""
         with self._lock:
             if self._is_closed:
                 return
@@ -114,12 +115,12 @@ class Transfer:
         for connection in inside:
             connection.end()
         self._finish(UnavailableError("the bulk transfer was closed"))
-        self._done.exception()  # avoids a warning if no task waits for it
+        self._done.exception()  # prevents a warning if no task waits for it
         if not inside:
             self._on_unused()
 
     def move(self, index: int, connection: BulkConnection) -> bool:
-        """Move a range over a connection, in its thread; return whether the connection can be reused."""
+        """Transfer a range over a connection, in its thread; return whether the connection can be reused."""
         start = index * self.ticket.range_bytes
         end = min(start + self.ticket.range_bytes, self.ticket.size_bytes)
         with self._lock:
@@ -139,7 +140,7 @@ class Transfer:
             error = raised
         except OSError as lost:
             error = UnavailableError(f"a bulk connection was lost: {lost}")
-        except Exception as raised:  # any error belongs to the call
+        except Exception as raised:  # the call reports any error
             error = raised
         self._leave(connection, error)
         return error is None
@@ -177,7 +178,7 @@ class Transfer:
             self._done.set_exception(error)
 
     def _in_loop(self, call: Callable[[], object]) -> None:
-        with suppress(RuntimeError):  # the loop is closed, and the process is ending
+        with suppress(RuntimeError):  # the loop is closed, because the process is exiting
             self._loop.call_soon_threadsafe(call)
 
 
@@ -193,17 +194,17 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 class BulkServer:
-    """Listens on the bulk port, accepts connections as soon as it is created, and tracks the transfers.
+    """Listens on the bulk port from its creation, accepts connections, and tracks transfers.
 
     Args:
         host: address to listen on.
-        port: port to listen on; 0 lets the system choose one.
+        port: port to listen on; 0 for any free port.
         boot_id: instance id of the storage service.
-        context: returns the TLS context for the next connection; None: plaintext.
+        context: function that returns the TLS context for the next connection; None: plaintext.
 
     Attributes:
-        port: the actual port.
-        moved_bytes: total size of all completed transfers.
+        port: port that the server listens on.
+        moved_bytes: total size in bytes of all completed transfers.
 
     Raises:
         OSError: the server cannot listen on the port.
@@ -216,10 +217,10 @@ class BulkServer:
         self.port: int = self._listener.getsockname()[1]
         self.moved_bytes = 0
         self._transfers: dict[bytes, Transfer] = {}  # modified by the event loop; threads only look up transfers
-        self._lock = threading.Lock()  # protects the three below
+        self._lock = threading.Lock()  # protects the next three attributes
         self._is_closed = False
         self._proven: dict[BulkConnection, None] = {}  # connections that have sent a valid ticket
-        self._unproven: dict[BulkConnection, str] = {}  # all others with their addresses, oldest first
+        self._unproven: dict[BulkConnection, str] = {}  # all other connections with their addresses, oldest first
         self._load = 0.0
         self._load_at = time.monotonic()
         self._cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -228,11 +229,11 @@ class BulkServer:
 
     @property
     def connection_count(self) -> int:
-        """Number of connections that have sent a valid ticket."""
+        """Number of open connections that have sent a valid ticket."""
         return len(self._proven)
 
     def takes(self, size_bytes: int) -> bool:
-        """Whether a transfer of this size should use bulk instead of frames; the number of transfers is limited."""
+        """Return whether a transfer should use bulk; small or too many transfers must use frames instead."""
         return size_bytes >= BULK_BYTES and len(self._transfers) < _MOST_TRANSFERS
 
     def open(
@@ -251,19 +252,19 @@ class BulkServer:
         return transfer
 
     def _streams_for(self, size_bytes: int) -> int:
-        """Return the number of worthwhile connections: the cores divided by the recent number of transfers."""
+        """Return how many connections are worthwhile: the number of cores divided by the recent number of transfers."""
         now, count = time.monotonic(), len(self._transfers) + 1
         self._load *= 0.5 ** ((now - self._load_at) / _LOAD_HALF_LIFE_SECONDS)
         self._load, self._load_at = max(self._load, count), now
         return max(1, min(_MOST_STREAMS, int(self._cores / self._load), size_bytes // _LEAST_STREAM_BYTES))
 
     def close(self) -> None:
-        """End all connections and stop listening; further calls do nothing."""
+        """Close all connections and stop listening; repeated calls do nothing."""
         with self._lock:
             self._is_closed = True
             connections = [*self._proven, *self._unproven]
         with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes up the accepting thread
         self._listener.close()
         for connection in connections:
             connection.end()
@@ -284,12 +285,12 @@ class BulkServer:
                 continue
             try:
                 threading.Thread(target=self._serve, args=(connection,), name="tq-bulk", daemon=True).start()
-            except RuntimeError as error:  # the system is out of threads
+            except RuntimeError as error:  # the operating system cannot start another thread
                 _log.warning(LogMessage("could not start a thread for a bulk connection", error=error))
                 self._dismiss(connection)
 
     def _admit(self, connection: BulkConnection, peer: str) -> bool:
-        """Return whether a connection is accepted; at the limit, end one that has not sent a valid ticket."""
+        """Return whether a connection may proceed; at the limit, first end one that has not sent a valid ticket."""
         with self._lock:
             is_full = len(self._proven) + len(self._unproven) >= _MOST_CONNECTIONS
             if self._is_closed or (is_full and not self._unproven):

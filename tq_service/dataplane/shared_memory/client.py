@@ -1,7 +1,7 @@
-"""The client side of shared memory: a channel for file descriptors to a storage service on the same host.
+"""Client side of shared memory: a channel for exchanging file descriptors with a storage service on the same host.
 
-A handshake verifies that the service is on this host. A put fills a region that the service offers, or sends sealed
-memory if the service runs as another user. A get maps the memory that the service offers.
+A handshake verifies that the service is on this host. A put fills a region offered by the service, or sends sealed
+memory if the service runs as another user. A get maps memory offered by the service.
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ from tq_service.wire.mapping import Mapping
 
 SWITCH_VARIABLE: Final = "TQ_SHARED_MEMORY"
 _EXCHANGE_SECONDS: Final = 10.0
-_LEAST_SECONDS: Final = 0.001  # a socket with a timeout of 0 does not wait at all
+_LEAST_SECONDS: Final = 0.001  # because a socket with a timeout of 0 does not wait at all
 _ASK_AGAIN_SECONDS: Final = 60.0
 _TRY_AGAIN_SECONDS: Final = 5.0
 
 
 class FdChannel:
-    """A connection to a storage service on this host, and its session there. Safe to use from several threads.
+    """A connection to a storage service on this host, with a session of that service. Thread-safe.
 
     Args:
-        path: the service's Unix socket.
+        path: path of the service's Unix socket.
         boot_id: instance id of the service that announced the socket.
-        seconds: how long the service may take to answer the hello.
+        seconds: maximum time for connecting and for the answer to the hello message.
 
     Attributes:
-        session_id: identifies the session in calls.
+        session_id: id that calls use to refer to the session.
         can_allocate: whether a put may be filled after the service has answered it.
         regions: the regions that the session has mapped.
 
     Raises:
-        UnavailableError: no service, or a different one, answers at that address.
+        UnavailableError: no service, or another service, answers on the socket.
     """
 
     def __init__(self, path: Path, boot_id: bytes, seconds: float = _EXCHANGE_SECONDS) -> None:
         give_up_at = time.monotonic() + seconds
         self._lock = threading.Lock()
         self._connection = messages.open_socket()
-        weakref.finalize(self, self._connection.close).atexit = False  # clients need not be closed
+        weakref.finalize(self, self._connection.close).atexit = False  # because clients need not be closed
         self._releases = Releases(self._connection)
         weakref.finalize(self, self._releases.close).atexit = False
         self._connection.settimeout(seconds)
@@ -83,19 +83,19 @@ class FdChannel:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the service has closed the connection, for example because it ended."""
-        fd = self._connection.fileno()  # read once: another thread may close the connection at any time
+        """Whether the service has closed the connection, for example because it stopped."""
+        fd = self._connection.fileno()  # read once, because another thread may close the connection at any time
         if fd < 0:
             return True
         poll = select.poll()
-        poll.register(fd, 0)  # hang-up and invalid descriptors are always reported
+        poll.register(fd, 0)  # hang-ups and invalid descriptors are always reported
         return bool(poll.poll(0))
 
     def send_sealed(self, put_id: bytes, columns: Sequence[SourceColumn]) -> None:
-        """Write columns into memory, seal it, and send its file descriptor for a put.
+        """Write columns into memory, seal the memory, and send its file descriptor to the service for a put.
 
         Raises:
-            UnavailableError: no memory is left, or the session has ended; the put can be sent over the network.
+            UnavailableError: there is no memory left, or the session has ended; the put can use the network instead.
         """
         try:
             fd = shared_memory.write_sealed(columns)
@@ -109,7 +109,7 @@ class FdChannel:
     def fill(self, offer: RegionOffer, columns: Sequence[SourceColumn]) -> None:
         """Copy columns into the region offered to a put.
 
-        The service is notified when the copy ends, even if the copy fails or the put was cancelled.
+        The service is notified when copying ends, even if the copy failed or the put was cancelled.
 
         Raises:
             UnavailableError: the region is no longer offered or cannot be mapped, or the session has ended.
@@ -133,7 +133,7 @@ class FdChannel:
         self._exchange(SharedMemoryRequest(filled=Filled(offer_id=offer.offer_id)))
 
     def allocate(self, offer: RegionOffer) -> tuple[Mapping, Lease]:
-        """Return the region offered to a put, which may be filled as long as the lease exists.
+        """Return the region offered to a put, which may be filled while the returned lease exists.
 
         Raises:
             UnavailableError: the region is no longer offered or cannot be mapped, or the session has ended.
@@ -149,18 +149,18 @@ class FdChannel:
             shared_memory.close_all(fds)
 
     def begin_lease(self, offer_id: bytes) -> Lease:
-        """Return the lease of a get that is about to take an offer."""
+        """Return a lease for a get that is about to take an offer."""
         return Lease(partial(self._releases.add, offer_id))
 
     def take(self, offer_id: bytes, indexes: Sequence[int]) -> list[int]:
-        """Take the offer of a put or get, whose regions are leased to this session until they are filled or released.
+        """Take the offer of a put or get; the regions are leased to this session until they are filled or released.
 
         Args:
-            offer_id: identifies the offer.
-            indexes: positions of the memory whose file descriptors are needed.
+            offer_id: id of the offer.
+            indexes: positions of the offered memory blocks whose file descriptors are needed.
 
         Returns:
-            These file descriptors, in order; the caller must close them.
+            The requested file descriptors, in order; the caller must close them.
 
         Raises:
             UnavailableError: the memory is no longer offered, or the session has ended.
@@ -183,7 +183,7 @@ class FdChannel:
             raise
 
     def close(self) -> None:
-        """End the session; the service does not reuse regions that arrays still use."""
+        """End the session. The service does not reuse regions that arrays in this process still use."""
         self._connection.close()
         self._releases.close()
 
@@ -193,7 +193,7 @@ class FdChannel:
                 messages.send(self._connection, request, fds)
                 received = messages.receive(self._connection, SharedMemoryAnswer)
             except (OSError, TqError) as error:
-                self.close()  # otherwise, a late answer would be mistaken for the next request's
+                self.close()  # otherwise, a late answer could be mistaken for the next request's answer
                 raise UnavailableError(f"the shared memory session has ended: {error}") from None
         if received is None:
             self.close()
@@ -201,15 +201,15 @@ class FdChannel:
         answer, answer_fds = received
         if answer.WhichOneof("answer") == "refusal":
             shared_memory.close_all(answer_fds)
-            raise UnavailableError(f"shared memory was refused: {answer.refusal.reason}")
+            raise UnavailableError(f"the service refused to share memory: {answer.refusal.reason}")
         return answer, answer_fds
 
 
 class Releases:
-    """Reports ended leases to the service without blocking, since arrays may be garbage-collected at any point.
+    """Reports ended leases to the service without blocking, because arrays may be garbage-collected at any time.
 
     Args:
-        connection: connection of the session.
+        connection: socket of the session.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -218,7 +218,7 @@ class Releases:
         self._waiting: deque[bytes] = deque()
 
     def add(self, offer_id: bytes) -> None:
-        """Release a lease now or, if the connection is full, with a later lease."""
+        """Release a lease now or, if the socket buffer is full, together with a later lease."""
         self._waiting.append(offer_id)
         with suppress(IndexError, OSError):
             while True:
@@ -230,17 +230,17 @@ class Releases:
                     return
 
     def close(self) -> None:
-        """Stop sending; the leases end with the session."""
+        """Stop sending; the remaining leases end with the session."""
         self._connection.close()
 
 
 class HostLink:
-    """A client's link for sharing memory with the storage service at one address.
+    """A client's link for sharing memory with one storage service, if that runs on the same host.
 
     Args:
-        is_enabled: whether to check if the service is on this host; None: the environment decides.
+        is_enabled: whether to check if the service is on this host; None: as set by the environment variable.
 
-    No thread waits for the service while holding the lock of `is_due`, because event loops call that method.
+    No thread holds the lock of `is_due` while it waits for the service, because event loops call `is_due`.
     """
 
     def __init__(self, *, is_enabled: bool | None = None) -> None:
@@ -250,7 +250,7 @@ class HostLink:
         self._ask_at = time.monotonic() if (_is_enabled() if is_enabled is None else is_enabled) else float("inf")
 
     def is_due(self) -> bool:
-        """Return whether the service should be asked for its socket now."""
+        """Return whether to ask the service for its socket now."""
         with self._lock:
             if self._channel is not None and self._channel.has_ended:
                 self._channel.close()
@@ -259,12 +259,12 @@ class HostLink:
 
     @contextmanager
     def session(self) -> Iterator[FdChannel | None]:
-        """Yield the session, or None; an UnavailableError raised in the `with` block ends the session."""
+        """Yield the session, or None if there is none. An UnavailableError raised in the block ends the session."""
         current = self._channel
         try:
             yield current
         except UnavailableError:
-            if current is not None:  # the next calls use the network
+            if current is not None:  # the following calls use the network
                 current.close()
                 with self._lock:
                     if self._channel is current:
@@ -273,13 +273,13 @@ class HostLink:
             raise
 
     def postpone(self) -> None:
-        """Record that the service did not answer."""
+        """Record that the service did not answer, and ask it again a few seconds later."""
         self._ask_again_in(_TRY_AGAIN_SECONDS)
 
     def open(self, stat: StatResponse, seconds: float = _EXCHANGE_SECONDS) -> None:
-        """Open a session if the service that answered is on this host; otherwise, ask again later.
+        """Open a session if the service that sent `stat` is on this host; otherwise, ask the service again later.
 
-        Waits up to `seconds` for other threads that are opening the session, and up to `seconds` for the service.
+        Waits up to `seconds` while other threads open the session, and then up to `seconds` for the service.
         """
         seconds = min(max(seconds, _LEAST_SECONDS), _EXCHANGE_SECONDS)
         if not self._opening.acquire(timeout=seconds):
@@ -289,7 +289,7 @@ class HostLink:
                 return
             self._ask_again_in(_ASK_AGAIN_SECONDS)
             path = _local_path(stat.shared_memory_socket)
-            if path is None or not os.path.exists(path):  # noqa: PTH110  (Path.exists raises without access)
+            if path is None or not os.path.exists(path):  # noqa: PTH110  (Path.exists raises if access is denied)
                 return
             try:
                 opened = FdChannel(path, stat.storage.boot_id, seconds)
@@ -297,7 +297,7 @@ class HostLink:
                 self._ask_again_in(_TRY_AGAIN_SECONDS)
                 return
             with self._lock:
-                if math.isinf(self._ask_at):  # closed in the meantime
+                if math.isinf(self._ask_at):  # the link was closed in the meantime
                     opened.close()
                 else:
                     self._channel = opened
@@ -310,7 +310,7 @@ class HostLink:
                 self._ask_at = time.monotonic() + seconds
 
     def close(self) -> None:
-        """End the session, and open no new session."""
+        """End the session, and do not open a new one."""
         with self._lock:
             self._ask_at = float("inf")
             if self._channel is not None:
@@ -323,7 +323,7 @@ def _is_enabled() -> bool:
 
 
 def _local_path(announced: str) -> Path | None:
-    """Return the local path of a socket, since containers may mount a shared directory under different paths."""
+    """Return the local path of a socket, because containers may mount the shared directory at different paths."""
     if not announced:
         return None
     directory = os.environ.get(messages.SOCKET_DIR_VARIABLE)

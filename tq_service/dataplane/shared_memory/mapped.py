@@ -1,11 +1,11 @@
-"""Shared memory mapped by this process, and the ranges used by its arrays.
+"""Shared memory mapped by this process, and the page ranges that its arrays use.
 
-A region is mapped once for writing and at least once for reading; all sessions of this process share the mappings. The
-mappings remain, with their page tables, for the next puts and gets. Arrays returned to a program are on private
-mappings, in ranges that no other get uses at the time: a program that writes to its arrays writes to copies of the
-pages in that range. When the last array is gone, the copies are dropped, and the get's lease is released. The shared
-mapping is for bytes that a program never receives: those of puts, and those of gets that are copied to a device. The
-shared mapping may be pinned; see `host_memory`.
+A region is mapped once for writing and at least once for reading. All sessions of this process share the mappings,
+which remain for later puts and gets, together with their page tables. Arrays returned to a program are on private
+mappings, in page ranges that no other get is using. If the program writes to an array, the kernel copies the affected
+pages first. When the last array is deleted, the copies are discarded and the get's lease is released. The shared
+mapping serves bytes that the program never receives: the bytes of puts, and of gets that are copied to a device. The
+shared mapping can be pinned; see `host_memory`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _fork_count = 0
 
 
 def _note_fork() -> None:
-    global _fork_count  # noqa: PLW0603  (the hook is per process, like the count)
+    global _fork_count  # noqa: PLW0603  (the hook counts per process)
     _fork_count += 1
 
 
@@ -32,24 +32,24 @@ if hasattr(os, "register_at_fork"):
 
 
 class Pages(NamedTuple):
-    """A range of pages of a mapping; `end` is exclusive."""
+    """A range of pages in a mapping; `end` is exclusive."""
 
     first: int
     end: int
 
 
 class Lease:
-    """The lease on the regions of one get, until the last array on them is gone.
+    """The lease of one get's regions, which lasts until the last array on the regions is deleted.
 
-    A lease may end at any point in any thread, so it uses no locks. A child process that is forked during the lease
-    also has the arrays, and it is unknown when the child stops using them. Such a lease is never released, and lasts
-    until the session has ended in all processes.
+    A lease can end at any time in any thread, so it uses no locks. A child process forked during the lease also has the
+    arrays, and this process cannot tell when the child stops using them. Such a lease is never released; it lasts until
+    the session has ended in all processes.
 
     Args:
-        release: called at the end, unless the process was forked.
+        release: function called when the lease ends, unless the process was forked during the lease.
 
     Attributes:
-        pages: ranges of mappings that the arrays may use.
+        pages: mappings and page ranges that the arrays may use.
     """
 
     __slots__ = ("_fork_count", "_release", "pages")
@@ -69,10 +69,10 @@ class Lease:
 
 
 class ReadMapping:
-    """A private mapping of a memfd, with its used ranges.
+    """A private mapping of a memfd, and the page ranges in use.
 
     Attributes:
-        mapping: mapping of the entire memfd.
+        mapping: the mapping, which covers the entire memfd.
     """
 
     __slots__ = ("_used", "mapping")
@@ -82,23 +82,24 @@ class ReadMapping:
         self._used: list[Pages] = []
 
     def take(self, pages: Pages) -> bool:
-        """Mark a range as used unless it overlaps a used range; return whether it was free. Not thread-safe."""
-        if any(used.first < pages.end and pages.first < used.end for used in tuple(self._used)):  # may shrink now
+        """Mark a range as used if it does not overlap a used range; return whether it was marked. Not thread-safe."""
+        # Iterate over a copy, because another thread may free a range at any time.
+        if any(used.first < pages.end and pages.first < used.end for used in tuple(self._used)):
             return False
         self._used.append(pages)
         return True
 
     def free(self, pages: Pages) -> None:
-        """Mark a range as unused and discard changes written there; safe in any thread, at any point."""
+        """Mark a range as unused, and discard changes written to it; can be called at any time in any thread."""
         self.mapping.discard_changes(*pages)
         self._used.remove(pages)
 
 
 class _Region:
-    """The mappings of one region, shared by the sessions of this process, and whether it was written before.
+    """Mappings of one region, shared by the sessions of this process, and whether the region was ever written.
 
     Attributes:
-        lock: protects all attributes.
+        lock: lock that protects all attributes.
     """
 
     __slots__ = ("__weakref__", "for_reading", "lock", "shared", "was_written")
@@ -111,18 +112,18 @@ class _Region:
 
 
 _regions: WeakValueDictionary[tuple[int, bytes, int], _Region] = WeakValueDictionary()
-"""Regions of all sessions by process id, run id of the service, and number. A forked child creates new mappings."""
+"""Regions of all sessions, by process id, run id of the service, and region number. A forked child maps them anew."""
 
 
 class MappedRegions:
-    """The regions that one session has used and the service has not dropped. Safe to use from several threads.
+    """Regions that one session has used and that the service has not dropped. Thread-safe.
 
-    Sessions of one process with the same service share the mappings of a region. The region is unmapped once each of
-    these sessions has ended, or has learned that the region was dropped.
+    Sessions of this process with the same service share the mappings of a region. A region is unmapped once each
+    session that used it has ended or has been told that the region was dropped.
 
     Args:
-        run_id: identifies the service's process. A service that restarts with the same instance id numbers its regions
-            from 1 again; without the run_id, a put written to an old region with the same number would be lost.
+        run_id: id of the service's process. If a service restarts with the same instance id, it numbers its regions
+            from 1 again. Without the run_id, a put could be written to an old region with the same number, and be lost.
     """
 
     def __init__(self, run_id: bytes) -> None:
@@ -130,34 +131,34 @@ class MappedRegions:
         self._used: dict[int, _Region] = {}
 
     def shared(self, number: int) -> Mapping | None:
-        """Return the shared mapping of a region, or None if the region is not mapped."""
+        """Return the shared mapping of a region, or None if the region has no shared mapping."""
         return self._region(number).shared
 
     def is_new(self, number: int) -> bool:
-        """Whether a region is about to be written for the first time; mapping pays off only from the second use on."""
+        """Return whether a region is about to be written for the first time; only later writes justify a mapping."""
         region = self._region(number)
         was_written, region.was_written = region.was_written, True
         return not was_written
 
     def map_shared(self, number: int, fd: int) -> Mapping:
-        """Return the shared mapping of a region, creating it if needed.
+        """Return the shared mapping of a region; map the region if necessary.
 
         Raises:
-            OSError: the system refuses to map the region.
+            OSError: the operating system refused to map the region.
         """
         region = self._region(number)
         with region.lock:
-            # Not inherited: a forked child could write to the mapping when the region contains another put's bytes.
+            # Not inherited, because a forked child could write to the mapping while it contains another put's bytes.
             region.shared = region.shared or Mapping(fd, is_shared=True, is_inherited=False)
             return region.shared
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """Unmap regions that the service has dropped; arrays of other processes may keep the memory alive."""
+        """Unmap regions that the service has dropped; arrays of other processes may keep their memory in use."""
         for number in numbers:
             self._used.pop(number, None)
 
     def find(self, lease: Lease, number: int, pages: Pages | None) -> Mapping | None:
-        """Return an existing mapping of a region for a lease, or None if the region must be mapped first; see `map`."""
+        """Return an existing mapping of a region for use by a lease, or None if `map` must be called."""
         if pages is None:
             return self.shared(number)
         region = self._region(number)
@@ -169,13 +170,13 @@ class MappedRegions:
         return None
 
     def map(self, lease: Lease, number: int, fd: int, pages: Pages | None) -> Mapping:
-        """Map memory for a lease; the mapping of a region is kept for later leases.
+        """Map memory for use by a lease. Mappings of regions are kept for later leases.
 
         Args:
             lease: lease that uses the range from now on.
-            number: number of the region; 0: sealed memory.
+            number: number of the region; 0 for sealed memory.
             fd: file descriptor of the memory.
-            pages: the range; None: use the shared mapping, which must not be written to.
+            pages: the range to use; None: use the shared mapping, which the caller must not write to.
         """
         if pages is None:
             return self.map_shared(number, fd)

@@ -1,4 +1,4 @@
-"""Messages on the Unix socket that carries file descriptors between processes on one host."""
+"""Messages exchanged over the Unix socket that transfers file descriptors between processes on one host."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ MOST_FDS: Final = 128
 """Maximum number of file descriptors per message; Linux allows up to 253."""
 
 SOCKET_DIR_VARIABLE: Final = "TQ_SHARED_MEMORY_DIR"
-"""Environment variable for the directory of the sockets, if its path differs between server and client."""
+"""Environment variable for a client's path of the socket directory, if that differs from the service's path."""
 
 _MOST_MESSAGE_BYTES: Final = 4096
 
 
 def open_socket() -> socket.socket:
-    """Return a new socket of the kind that both sides use."""
+    """Create a socket of the type used by both client and service."""
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def send(connection: socket.socket, message: SharedMemoryRequest | SharedMemoryAnswer, fds: Sequence[int] = ()) -> None:
-    """Send a message with file descriptors, which the sender still has to close.
+    """Send a message with file descriptors; the sender must still close its own copies of them.
 
     Raises:
-        OSError: the other side is gone, or a non-blocking socket is full.
+        OSError: the other side has closed the connection, or the buffer of a non-blocking socket is full.
     """
     socket.send_fds(connection, [message.SerializeToString()], fds)
 
@@ -40,16 +40,16 @@ def send(connection: socket.socket, message: SharedMemoryRequest | SharedMemoryA
 def receive(
     connection: socket.socket, kind: type[Message], most_fds: int = MOST_FDS
 ) -> tuple[Message, list[int]] | None:
-    """Return the next message with its file descriptors, which the caller must close; None at the end.
+    """Return the next message and its file descriptors, which the caller must close; None at the end.
 
     Raises:
-        InvalidArgumentError: the data is not such a message, or is larger than the limits.
-        OSError: the connection failed; BlockingIOError if nothing is available on a non-blocking socket.
+        InvalidArgumentError: the data is not a message of this kind, or exceeds the limits.
+        OSError: the connection failed; BlockingIOError if a non-blocking socket has no message available.
     """
     data, fds, flags, _ = socket.recv_fds(connection, _MOST_MESSAGE_BYTES, most_fds, socket.MSG_CMSG_CLOEXEC)
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         problem = (
-            f"a message of over {_MOST_MESSAGE_BYTES} bytes or {most_fds} file descriptors arrived on the shared "
+            f"a message of more than {_MOST_MESSAGE_BYTES} bytes or {most_fds} file descriptors arrived on the shared "
             "memory socket"
         )
     else:

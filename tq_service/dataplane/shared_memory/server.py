@@ -1,8 +1,8 @@
-"""The service side of shared memory: a Unix socket for clients on the same host, and their sessions.
+"""Server side of shared memory: a Unix socket for clients on the same host, and the sessions of these clients.
 
-A session receives and sends file descriptors only during a Put or Get call with its session_id, or for a few seconds
-after a GetInline: the call decides which memory may be read and written. Memory that a client has taken is leased to
-its session until the client releases the memory or the connection ends:
+A session transfers file descriptors only during a Put or Get call that contains its session_id, or for a few seconds
+after a GetInline. The call determines which memory the session may read and write. Memory that a client has taken is
+leased to the session until the client releases the memory or the connection ends:
 
     Put or Get: offer -> TakeMemory: lease, the call continues without it -> Filled or Release: released
                                                                           -> end of the connection: not released
@@ -45,42 +45,42 @@ _BACKLOG: Final = 128
 _MOST_ACCEPTED_AT_ONCE: Final = 32
 _PAUSE_SECONDS: Final = 1.0
 _DRAIN_SECONDS: Final = 1.0
-_MOST_MEMORIES: Final = 16_384  # of the 65,530 mappings that Linux allows a process by default
-_OFFER_SECONDS: Final = 10.0  # for an offer that outlasts its call
-_MOST_DROPPED: Final = 256  # per message
+_MOST_MEMORIES: Final = 16_384  # out of the 65,530 mappings that Linux allows per process by default
+_OFFER_SECONDS: Final = 10.0  # for offers that outlast their call
+_MOST_DROPPED: Final = 256  # region numbers per message
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 
 
 class Memory(Protocol):
-    """Memory that can be offered to clients.
+    """A block of memory that can be offered to clients.
 
     Attributes:
         fd: file descriptor of the memory.
-        number: number of a region; 0: sealed memory.
+        number: number of the region; 0 for sealed memory.
     """
 
     fd: int
     number: int
 
     def lease(self, session: Session) -> None:
-        """Begin a lease, during which the bytes must not change; dropping the memory calls `session.note_dropped`."""
+        """Begin a lease, during which the bytes must not change; freeing the memory calls `session.note_dropped`."""
 
     def end_lease(self, *, is_released: bool) -> None:
-        """End a lease; `is_released` is true if the client has reported that it no longer uses the memory."""
+        """End a lease; `is_released` tells whether the client has reported that it no longer uses the memory."""
 
 
 class SharedMemoryServer:
-    """Listens on a socket in a directory, and manages the sessions. Confined to one event loop.
+    """Listens on a socket in a directory and manages the clients' sessions. For use in a single event loop.
 
     Args:
-        directory: directory of the socket; users with access to it may share memory.
-        boot_id: instance id of the storage service, which clients must name.
-        run_id: identifies the service's process, within which region numbers are unique.
-        can_allocate: whether a region may be filled after its put has been answered.
+        directory: directory of the socket; users who can access it may use shared memory.
+        boot_id: instance id of the storage service; clients must send it.
+        run_id: id of the service's process, within which region numbers are unique.
+        can_allocate: whether a client may fill a region after its put has been answered.
 
     Attributes:
-        most_memories: maximum number of memories that the service should have open; each uses a file descriptor and a
-            mapping, which are limited per process.
+        most_memories: maximum number of memory blocks that the service should have open. Each block uses a file
+            descriptor and a mapping, both of which are limited per process.
         path: path of the socket.
     """
 
@@ -89,7 +89,7 @@ class SharedMemoryServer:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.most_memories = _MOST_MEMORIES if files == resource.RLIM_INFINITY else min(files // 2, _MOST_MEMORIES)
         self._has_warned = False
-        self.path = directory / f"{boot_id[:8].hex()}{_SUFFIX}"  # socket paths have a small maximum length
+        self.path = directory / f"{boot_id[:8].hex()}{_SUFFIX}"  # short, because the length of socket paths is limited
         self._boot_id = boot_id
         self._run_id = run_id
         self._listener: socket.socket | None = None
@@ -97,7 +97,7 @@ class SharedMemoryServer:
         self._drained: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Start listening.
+        """Start listening on the socket.
 
         Raises:
             OSError: the directory cannot be used.
@@ -107,13 +107,13 @@ class SharedMemoryServer:
         _sweep(directory)
         listener = messages.open_socket()
         unready = self.path.with_suffix(".new")
-        unready.unlink(missing_ok=True)  # left by an instance that was killed here, maybe with the same boot_id
+        unready.unlink(missing_ok=True)  # left behind by an instance that was killed here, perhaps with this boot_id
         try:
             listener.bind(str(unready))
-            unready.chmod(0o666)  # the directory decides which users may connect
+            unready.chmod(0o666)  # the directory's permissions determine which users may connect
             listener.listen(_BACKLOG)
             listener.setblocking(False)
-            unready.rename(self.path)  # only now: a socket without a listener looks stale
+            unready.rename(self.path)  # only after listen(), because a socket without a listener looks stale
         except OSError:
             listener.close()
             unready.unlink(missing_ok=True)
@@ -122,7 +122,7 @@ class SharedMemoryServer:
         asyncio.get_running_loop().add_reader(listener, self._accept)
 
     def takes_memory(self, memory_count: int) -> bool:
-        """Whether the service may open more shared memory beyond `memory_count`; logs the first refusal."""
+        """Return whether the service may open more than `memory_count` memory blocks; the first refusal is logged."""
         if memory_count < self.most_memories:
             return True
         if not self._has_warned:
@@ -130,8 +130,8 @@ class SharedMemoryServer:
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             _log.warning(
                 LogMessage(
-                    "the service reached its limit of file descriptors for shared memory, so other puts use the "
-                    "network; raise the limit of open files (ulimit -n), or put more samples at once",
+                    "the service reached its limit of file descriptors for shared memory, so further puts use the "
+                    "network; raise the limit of open files (ulimit -n), or put more samples per call",
                     memories=memory_count,
                     most_memories=self.most_memories,
                     file_limit=soft,
@@ -141,14 +141,14 @@ class SharedMemoryServer:
         return False
 
     def session(self, session_id: bytes) -> Session | None:
-        """Return the open session with this id, for an authorized call that names it."""
+        """Return the open session with this id, and mark it as named by an authorized call."""
         session = self._sessions.get(session_id)
         if session is not None:
             session.is_proven = True
         return session
 
     def drain(self) -> None:
-        """End offers that were not taken, but after a delay, because a get lasts until its offer is taken."""
+        """End offers that have not been taken, after a delay, because a get lasts until its offer is taken."""
 
         def end_offers() -> None:
             for session in self._sessions.values():
@@ -183,7 +183,7 @@ class SharedMemoryServer:
                     return
                 continue
             if len(self._sessions) >= _MOST_SESSIONS:
-                # End the oldest session not used by a call yet, so processes without calls cannot exclude others.
+                # End the oldest session that no call has used, so processes without calls cannot exclude others.
                 unproven = next((session for session in self._sessions.values() if not session.is_proven), None)
                 if unproven is None:
                     connection.close()
@@ -202,7 +202,7 @@ class SharedMemoryServer:
             self._sessions[session.session_id] = session
 
     def _pause(self) -> None:
-        """Pause accepting, because the connection that could not be accepted would wake the loop continuously."""
+        """Pause accepting connections; otherwise the connection that failed would wake the event loop continuously."""
         loop = asyncio.get_running_loop()
         if self._listener is not None:
             loop.remove_reader(self._listener)
@@ -214,30 +214,30 @@ class SharedMemoryServer:
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """Return the user id of the connected process, as seen in this process's user namespace."""
+    """Return the user id of the connected process, in this process's user namespace."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     uid: int = _CREDENTIALS.unpack(credentials)[1]
     return uid
 
 
 def make_private(directory: Path) -> None:
-    """Create a directory for this user only, at a path where all users may create directories.
+    """Create a directory accessible to the current user only, inside a directory that all users may write to.
 
     Raises:
-        OSError: the directory cannot be created, or another user created it and could replace the socket.
+        OSError: the directory cannot be created, or other users can write to it and could replace the socket.
     """
     directory.mkdir(mode=0o700, exist_ok=True)
     status = directory.stat(follow_symlinks=False)
     others_may_write = bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or others_may_write:
         raise PermissionError(
-            f"{directory} is not a directory that only this user can write to (owner {status.st_uid}, "
-            f"mode {status.st_mode & 0o7777:o})"
+            f"{directory} is not a directory that only the current user can write to (owner {status.st_uid}, mode "
+            f"{status.st_mode & 0o7777:o})"
         )
 
 
 def _sweep(directory: Path) -> None:
-    """Remove sockets without a listener, left by servers that were killed."""
+    """Remove sockets without a listener, which killed servers have left behind."""
     for path in directory.glob(f"*{_SUFFIX}"):
         with messages.open_socket() as probe:
             probe.setblocking(False)
@@ -250,21 +250,22 @@ def _sweep(directory: Path) -> None:
 
 
 class Session:
-    """A client's connection: a hello, then alternating requests and answers.
+    """A client's connection: a hello message, then alternating requests and answers.
 
     Args:
-        connection: a non-blocking socket.
-        boot_id: instance id of the service, which the client must name.
-        run_id: id of the service's process, which is sent to the client.
+        connection: the client's non-blocking socket.
+        boot_id: instance id of the service, which the client must send.
+        run_id: id of the service's process, which the client receives.
         is_own_user: whether the client runs as the service's user.
-        can_allocate: whether a region may be filled after its put has been answered.
-        on_close: called once, when the connection is gone.
+        can_allocate: whether the client may fill a region after its put has been answered.
+        on_close: called once, when the session has ended.
 
     Attributes:
         session_id: random id, known only to the client.
-        is_proven: whether an authorized call has named the session.
-        can_allocate: as above.
-        is_own_user: as above. Regions must not be offered to other users, since a client can write to them.
+        is_proven: whether an authorized call has contained the session's id.
+        can_allocate: whether the client may fill a region after its put has been answered.
+        is_own_user: whether the client runs as the service's user. Regions must not be offered to other users, because
+            a client can write to regions.
     """
 
     def __init__(
@@ -287,24 +288,24 @@ class Session:
         self.is_proven = False
         self._is_open = True
         self._has_said_hello = False
-        self._awaited: dict[bytes, list[int]] = {}  # the file descriptor received for a put, if any yet
+        self._awaited: dict[bytes, list[int]] = {}  # by put: the received file descriptor, empty until it arrives
         self._offers: dict[bytes, Offer] = {}
-        self._leases: dict[bytes, Offer] = {}  # offers that were taken
-        self._dropped: deque[int] = deque()  # regions that its client has yet to unmap
+        self._leases: dict[bytes, Offer] = {}  # offers that the client has taken
+        self._dropped: deque[int] = deque()  # regions that the client has yet to unmap
         asyncio.get_running_loop().add_reader(connection, self._read)
 
     @contextlib.contextmanager
     def awaiting(self, put_id: bytes) -> Iterator[Callable[[], int]]:
-        """Accept the file descriptor of a put within the `with` block.
+        """Accept the file descriptor of a put during the `with` block.
 
         Yields a function that returns the descriptor, which the caller must close. The function raises
-        UnavailableError if the descriptor has not arrived or the session has ended. A descriptor that is not taken is
-        closed at the end.
+        UnavailableError if the descriptor has not arrived, for example because the session ended. When the block ends,
+        a descriptor that was not returned is closed.
         """
 
         def take() -> int:
             if not fds:
-                raise UnavailableError("the shared memory of the put was not sent; the put is retried over gRPC")
+                raise UnavailableError("the client did not send the put's shared memory; the put is retried over gRPC")
             return fds.pop()
 
         fds = self._awaited[put_id] = list[int]()
@@ -316,11 +317,11 @@ class Session:
             close_all(fds)
 
     def offer_for_a_while(self, memories: Sequence[Memory], on_end: Callable[[], None]) -> Offer:
-        """Offer memory until it is taken, but for a few seconds at most.
+        """Offer memory until it is taken, for at most a few seconds.
 
         Args:
-            memories: the memory, whose bytes must not change until the offer ends.
-            on_end: called when the offer ends.
+            memories: memory blocks to offer, whose bytes must not change until the offer ends.
+            on_end: function to call when the offer ends.
         """
         offer = self.offer(memories)
         timer = asyncio.get_running_loop().call_later(_OFFER_SECONDS, offer.close)
@@ -329,7 +330,7 @@ class Session:
         return offer
 
     def offer(self, memories: Sequence[Memory]) -> Offer:
-        """Offer memory until it is taken or the offer is closed; the bytes must not change until then."""
+        """Offer memory until the client takes it or the offer is closed; until then, the bytes must not change."""
         offer = Offer(memories)
         self._offers[offer.offer_id] = offer
         offer.on_end(lambda: self._offers.pop(offer.offer_id, None))
@@ -338,7 +339,7 @@ class Session:
         return offer
 
     def close(self) -> None:
-        """End the session; further calls do nothing."""
+        """End the session; repeated calls do nothing."""
         if not self._is_open:
             return
         self._is_open = False
@@ -350,16 +351,16 @@ class Session:
         self._on_close(self)
 
     def note_dropped(self, region: int) -> None:
-        """Tell the client to unmap a region the next time it takes memory."""
+        """Record a region for the client to unmap when it next takes memory."""
         self._dropped.append(region)
 
     def end_offers(self) -> None:
-        """End offers that have not been taken."""
+        """End offers that the client has not taken."""
         for offer in list(self._offers.values()):
             offer.close()
 
     def _read(self) -> None:
-        reason: object = "the client does not read the answers"
+        reason: object = "the client does not read its answers"
         received = None
         try:
             received = messages.receive(self._connection, SharedMemoryRequest)
@@ -378,8 +379,8 @@ class Session:
             return
         except BlockingIOError:
             if received is None:
-                return  # a wake-up without a message
-            # The socket is full of answers. A later answer would be mistaken for this one, which cannot be sent.
+                return  # woken up without a message
+            # The socket is full of unread answers. Without this one, the client would misread the next one.
         except (OSError, TqError) as error:
             reason = error
         _log.info(LogMessage("a shared memory session ended", reason=reason))
@@ -397,7 +398,7 @@ class Session:
         close_all(fds)
         if kind == "hello":
             if request.hello.boot_id != self._boot_id:
-                return _refuse("another storage service listens here")
+                return _refuse("another storage service listens on this socket")
             self._has_said_hello = True
             hello = HelloAnswer(session_id=self.session_id, can_allocate=self.can_allocate, run_id=self._run_id)
             return SharedMemoryAnswer(hello=hello), ()
@@ -409,7 +410,7 @@ class Session:
             if len(indexes) > messages.MOST_FDS or max(indexes, default=0) >= len(offer.memories):
                 raise InvalidArgumentError(
                     f"{len(indexes)} file descriptors up to number {max(indexes)} were requested; expected at most "
-                    f"{messages.MOST_FDS} of {len(offer.memories)}"
+                    f"{messages.MOST_FDS} out of {len(offer.memories)}"
                 )
             offered = [offer.memories[index] for index in indexes]
             dropped = [self._dropped.popleft() for _ in range(min(len(self._dropped), _MOST_DROPPED))]
@@ -418,14 +419,14 @@ class Session:
         if kind == "filled" and self._has_said_hello:
             offer = self._leases.get(request.filled.offer_id)
             if offer is None:
-                return _refuse("this session has not taken the region that was reported as filled")
+                return _refuse("the region reported as filled was not taken by this session")
             offer.is_filled = True
             self._end_lease(offer.offer_id, is_released=True)
             return SharedMemoryAnswer(filled=FilledAnswer()), ()
         raise InvalidArgumentError(f"got {kind or 'nothing known'} as the next request; expected a hello first")
 
     def _begin_lease(self, offer: Offer) -> None:
-        """Lease a taken offer: from now on, the lease protects the bytes, instead of the call that offered them."""
+        """Lease the memory of a taken offer: from now on, the lease protects the bytes instead of the offering call."""
         for memory in offer.memories:
             memory.lease(self)
         self._leases[offer.offer_id] = offer
@@ -438,11 +439,11 @@ class Session:
 
 
 class Offer:
-    """Memory that a client may take.
+    """An offer of memory blocks that a client may take.
 
     Attributes:
-        offer_id: identifies the offer, and the lease that begins when the offer is taken.
-        memories: the offered memory.
+        offer_id: id of the offer, and of the lease that begins when the offer is taken.
+        memories: the offered memory blocks.
         is_filled: whether the client has reported that it filled the memory.
     """
 
@@ -454,14 +455,14 @@ class Offer:
         self._on_end = contextlib.ExitStack()
 
     def on_end(self, call: Callable[[], object]) -> None:
-        """Call a function when the offer ends, or at once if it has ended."""
+        """Call a function when the offer ends, or immediately if it has already ended."""
         if self._ended.is_set():
             call()
         else:
             self._on_end.callback(call)
 
     def close(self) -> None:
-        """End an offer that was taken or can no longer be taken; further calls do nothing."""
+        """End the offer, because it was taken or can no longer be taken; repeated calls do nothing."""
         self._ended.set()
         self._on_end.close()
 
