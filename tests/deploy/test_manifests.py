@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
+import importlib
 import json
 import os
 import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import ModuleType
 
-import jsonschema
-import kubernetes_validate
 import pytest
 import yaml
 from manifests import (
@@ -39,34 +38,32 @@ from manifests import (
 
 from tq_service.config import ServeSettings, load_settings
 
-MONITORING_SCHEMAS = json.loads(Path(__file__).with_name("monitoring_schemas.json").read_text())
 KUBECTL = shutil.which("kubectl")
 VARIABLES = {f"TQ_{name.upper()}" for name in ServeSettings.model_fields}
-
-kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)  # 1 MB each
 
 each_case = pytest.mark.parametrize("case", list(cases()))
 
 
+@pytest.fixture(scope="module")
+def schemas() -> ModuleType:
+    """The module that validates manifests; slow to import, which every process that collects tests would pay for."""
+    return importlib.import_module("kubernetes_schemas")
+
+
 @pytest.mark.parametrize("version", ["1.29", "1.33", "1.36"])
 @each_case
-def test_each_object_is_as_kubernetes_has_it(case: Case, version: str) -> None:
+def test_each_object_is_valid_for_kubernetes(schemas: ModuleType, case: Case, version: str) -> None:
     manifests = case.manifests()
     assert len(manifests) >= 6
     for manifest in manifests:
-        if manifest["apiVersion"] == "monitoring.coreos.com/v1":
-            jsonschema.validate(
-                manifest, {**MONITORING_SCHEMAS[manifest["kind"]], "$defs": MONITORING_SCHEMAS["$defs"]}
-            )
-        else:
-            kubernetes_validate.validate(manifest, version, strict=True)
+        schemas.validate(manifest, version)
 
 
-def test_the_check_of_objects_finds_an_unknown_field() -> None:
+def test_the_check_of_objects_finds_an_unknown_field(schemas: ModuleType) -> None:
     (manifest, *_) = load((KUBERNETES / "engines/valkey.yaml").read_text())
     manifest |= {"replicas": 1}
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(manifest, "1.36", strict=True)
+    with pytest.raises(schemas.ValidationError):
+        schemas.validate(manifest, "1.36")
 
 
 @each_case
@@ -340,10 +337,10 @@ def test_kustomizations_name_rendered_manifests_and_their_image(rendered: Path, 
 
 @pytest.mark.parametrize("version", ["1.29", "1.36"])
 @pytest.mark.parametrize("path", sorted(KUBERNETES.glob("engines/[ev]*.yaml")), ids=lambda path: path.stem)
-def test_examples_of_engines_are_as_kubernetes_has_them(path: Path, version: str) -> None:
+def test_examples_of_engines_are_valid_for_kubernetes(schemas: ModuleType, path: Path, version: str) -> None:
     manifests = load(path.read_text())
     for manifest in manifests:
-        kubernetes_validate.validate(manifest, version, strict=True)
+        schemas.validate(manifest, version)
     ((_, pod),) = pods(manifests)
     assert container(pod["spec"])["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     values = yaml.safe_load((CHART / "values-ha.yaml").read_text())
@@ -357,7 +354,7 @@ def test_examples_of_engines_are_as_kubernetes_has_them(path: Path, version: str
 @needs_helm
 @pytest.mark.skipif(KUBECTL is None, reason="kubectl is not installed")
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in KUBERNETES.glob("*/kustomization.yaml")))
-def test_kubectl_builds_the_kustomizations(rendered: Path, name: str) -> None:
+def test_kubectl_builds_the_kustomizations(schemas: ModuleType, rendered: Path, name: str) -> None:
     assert KUBECTL is not None
     directory = rendered / name
     done = subprocess.run(
@@ -369,4 +366,4 @@ def test_kubectl_builds_the_kustomizations(rendered: Path, name: str) -> None:
     assert len(built) == sum(len(load((directory / name).read_text())) for name in names)
     assert {each["metadata"]["namespace"] for each in built} == {"tq"}
     for manifest in built:
-        kubernetes_validate.validate(manifest, "1.36", strict=True)
+        schemas.validate(manifest, "1.36")
