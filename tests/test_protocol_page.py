@@ -224,7 +224,7 @@ def test_requests_for_ranges_have_the_bytes_of_the_table() -> None:
     assert sum(int(count) for _, count, _ in rows) == len(sent)
     assert list(parts.values()) == [b"TQB1", ticket, index.to_bytes(4, "little"), bytes(8)]
     assert BULK_BYTES == 2 * 2**20
-    assert "They are faster from 2 MiB on" in section("Bulk connections")
+    assert "bulk connections are faster from 2 MiB on" in section("Bulk connections")
 
 
 def test_connections_are_as_recommended() -> None:
