@@ -1,8 +1,8 @@
 """Run fault-injection scenarios and print a report: `python -m chaos --rounds 100`.
 
 The exit code is 1 if a guarantee was broken. The service runs as one process, then as a controller and two storage
-services. In each scenario 8 producers, 8 trainer ranks and 4 queue workers in 5 processes share a partition, while
-processes are killed and restarted at random moments.
+services. In each scenario 8 producers, 8 trainer ranks, 4 queue workers and named callers share a partition, from 6
+processes, while processes are killed and restarted at random moments.
 A run prints its seed; `--seed` repeats its faults: the same targets after the same pauses.
 """
 

@@ -201,7 +201,7 @@ def test_options_of_samplers_are_those_of_the_registry() -> None:
 
 
 def test_arguments_that_ranks_give_alike_are_those_that_are_compared() -> None:
-    (listed,) = re.findall(r"- `dp_size` is alike for the epoch; (.*?) are for a batch\.", PAGE, re.DOTALL)
+    (listed,) = re.findall(r"All ranks of a batch have the same (.*?)\. A rank", PAGE, re.DOTALL)
     assert re.findall(r"`(\w+)`", listed) == [
         "batch_size", "batch_unit", "micro_batch_size", "sampler", "sampler_config", "where", "order_by", "data_fields",
         "drop_last", "finite", "max_uses", "unmatched", "least_members", "refill", "held",
@@ -224,7 +224,7 @@ def test_requests_for_ranges_have_the_bytes_of_the_table() -> None:
     assert sum(int(count) for _, count, _ in rows) == len(sent)
     assert list(parts.values()) == [b"TQB1", ticket, index.to_bytes(4, "little"), bytes(8)]
     assert BULK_BYTES == 2 * 2**20
-    assert "They are faster from 2 MiB on" in section("Bulk connections")
+    assert "bulk connections are faster from 2 MiB on" in section("Bulk connections")
 
 
 def test_connections_are_as_recommended() -> None:
@@ -303,17 +303,17 @@ def test_limits_are_the_defaults() -> None:
     assert number(limits["one message to the service"]) == default("max_message_bytes")
     assert number(limits["metadata of a call"]) == default("max_metadata_bytes")
     assert number(limits["custom_meta of one sample in one write"]) == default("max_sample_meta_bytes")
-    assert number(limits["calls of one connection at once"]) == default("max_streams")
-    assert number(limits["calls of one connection that wait"]) == default("max_waiting_calls_per_client")
-    assert number(limits["calls that watch"]) == default("max_watchers")
-    assert f"Of what is gone the last {MOST_GONE_ROWS:,} samples are known" in PAGE
+    assert number(limits["concurrent calls of one connection"]) == default("max_streams")
+    assert number(limits["waiting calls of one connection"]) == default("max_waiting_calls_per_client")
+    assert number(limits["watching calls"]) == default("max_watchers")
+    assert f"The service remembers the last {MOST_GONE_ROWS:,} cleared samples" in PAGE
     of_partition = limits["fields, tasks, custom_meta columns of a partition"]
     assert [number(each) for each in of_partition.split(", ")] == [
         default(name) for name in ("max_fields", "max_tasks", "max_meta_columns")
     ]
     several = {
-        "partitions; samples in all of them": ("max_partitions", "max_samples"),
-        "puts of a storage service; of them, not committed": ("max_puts", "max_uncommitted_puts"),
+        "partitions; samples in all partitions": ("max_partitions", "max_samples"),
+        "puts of a storage service; uncommitted puts among them": ("max_puts", "max_uncommitted_puts"),
     }
     for what, names in several.items():
         assert [number(each) for each in limits[what].split("; ")] == [default(name) for name in names]
@@ -322,5 +322,5 @@ def test_limits_are_the_defaults() -> None:
     assert f"within `stall_seconds` ({default('stall_seconds')})" in PAGE
     assert f"`max_wait` is shortened to {default('max_wait_cap_seconds')} s" in PAGE
     assert f"for {default('request_record_seconds') // 60} minutes (less" in PAGE
-    assert f"{default('request_record_bytes') // 2**20} MiB of them)" in PAGE
+    assert f"{default('request_record_bytes') // 2**20} MiB)" in PAGE
     assert f"not committed within {default('put_ttl_seconds') // 60} minutes" in PAGE
