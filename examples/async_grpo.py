@@ -96,7 +96,7 @@ def roll_out(run: Run, worker: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed + worker)
     with tq.Client() as client:
         while True:
-            claim = client.get_meta(
+            claim = client.claim(
                 partition_id=run.prompts, task_name=ROLLOUT, data_fields=["prompt"], batch_size=PROMPTS_PER_CLAIM,
                 min_batch_size=1, lease=LEASE, admit=tq.Admit(run.train, group_size=GROUP_SIZE, on_lost="remove"),
                 max_wait=WAIT,
@@ -141,7 +141,7 @@ def train(run: Run, learner: Learner) -> None:
     """Train one batch per version, and record the staleness of its responses."""
     with tq.Client() as client:
         for step in range(run.steps):
-            batch = client.get_meta(
+            batch = client.claim(
                 partition_id=run.train, task_name=UPDATE, data_fields=["prompt", "response", "logprobs", "reward"],
                 batch_size=GLOBAL_BATCH, batch_unit="group", dp_rank=0, dp_size=1, batch_index=step, max_wait=WAIT,
             )  # fmt: skip

@@ -61,7 +61,7 @@ def main() -> None:
             custom_meta=[{"version": version} for version in versions],
         )
         for batch_index in range(3):
-            meta = client.get_meta(
+            meta = client.claim(
                 partition_id=PARTITION,
                 task_name="update_actor",
                 data_fields=["value"],

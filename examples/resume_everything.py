@@ -28,7 +28,7 @@ def roll_out(address: str) -> None:
     """Generate responses in steps, until all prompts are answered."""
     with tq.Client(address) as client:
         while True:
-            prompt = client.get_meta(
+            prompt = client.claim(
                 partition_id=PROMPTS, task_name="rollout", data_fields=["prompt"], batch_size=1, lease=LEASE,
                 admit=tq.Admit(TRAIN, group_size=GROUP_SIZE), max_wait=1.0,
             )  # fmt: skip
@@ -50,7 +50,7 @@ def score(address: str) -> None:
     """Add a reward to each sample, until the partition is sealed and all have one."""
     with tq.Client(address) as client:
         while True:
-            jobs = client.get_meta(
+            jobs = client.claim(
                 partition_id=TRAIN, task_name="reward", data_fields=["tokens", "finished"], batch_size=8,
                 min_batch_size=1, lease=LEASE, max_wait=1.0,
             )  # fmt: skip

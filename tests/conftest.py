@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import gc
-import math
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
-from unittest import mock
 
 import property_settings  # noqa: F401  (its profiles are known before hypothesis looks for one)
 import pytest
 from live_server import AnyClient, ClientKind, LiveServer, LoopThread, StartServer
-
-from tq_service.serving import planner
 
 # Threads of torch wait for each other in loops: on busy cores that takes minutes. Read when torch is imported, also by
 # the programs that tests start.
@@ -23,15 +19,9 @@ gc.disable()  # while thousands of tests are collected, which all stay: a fifth 
 
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector run from now on."""
+    """Let the garbage collector run from now on, without the objects of the tests: walking over them takes a second."""
+    gc.freeze()
     gc.enable()
-
-
-@pytest.fixture(autouse=True, scope="session")
-def ranges_are_not_cut_short() -> Iterator[None]:
-    """A collection of garbage in a process with thousands of tests takes longer than a service may plan a range."""
-    with mock.patch.object(planner, "_RANGE_SECONDS", math.inf):
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ class Probe(Protocol):
         ...
 
     def claimed(self, seconds: float, status: str) -> None:
-        """Record a completed `get_meta` call."""
+        """Record a completed `claim` call."""
         ...
 
     def loaded(self, wait_seconds: float, work_seconds: float) -> None:

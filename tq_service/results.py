@@ -391,7 +391,7 @@ class EvictedUnit:
             else from `not_before_version` or the partition's `max_staleness`. None without a policy or a published
             version.
         sample_count: number of evicted samples; for a cleared group, this includes samples that had failed earlier.
-        refill: outcome of `get_meta(refill=)`. "refilled": the sample is claimable again. "pending": the sample was
+        refill: outcome of `claim(refill=)`. "refilled": the sample is claimable again. "pending": the sample was
             already claimable. "unknown": the partition or key does not exist. "used_up": the sample was already
             refilled `max_refills` times. "given_up": the task will never receive the sample, because it failed, was
             dead-lettered, dropped or skipped, or the ranks have reached their end. None: no refill was requested.
@@ -522,7 +522,7 @@ class SamplerOption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerDescription:
-    """A sampler: its name for use in `get_meta`, a summary, and its options."""
+    """A sampler: its name for use in `claim`, a summary, and its options."""
 
     name: str
     summary: str

@@ -247,9 +247,9 @@ class Admission:
             Batches are planned within this bound, and samples are created only by `acquire`. None: unbounded.
         global_batch: with `max_staleness`: number of units that all ranks together consume per version.
         late: with `max_staleness`: what to do with unfinished work that delays a batch. "wait": batches wait for the
-            work. "evict": the work is evicted, even if a worker holds it; see `get_meta(unmatched=, refill=)`.
+            work. "evict": the work is evicted, even if a worker holds it; see `claim(unmatched=, refill=)`.
         most_running: maximum number of held units (units being generated) at a time. At the limit, `acquire`,
-            `get_meta(admit=)` and puts of held samples wait for other units to finish. A group is held while any of its
+            `claim(admit=)` and puts of held samples wait for other units to finish. A group is held while any of its
             samples is held. 0: unlimited.
         overflow: what to do with a put that would exceed `most` outstanding units. "wait": the put waits.
             "drop_lowest": the change that inserts the new samples clears the pending units with the lowest priority.
@@ -413,14 +413,14 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Request for slots that rollout workers receive with the prompts they claim; see `get_meta(admit=)`.
+    """Request for slots that rollout workers receive with the prompts they claim; see `claim(admit=)`.
 
     Attributes:
         partition_id: partition to create the slots in; it must exist.
         group_size: slots per prompt. If more than 1, the slots form a group named after the prompt's key. If 1 or None,
             there is a single slot with the prompt's key.
         on_lost: what to do with slots that are still held when the lease expires. "remove": the slots are removed, and
-            their prompts can be claimed again. "requeue": workers can claim the slots with `get_meta(held=True)`.
+            their prompts can be claimed again. "requeue": workers can claim the slots with `claim(held=True)`.
             "fail": the slots fail. With "requeue" and "fail", the prompts are done.
         policy: policy whose published version is stored as `start_version` in the custom_meta of the slots. None: the
             policy of the admission with a `max_staleness`; without such an admission, `start_version` is not set.

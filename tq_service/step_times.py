@@ -189,7 +189,7 @@ class StepTimer:
         timer = tq.StepTimer()
         for _ in range(steps):
             with timer.step():
-                meta = client.get_meta(...)
+                meta = client.claim(...)
                 train(client.get_data(meta))
         print(timer.report())
 

@@ -60,7 +60,7 @@ class PromptGroupSampler:
             left = [row[column] for row, is_gone in zip(found.custom_meta, found.consumed, strict=True) if not is_gone]
             oldest = min(left, default=oldest)
         operator = ">=" if self._policy in {"windowed", "ready_first"} else "=="
-        batch = await self._client.get_meta(
+        batch = await self._client.claim(
             partition_id=PARTITION, task_name=TRAIN, data_fields=fields, batch_unit="group", min_batch_size=min_groups,
             batch_size=max_groups, where=[(column, operator, oldest)], order_by=self._order, max_wait=0,
         )  # fmt: skip

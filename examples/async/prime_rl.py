@@ -48,7 +48,7 @@ class Orchestrator:
 
     async def finalize_train_batch(self, data_fields: list[str], max_wait: float = 30.0) -> tq.BatchMeta | None:
         """Ship the next batch, without traces that are too stale for it; None if it cannot be shipped yet."""
-        batch = await self._client.get_meta(
+        batch = await self._client.claim(
             partition_id=PARTITION, task_name=TRAIN, data_fields=data_fields, batch_size=self._batch_size,
             dp_rank=0, dp_size=1, batch_index=self.step - 1, not_before_version=self._needed_version,
             where=[("start_version", ">=", self.step - 1 - self._max_off_policy_steps)], unmatched="clear",

@@ -82,7 +82,7 @@ class RolloutGroupWorkBuffer:
         await self._client.clear_samples(PARTITION, where=[("group_id", ">=", 0)])
 
     async def _claim(self, max_wait: float, **asks: Any) -> tq.BatchMeta | None:
-        group = await self._client.get_meta(
+        group = await self._client.claim(
             partition_id=PARTITION, batch_unit="group", batch_size=1, lease=LEASE, max_wait=max_wait, **asks
         )
         return group if group.status == "batch" else None

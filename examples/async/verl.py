@@ -55,7 +55,7 @@ class ReplayBuffer:
         """
         if global_steps > 1:
             self._client.publish_version(global_steps, trained={(TRAIN, UPDATE): global_steps - 2})
-        batch = self._client.get_meta(
+        batch = self._client.claim(
             **self._asks, data_fields=data_fields, batch_index=global_steps - 1, max_wait=max_wait
         )
         evicted = self._client.take_evicted(TRAIN, UPDATE, after=self._serial).units

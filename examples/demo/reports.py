@@ -40,7 +40,7 @@ class ReportReader:
 
     def read(self, max_wait: float) -> list[Report]:
         """Wait up to `max_wait` seconds for reports, clear them and return them."""
-        meta = self._client.get_meta(
+        meta = self._client.claim(
             partition_id=REPORTS_PARTITION,
             task_name=TASK,
             data_fields=[FIELD],

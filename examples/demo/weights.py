@@ -74,7 +74,7 @@ class WeightSubscriber:
         return None if self.stopped else self._latest
 
     def _take(self, max_wait: float) -> None:
-        meta = self._client.get_meta(
+        meta = self._client.claim(
             partition_id=WEIGHTS_PARTITION,
             task_name=self._task,
             data_fields=[FIELD],

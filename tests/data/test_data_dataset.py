@@ -125,7 +125,7 @@ def test_consumer_may_start_before_the_producer(service: FakeService, loader_of:
 
 def test_finite_mode_ends_without_a_seal(service: FakeService, loader_of: Any) -> None:
     service.put("train@0", token_rows(6))
-    assert indexes(loader_of(dataset_of(service, should_check_consumption_status=True))) == [[0, 1], [2, 3], [4, 5]]
+    assert indexes(loader_of(dataset_of(service, finite=True))) == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_restart_in_the_middle(service: FakeService, loader_of: Any) -> None:

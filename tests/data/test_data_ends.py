@@ -94,7 +94,7 @@ SKIPPING = {
 def test_an_end_without_a_micro_batch_is_an_error_on_all_ranks(
     client: tq.Client, address: str, partition: str, skip: Any, finite: bool
 ) -> None:
-    options = {**skip(client, partition), "should_check_consumption_status": finite}
+    options = {**skip(client, partition), "finite": finite}
     if not finite:
         client.seal_partition(partition)
     facts, message = SKIPPING[skip]

@@ -100,7 +100,7 @@ def test_finite_mode_and_step(address: str, partition: str) -> None:
     other = f"{partition}-next"
     fill(address, partition, 10, seal=False)
     fill(address, other, 5)
-    with StreamingDataLoader(dataset_of(address, partition, should_check_consumption_status=True)) as loader:
+    with StreamingDataLoader(dataset_of(address, partition, finite=True)) as loader:
         assert taken(list(loader)) == list(range(10))
         loader.step(other)
         assert taken(list(loader)) == list(range(5))
@@ -309,7 +309,7 @@ def test_the_example_learns(address: str, flags: list[str]) -> None:
     assert losses[-1] < losses[0] / 10
 
 
-@pytest.mark.parametrize("context", ["forkserver", "spawn"])
+@pytest.mark.parametrize("context", ["forkserver", pytest.param("spawn", marks=pytest.mark.nightly)])
 def test_workers_do_not_run_an_unguarded_program_again(address: str, partition: str, context: str) -> None:
     done = run_unguarded(address, partition, context)
     assert (done.returncode, done.stdout) == (0, "[4, 4]\n"), done.stderr

@@ -242,6 +242,7 @@ class Work:
         assert bool((data["x"] == data["x"][:, :1]).all())
 
 
+@pytest.mark.nightly
 def test_a_rolling_restart_under_load_loses_nothing_and_fails_no_call(
     fleet: Fleet, threads: ThreadPoolExecutor
 ) -> None:

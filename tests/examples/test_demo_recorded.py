@@ -17,6 +17,7 @@ from tq_service.testing import COMMAND, ListeningProcess
 STEPS = 12
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(400)  # as test_demo_run.py
 def test_each_rank_of_a_killed_run_gets_its_batches_again(tmp_path: Path) -> None:
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"

@@ -43,7 +43,10 @@ def test_every_example_is_tested() -> None:
 
 
 @pytest.mark.timeout(300)  # resume_everything starts ten processes that import torch
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.nightly] * (name == "resume_everything.py")) for name in EXPECTED],
+)
 def test_the_example_runs(server: ServiceProcess, name: str) -> None:
     run = subprocess.run(
         [sys.executable, str(EXAMPLES / name)],

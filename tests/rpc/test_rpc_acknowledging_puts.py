@@ -86,7 +86,7 @@ def not_claims(client: AnyClient) -> dict[str, tuple[dict[str, Any], str]]:
     ranked = client.get_meta(**ASKS | {"task_name": "r", "min_batch_size": None}, batch_size=1, dp_rank=0, dp_size=1,
                              batch_index=0)  # fmt: skip
     found, _ = client.lookup_samples("train")
-    several = "not from one leased claim; claim it with get_meta"
+    several = "not from one leased claim; claim it with claim"
     return {
         "nothing": ({"target": "train"}, "ack is True, but the put is to a partition"),
         "keys": ({"target": "train", "keys": list("abcdef")}, "Give the batch returned by claim"),

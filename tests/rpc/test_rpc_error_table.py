@@ -281,7 +281,7 @@ WRONG_PUTS = [
     invalid("metadata too large", put({"score": torch.zeros(1, 3)}, custom_meta=[{"tag": ["x" * 20_000]}]),
             "custom_meta", "20004 bytes", "at most 16384", "into an object field"),
     invalid("ack of no claim", lambda c, m: c.put(m, {"score": torch.ones(4, 3)}, ack=True), "metadata",
-            "not from one leased claim", "get_meta(lease=...)"),
+            "not from one leased claim", "claim(lease=...)"),
     invalid("ack without metadata", put({"score": torch.ones(1, 3)}, ack=True), "metadata",
             "ack is True, but the put is to a partition", "expected samples of a leased claim", "omit ack"),
     invalid("ack that is not fenced", lambda c, m: c.put(

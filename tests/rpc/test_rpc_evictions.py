@@ -168,9 +168,7 @@ def test_the_reason_of_a_wait_and_the_status_count_what_was_evicted(client: AnyC
     small = put(client, [1] * 4, "small")
     client.put(small.select_samples([0, 1]), state="failed")
     got = client.get_meta(**GROUPS, where=FRESH, unmatched="clear", least_members=3, explain=True)
-    assert got.reason.endswith(
-        "; 2 samples or groups were evicted: 1 excluded by where, 1 with too few members left"
-    )
+    assert got.reason.endswith("; 2 samples or groups were evicted: 1 excluded by where, 1 with too few members left")
     task = client.status().partitions[0].tasks[0]
     assert (task.unmatched_count, task.too_small_count) == (1, 1)
 

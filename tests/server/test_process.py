@@ -7,6 +7,7 @@ import resource
 import socket
 import sys
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
@@ -28,6 +29,14 @@ def test_memory_stays_as_it_is_without_glibc(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("ctypes.CDLL", lambda _name: object())
     assert not keep_freed_memory()
     keep_freed_memory.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_frozen() -> Iterator[None]:
+    """A server leaves objects as they are in a process that froze some, as `conftest.py` does."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 def tuning() -> tuple[object, ...]:

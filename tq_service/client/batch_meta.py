@@ -366,7 +366,7 @@ class BatchMeta:
         consumption: for a look-up with a task, the state of each sample for the task, a uint8 array `(size,)` of
             `SampleConsumption` values; otherwise None. See `consumed`.
         waiting_for: with status "not_yet", the reason for the wait; None if the call did not request the reason (see
-            `explain` of `get_meta`).
+            `explain` of `claim`).
         revision: for a look-up, its revision, from which `watch` can start; otherwise None.
         admitted: for prompts claimed with `admit`, their slots, ordered by prompt; otherwise None.
     """

@@ -361,7 +361,7 @@ def get_meta_request(
     namespace: Namespace = NO_NAMESPACE,
     **alike: Any,
 ) -> pb.GetMetaRequest:
-    """Return the request of `get_meta` for its arguments. The caller sets `max_wait` before each poll.
+    """Return the request of `claim` for its arguments. The caller sets `max_wait` before each poll.
 
     Names of policies, and of the partitions in `refill` and `admit`, are names in `namespace`.
     """
@@ -461,7 +461,7 @@ def _serialized_claim(**arguments: Any) -> bytes:
     return alike.SerializeToString()
 
 
-# Arguments of `get_meta` that may be None. They are not sent then, since the request would represent None as 0 or "".
+# Arguments of `claim` that may be None. They are not sent then, since the request would represent None as 0 or "".
 _MAY_BE_NONE: Final = {"min_batch_size", "micro_batch_size", "sampler", "max_deliveries", "max_uses", "least_members"}
 _NOT_ZERO: Final = {
     "batch_count": "1 to 64",
@@ -492,7 +492,7 @@ def check_leased(metadata: BatchMeta) -> None:
     check_is_batch(metadata)
     if metadata.lease_seconds is None:
         raise InvalidArgumentError(
-            "metadata is not from one leased claim; claim it with get_meta(lease=...). Acknowledge and extend the "
+            "metadata is not from one leased claim; claim it with claim(lease=...). Acknowledge and extend the "
             "parts of a batch concatenated from several claims separately",
             field="metadata",
         )

@@ -131,8 +131,8 @@ class StreamingDataset(IterableDataset[Item]):
         sampler: the sampler, by name or as an object with its options, such as
             `tq.samplers.SeqlenBalancedSampler(n_samples_per_prompt=8)`.
         sampler_config: options of a sampler that is given by name.
-        should_check_consumption_status: finite mode: also end once all samples inserted so far are consumed. Otherwise
-            (streaming mode) the dataset waits for batches until the partition is sealed.
+        finite: also end once all samples inserted so far are consumed. Otherwise the dataset waits for batches until
+            the partition is sealed.
         fetch_batch_fn: replaces `fetch_batch`, whose docstring lists the keywords. It runs in the prefetching thread or
             worker; with spawn and forkserver it must be picklable. If it claims as a queue worker, use at most one
             loader worker, because the loader delivers batches by index, not by arrival.
@@ -143,12 +143,12 @@ class StreamingDataset(IterableDataset[Item]):
             its share of each sequence, padded like the pack. `cp_fields` must then list all fields with one value per
             token.
         layout: layout of the fetched fields, see `Client.get_data`; None: the layout of each field.
-        max_uses: deliveries of a sample before it counts as consumed, see `Client.get_meta`; None: one.
-        unmatched: how to treat samples that `where` excludes, see `Client.get_meta`.
-        least_members: groups with fewer remaining members are evicted, see `Client.get_meta`; None: no eviction.
-        refill: `(partition_id, task_name)` that regenerates evicted units, see `Client.get_meta`; None: no refill.
+        max_uses: deliveries of a sample before it counts as consumed, see `Client.claim`; None: one.
+        unmatched: how to treat samples that `where` excludes, see `Client.claim`.
+        least_members: groups with fewer remaining members are evicted, see `Client.claim`; None: no eviction.
+        refill: `(partition_id, task_name)` that regenerates evicted units, see `Client.claim`; None: no refill.
         max_refills: maximum refills per sample, if `refill` is given.
-        totals: custom_meta columns to sum over all ranks in `BatchMeta.totals`, see `Client.get_meta`.
+        totals: custom_meta columns to sum over all ranks in `BatchMeta.totals`, see `Client.claim`.
         start_batch_index: the first batch, for a rank that resumes from a checkpoint.
         where: conditions on custom_meta, such as `("version", ">=", 3)`; a sample must meet all of them.
         order_by: custom_meta columns by which ready samples are ordered.
@@ -199,7 +199,7 @@ class StreamingDataset(IterableDataset[Item]):
         read_options: Mapping[str, Any] | None = None,
         sampler: SamplerGiven = "sequential",
         sampler_config: Mapping[str, Any] | None = None,
-        should_check_consumption_status: bool = False,
+        finite: bool = False,
         fetch_batch_fn: FetchBatch | None = None,
         process_batch_fn: ProcessBatch[Item] | None = None,
         pack: ItemOptions[Item] | None = None,
@@ -297,7 +297,7 @@ class StreamingDataset(IterableDataset[Item]):
                 order_by=list(order_by),
                 drop_last=drop_last,
                 batch_unit=batch_unit,
-                finite=should_check_consumption_status,
+                finite=finite,
                 max_wait=max_wait,
                 timeout=timeout,
                 layout=layout,

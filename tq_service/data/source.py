@@ -180,7 +180,7 @@ class BatchStream(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
-    """The claim arguments common to all batches of a rank, named as in `Client.get_meta`.
+    """The claim arguments common to all batches of a rank, named as in `Client.claim`.
 
     Additional attributes:
         read_options: additional arguments of `Client.get_data`, or None.

@@ -35,7 +35,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
 
         register_partition ──> create_partition: with its tasks, and the fields of `enums` as text
         put_samples        ──> put: sample_ids are keys, tags are custom_meta
-        claim_meta         ──> get_meta as a queue worker: waits at the service, without polling
+        claim_meta         ──> claim as a queue worker: waits at the service, without polling
         get_samples        ──> get_data: rows of equal shape are returned as dense tensors, others as jagged ones
         list_sample_ids    ──> lookup_samples
         clear_samples      ──> clear_samples: the named samples, or those put by this process

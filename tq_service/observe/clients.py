@@ -59,7 +59,7 @@ class PrometheusProbe:
         self._puts = histogram("client_put_seconds", "Duration of put calls for columns.", _FETCH_SECONDS)
         self._put = counter("client_put_bytes", "Bytes of columns sent by puts.")
         self._claims = histogram(
-            "client_claim_seconds", "Duration of get_meta calls, including waiting.", _CLAIM_SECONDS, ("status",)
+            "client_claim_seconds", "Duration of claim calls, including waiting.", _CLAIM_SECONDS, ("status",)
         )
         self._waited = counter("loader_wait_seconds", "Time that training loops waited for their loaders.")
         self._worked = counter("loader_work_seconds", "Time between receiving a micro-batch and requesting the next.")
@@ -82,7 +82,7 @@ class PrometheusProbe:
         self._put.inc(size_bytes)
 
     def claimed(self, seconds: float, status: str) -> None:
-        """Record the duration of a get_meta call, by the status it returned."""
+        """Record the duration of a claim call, by the status it returned."""
         self._claims.labels(status).observe(seconds)
 
     def loaded(self, wait_seconds: float, work_seconds: float) -> None:

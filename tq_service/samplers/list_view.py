@@ -78,7 +78,7 @@ class ListView(PartitionView):
     def record(self, plan: Plan, *, max_uses: int = 1) -> None:
         """Apply a plan as the service does: count deliveries, drop the plan's dropped rows, consume used-up rows.
 
-        A row is used up after `max_uses` deliveries, as with `get_meta(max_uses=)`.
+        A row is used up after `max_uses` deliveries, as with `claim(max_uses=)`.
         """
         recorded = self._task.using_up(RecordedPlan.of(plan), max_uses)
         self._task.deliver(recorded, recorded.named, batch_spec=_SPEC)

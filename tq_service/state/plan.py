@@ -261,7 +261,7 @@ class View(Protocol):
         ...
 
     def use_counts(self, rows: Indexes) -> Indexes:
-        """Return the number of deliveries of each row that did not consume it `(n,)`; see `get_meta(max_uses=)`."""
+        """Return the number of deliveries of each row that did not consume it `(n,)`; see `claim(max_uses=)`."""
         ...
 
     def states(self, rows: Indexes) -> list[str]:

@@ -414,7 +414,7 @@ class AsyncClaimCalls(AsyncBase):
                 slots of existing rollouts join the groups of these rollouts.
             custom_meta: custom_meta of each slot; see `put`.
             lease: seconds until the slots are lost if they are still held, at most a day.
-            on_lost: handling of lost slots. "requeue": other workers claim them with `get_meta(held=True)` and continue
+            on_lost: handling of lost slots. "requeue": other workers claim them with `claim(held=True)` and continue
                 from their data. "fail": they are marked as failed. "remove": they are removed.
             policy: the policy whose published version is stored as `start_version` in the custom_meta of the slots.
                 None: the policy of the admission with a `max_staleness`; without such an admission, `start_version` is
@@ -499,7 +499,7 @@ class AsyncClaimCalls(AsyncBase):
         acknowledged, marked as failed or cleared are accepted.
 
         Args:
-            metadata: the batch returned by `get_meta(lease=...)`, or a part of it (`select_samples`, `chunk`). If the
+            metadata: the batch returned by `claim(lease=...)`, or a part of it (`select_samples`, `chunk`). If the
                 batch consists of complete groups, a part must not split a group.
             timeout: seconds until the call fails; None: the client's `timeout`.
 
@@ -520,7 +520,7 @@ class AsyncClaimCalls(AsyncBase):
         """Extend the lease of a claim. Acknowledged and released samples are not affected.
 
         Args:
-            metadata: the batch returned by `get_meta(lease=...)`. If it is a part of the batch, the entire claim is
+            metadata: the batch returned by `claim(lease=...)`. If it is a part of the batch, the entire claim is
                 extended.
             lease: new lease duration in seconds from now; it may be shorter than the remaining lease.
             timeout: seconds until the call fails; None: the client's `timeout`.
@@ -555,7 +555,7 @@ class AsyncClaimCalls(AsyncBase):
         cleared or reset are ignored.
 
         Args:
-            metadata: the batch returned by `get_meta`, or a part of it if the batch is leased. If the batch consists of
+            metadata: the batch returned by `claim`, or a part of it if the batch is leased. If the batch consists of
                 complete groups, a part must not split a group.
             timeout: seconds until the call fails; None: the client's `timeout`.
 
@@ -681,7 +681,7 @@ class AsyncClaimCalls(AsyncBase):
         incarnation: bytes = b"",
         timeout: float | None = None,
     ) -> EvictedUnits:
-        """Return units evicted by the claims of a task (see `unmatched` of `get_meta`), so that they can be replaced.
+        """Return units evicted by the claims of a task (see `unmatched` of `claim`), so that they can be replaced.
 
         The service keeps the newest 65,536 units. Call again with the serial of the last unit until the answer is
         empty.

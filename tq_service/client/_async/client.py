@@ -11,7 +11,7 @@ from tq_service.client._async.work import AsyncWorkCalls
 class AsyncClient(AsyncPartitionCalls, AsyncWorkCalls, AsyncPolicyCalls, AsyncWatchCalls):
     """A client of one service or cluster. Use it in a `with` block, or close it.
 
-    Every call has a deadline of `timeout` seconds, and `get_meta` of `timeout` beyond its `max_wait`. While the service
+    Every call has a deadline of `timeout` seconds, and `claim` of `timeout` beyond its `max_wait`. While the service
     is unavailable, calls are retried with back-off under the same request id, so a client may start before its service.
     A warning is logged if the service remains unavailable. All errors derive from `TqError`; see docs/errors.md. A
     pickled client contains its address, its timeout and any paths passed to it. A token passed as text is not pickled:

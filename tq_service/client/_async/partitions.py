@@ -263,7 +263,7 @@ class AsyncPartitionCalls(AsyncBase):
         return read_message(ServiceStatus, answer)
 
     async def list_samplers(self, *, timeout: float | None = None) -> list[SamplerDescription]:
-        """Return the samplers that `get_meta` can use, with their options."""
+        """Return the samplers that `claim` can use, with their options."""
         answer = await self._ask(pb.ListSamplersResponse, timeout)
         return [read_message(SamplerDescription, one) for one in answer.samplers]
 

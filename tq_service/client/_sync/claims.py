@@ -413,7 +413,7 @@ class ClaimCalls(Base):
                 slots of existing rollouts join the groups of these rollouts.
             custom_meta: custom_meta of each slot; see `put`.
             lease: seconds until the slots are lost if they are still held, at most a day.
-            on_lost: handling of lost slots. "requeue": other workers claim them with `get_meta(held=True)` and continue
+            on_lost: handling of lost slots. "requeue": other workers claim them with `claim(held=True)` and continue
                 from their data. "fail": they are marked as failed. "remove": they are removed.
             policy: the policy whose published version is stored as `start_version` in the custom_meta of the slots.
                 None: the policy of the admission with a `max_staleness`; without such an admission, `start_version` is
@@ -496,7 +496,7 @@ class ClaimCalls(Base):
         acknowledged, marked as failed or cleared are accepted.
 
         Args:
-            metadata: the batch returned by `get_meta(lease=...)`, or a part of it (`select_samples`, `chunk`). If the
+            metadata: the batch returned by `claim(lease=...)`, or a part of it (`select_samples`, `chunk`). If the
                 batch consists of complete groups, a part must not split a group.
             timeout: seconds until the call fails; None: the client's `timeout`.
 
@@ -517,7 +517,7 @@ class ClaimCalls(Base):
         """Extend the lease of a claim. Acknowledged and released samples are not affected.
 
         Args:
-            metadata: the batch returned by `get_meta(lease=...)`. If it is a part of the batch, the entire claim is
+            metadata: the batch returned by `claim(lease=...)`. If it is a part of the batch, the entire claim is
                 extended.
             lease: new lease duration in seconds from now; it may be shorter than the remaining lease.
             timeout: seconds until the call fails; None: the client's `timeout`.
@@ -552,7 +552,7 @@ class ClaimCalls(Base):
         cleared or reset are ignored.
 
         Args:
-            metadata: the batch returned by `get_meta`, or a part of it if the batch is leased. If the batch consists of
+            metadata: the batch returned by `claim`, or a part of it if the batch is leased. If the batch consists of
                 complete groups, a part must not split a group.
             timeout: seconds until the call fails; None: the client's `timeout`.
 
@@ -678,7 +678,7 @@ class ClaimCalls(Base):
         incarnation: bytes = b"",
         timeout: float | None = None,
     ) -> EvictedUnits:
-        """Return units evicted by the claims of a task (see `unmatched` of `get_meta`), so that they can be replaced.
+        """Return units evicted by the claims of a task (see `unmatched` of `claim`), so that they can be replaced.
 
         The service keeps the newest 65,536 units. Call again with the serial of the last unit until the answer is
         empty.

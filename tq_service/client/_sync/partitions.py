@@ -264,7 +264,7 @@ class PartitionCalls(Base):
         return read_message(ServiceStatus, answer)
 
     def list_samplers(self, *, timeout: float | None = None) -> list[SamplerDescription]:
-        """Return the samplers that `get_meta` can use, with their options."""
+        """Return the samplers that `claim` can use, with their options."""
         answer = self._ask(pb.ListSamplersResponse, timeout)
         return [read_message(SamplerDescription, one) for one in answer.samplers]
 

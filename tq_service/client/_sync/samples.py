@@ -305,7 +305,7 @@ class SampleCalls(Base):
     def append(self, metadata: BatchMeta, data: Any, *, at: Iterable[int], timeout: float | None = None) -> BatchMeta:
         """Append values to jagged fields of unfinished samples; only the new values are sent and stored.
 
-        The samples must be held and leased to the caller: slots, or samples claimed by `get_meta(held=True,
+        The samples must be held and leased to the caller: slots, or samples claimed by `claim(held=True,
         lease=...)`. The appended values of a cell are concatenated in order along the first dimension of its rows, and
         `get_data` returns them as one value. A field that does not exist is created as a jagged field with the dtype of
         the data. A cell accepts 1,024 appends; a `put` of the field replaces all of them with one value. Pass the
@@ -733,7 +733,7 @@ class SampleCalls(Base):
             groups: names of groups, to look up all of their members.
             rollouts: names of rollouts, to look up all of their samples. Without keys, indexes, groups and rollouts,
                 every sample of the partition is looked up, including held and failed ones.
-            where: conditions `(column, operator, value)` on custom_meta, as for `get_meta`; a sample must satisfy all
+            where: conditions `(column, operator, value)` on custom_meta, as for `claim`; a sample must satisfy all
                 of them.
             task_name: a consumer. `consumed`, `leased` and `dead_lettered` of the result then show the state of each
                 sample for this task.

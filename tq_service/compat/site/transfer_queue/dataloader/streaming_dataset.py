@@ -89,7 +89,7 @@ class StreamingDataset(data.StreamingDataset[Any]):
             task_name=task_name,
             dp_rank=dp_rank,
             dp_size=dp_rank + 1,  # a lower bound: perhaps only the sampler has the run's dp_size
-            should_check_consumption_status=should_check_consumption_status,
+            finite=should_check_consumption_status,
             fetch_batch_fn=FetchBatch(self.fetch_batch_fn, self.sampling_config),
             process_batch_fn=self.process_batch_fn,
             replay_buffer_bytes=sys.maxsize,
