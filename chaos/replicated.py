@@ -27,7 +27,10 @@ FAILED_EXIT_CODE: Final = 70
 _ETCD_PORTS: Final = (2379, 2380)
 _PORT: Final = 50051
 _ANSWER_SECONDS: Final = 0.5
-_TAKEN_OVER: Final = ("the puts of a lost storage service were taken over", "a lost storage service left no puts")
+_TAKEN_OVER: Final = (
+    "the puts of a lost storage service were taken over",
+    "could not recover the puts of a lost storage service",
+)
 
 
 class ReplicatedCluster(Cluster):

@@ -425,7 +425,7 @@ def test_a_leader_whose_lease_has_ended_answers_nothing_more_and_ends(
     wait_for(lambda: leader.app.supervisor.failure)
     with pytest.raises(tq.errors.UnavailableError):
         client.list_partitions(timeout=0.2)
-    with pytest.raises(tq.errors.ServiceFailedError, match="its lease has expired"):
+    with pytest.raises(tq.errors.ServiceFailedError, match="lease has expired"):
         leader.stop()
     leader._running = None
     assert FAILED_EXIT_CODE == 70
@@ -583,7 +583,7 @@ def test_what_is_restored_is_there_after_a_takeover(
     client.create_partition("other")
     wait_for(lambda: "other" in standby.app.controller.catalog.names())  # type: ignore[union-attr]
     client.restore("c", replace=True)
-    with pytest.raises(tq.errors.ServiceFailedError, match="snapshot of the leader"):
+    with pytest.raises(tq.errors.ServiceFailedError, match="restart from the leader's snapshot"):
         wait_for(lambda: standby.app.supervisor.failure)
         standby.stop()
     standby._running = None

@@ -1,4 +1,4 @@
-"""The command line `tq-service`. Each command's module is imported only when the command runs, so probes are fast."""
+"""The command line `tq-service`. A command's module is imported only when the command runs, so probes stay fast."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tq_service.errors import TqError
 COMMANDS = {
     "serve": "Run the service until SIGTERM or SIGINT.",
     "status": "Show a service, its partitions and tasks, and why calls wait.",
-    "explain": "Explain why claims of a partition wait.",
+    "explain": "Explain why claims on a partition wait.",
     "ui": "Serve a live page that shows a service in the browser.",
     "partition": "List, show, seal and clear partitions, and peek at their samples.",
     "task": "Show, explain and reset tasks.",
@@ -28,7 +28,7 @@ COMMANDS = {
     "token": "Create, list and revoke bearer tokens.",
     "health": "Print the health of a service; the exit code is 0 if it is SERVING.",
     "version": "Print the versions of this program and of the service.",
-    "plan": "Preview the plan of each sampler for a file of sample lengths.",
+    "plan": "Preview each sampler's plan for a file of sample lengths.",
     "bench": "Measure claims, puts and gets against a service for a few seconds.",
 }
 # Commands with verbs, by module. The module defines the command's group in a constant, such as PARTITION.
@@ -47,7 +47,7 @@ _EXTRAS = {
 class _CommandsOnDemand(TyperGroup):
     """A command group that imports the module of a command when the command is used.
 
-    Signatures use Any, since typer's version determines whether it uses click or an internal copy of click.
+    Signatures use Any, because some versions of typer use click and others use an internal copy of click.
     """
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -101,7 +101,7 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line. Print errors on stderr as one line, followed by a hint if available, and exit."""
+    """Run the command line. Print an error to stderr as one line, followed by a hint if available, and exit."""
     try:
         sys.exit(app(standalone_mode=False))
     except (TqError, ConnectionError, TimeoutError) as error:

@@ -1,4 +1,4 @@
-"""`tq-service bench`: measures claims, puts and gets of one client process for a few seconds."""
+"""`tq-service bench`: measures claims, puts and gets by one client process for a few seconds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _command(
     as_json: AsJson = False,
     **given: Any,
 ) -> None:
-    """Measure claims, puts and gets of one client process against a service.
+    """Measure claims, puts and gets by one client process against a service.
 
     The command removes its data afterwards. Results depend on the machines that run the client and the service.
     """

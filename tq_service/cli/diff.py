@@ -32,10 +32,10 @@ def command(
     epoch: Epoch = None,
     incarnation: Incarnation = None,
     other: Annotated[
-        str | None, typer.Option(help="Recording of the second step. Default: that of the first step.")
+        str | None, typer.Option(help="Recording of the second step. Default: the first step's recording.")
     ] = None,
     other_partition: Annotated[
-        str | None, typer.Option(help="Partition of the second step. Default: that of the first step.")
+        str | None, typer.Option(help="Partition of the second step. Default: the first step's partition.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

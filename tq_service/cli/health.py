@@ -22,8 +22,8 @@ EXAMPLES = """\
 
 
 _ADDRESS_HELP = (
-    "Service address as host:port, or host alone for port 50051. Of several addresses, separated by commas, only one "
-    "has to be SERVING. Default: localhost, with the port in TQ_PORT or 50051."
+    "Service address as host:port, or host alone for port 50051. Separate several addresses with commas; only one of "
+    "them must be SERVING. Default: localhost, with the port in TQ_PORT or 50051."
 )
 
 

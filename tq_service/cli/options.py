@@ -49,7 +49,7 @@ Prefix = Annotated[str, typer.Argument(help="List only names that begin with thi
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 
-# Options that commands take in addition to the parameters of their functions
+# Options that commands accept in addition to their functions' parameters
 
 
 def option(name: str, kind: Any, info: Any, default: Any = None) -> inspect.Parameter:
@@ -70,8 +70,8 @@ def with_options(
     Args:
         function: the function that implements the command.
         options: the options to add.
-        call: called with the values of all parameters instead of `function`, which it calls itself; None: the command
-            calls `function` directly.
+        call: called instead of `function`, with the values of all parameters; it must call `function` itself. If None,
+            the command calls `function` directly.
     """
     signature = inspect.signature(
         function, eval_str=True, locals={"Client": object}
@@ -120,7 +120,7 @@ def _take_credentials(values: dict[str, Any]) -> dict[str, Any]:
 def with_address(
     function: Callable[..., None], address_help: str = ADDRESS_HELP, timeout: float | None = None
 ) -> Callable[..., None]:
-    """Add options for address, TLS and token to a command; it receives the arguments `address`, `token` and `tls`."""
+    """Add address, TLS and token options to a command, which receives the arguments `address`, `token` and `tls`."""
 
     def call(**values: Any) -> None:
         function(**_take_credentials(values), **values)

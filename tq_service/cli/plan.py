@@ -54,7 +54,7 @@ def command(
     overlong: Annotated[Overlong, typer.Option(help="Handling of samples longer than a pack.")] = "error",
     limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of lengths to read.")] = None,
 ) -> None:
-    """Preview the plan of each sampler for a file of sample lengths."""
+    """Preview each sampler's plan for a file of sample lengths."""
     counts = np.array(_read(lengths, column or [])[:limit], np.int64)
     if not counts.size:
         raise typer.BadParameter(f"{lengths} contains no lengths", param_hint="--lengths")
@@ -80,7 +80,7 @@ def command(
         "packs of a rank by step"
     )
     console().print(table(headings, map(_cells, previews)))
-    typer.echo("\nheaviest rank: number of tokens in the first batch; cost: 24,576 L + L² for a sample of L tokens")
+    typer.echo("\nheaviest rank: its number of tokens in the first batch; cost: 24,576 L + L² for a sample of L tokens")
 
 
 def _read(path: Path, columns: list[str]) -> list[int]:
@@ -161,10 +161,10 @@ class Preview:
     Attributes:
         sampler: name of the sampler, with the options that distinguish it.
         batches: number of batches that the sampler needs for all samples.
-        rank_tokens: number of tokens of each rank in the first batch, `(dp_size,)`.
-        rank_costs: cost of each rank's samples in the first batch, including attention, `(dp_size,)`.
-        rank_samples: number of samples of each rank in the first batch, `(dp_size,)`.
-        pack_fills: for packed batches, the share of each pack that is filled with samples, over all ranks and steps.
+        rank_tokens: number of tokens on each rank in the first batch, of shape `(dp_size,)`.
+        rank_costs: cost of each rank's samples in the first batch, including attention, of shape `(dp_size,)`.
+        rank_samples: number of samples on each rank in the first batch, of shape `(dp_size,)`.
+        pack_fills: for packed batches, the filled share of each pack, for all ranks and steps.
         packs_by_step: for packed batches, the number of packs per rank in each step.
     """
 
@@ -181,7 +181,7 @@ def preview_samplers(lengths: Int64s, shape: Shape) -> list[Preview]:
     """Plan all samples as one batch with each sampler; `token_budget` may need several batches.
 
     Raises:
-        ValueError: a sample or group is longer than one of the samplers accepts.
+        ValueError: a sample or group exceeds the maximum length of one of the samplers.
     """
     packed = partial(
         PackedSampler,

@@ -36,7 +36,9 @@ def command(
     place: Place,
     *,
     task: Task = None,
-    step: Annotated[int | None, typer.Option(min=0, help="Step, by batch_index. Default: all steps.")] = None,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Select only the step with this batch_index. Default: all steps.")
+    ] = None,
     partition: Partition = None,
     epoch: Epoch = None,
     incarnation: Incarnation = None,

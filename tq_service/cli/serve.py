@@ -47,7 +47,7 @@ def _command(
         bool,
         typer.Option(
             "--stop-with-stdin",
-            help="Stop when stdin is closed, as when a parent process that holds the other end of a pipe exits.",
+            help="Stop when stdin is closed, for example because the parent process at the other end of a pipe exits.",
         ),
     ] = False,
     **flags: object,

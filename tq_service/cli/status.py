@@ -56,7 +56,7 @@ def command(
             "-w",
             metavar="SECONDS",
             min=0.1,
-            help="Repeat the status at this interval, in seconds; a terminal replaces the previous status.",
+            help="Show the status at this interval, in seconds; on a terminal, each status replaces the previous one.",
             show_default=False,
         ),
     ] = None,

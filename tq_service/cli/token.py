@@ -36,7 +36,7 @@ def new(
     ],
     prefix: Annotated[
         list[str] | None,
-        typer.Option(help="Allow only partitions whose names begin with this; may be repeated. Default: all."),
+        typer.Option(help="Allow only partitions whose names begin with this prefix; may be repeated. Default: all."),
     ] = None,
     expires: Annotated[
         str | None,
@@ -50,8 +50,8 @@ def new(
 ) -> Answer:
     """Create a token and print it; the token cannot be shown again.
 
-    The entry for the token file contains only the token's digest. It is added to --file, or else printed. A running
-    service reads the new entry within a second.
+    The entry for the token file contains only the token's digest. The entry is added to --file if given, and otherwise
+    printed. A running service reads the new entry within a second.
     """
     from tq_service.server.credential_files import append_token, digest_of, format_entry, make_token, new_secret  # noqa: PLC0415
 

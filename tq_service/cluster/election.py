@@ -32,7 +32,7 @@ _FORMAT_VERSION: Final = 1
 
 
 def controller_id_of(etcd: Etcd, keys: ClusterKeys, proposed: bytes) -> bytes:
-    """Return the id shared by all controllers of a cluster, which identifies the owner of its puts. Blocks.
+    """Return the id that a cluster's controllers share, which identifies them as the owner of puts. Blocks.
 
     Args:
         etcd: the connection to etcd.

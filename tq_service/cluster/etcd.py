@@ -112,14 +112,14 @@ _TRIED_AGAIN: Final = {
     grpc.StatusCode.UNKNOWN,
     grpc.StatusCode.INTERNAL,
 }
-# Parts of error messages after which etcd may accept a new token; the status codes differ between versions of etcd.
+# Parts of etcd's error messages that indicate an invalid token; the status codes differ between versions of etcd.
 _OF_TOKENS: Final = ("auth token", "revision of auth store", "revision in header")
 _METHODS: Final[dict[type[Any], tuple[str, type[Any]]]] = {
     pb.EtcdRangeRequest: ("KV/Range", pb.EtcdRangeResponse),
     pb.EtcdTxnRequest: ("KV/Txn", pb.EtcdTxnResponse),
     pb.EtcdCompactionRequest: ("KV/Compact", pb.EtcdCompactionResponse),
     pb.EtcdLeaseGrantRequest: ("Lease/LeaseGrant", pb.EtcdLeaseGrantResponse),
-    # In etcd, this is a stream that answers each request and ends when the caller ends it.
+    # A streaming method of etcd, which answers each request and ends the stream when the caller does.
     pb.EtcdLeaseKeepAliveRequest: ("Lease/LeaseKeepAlive", pb.EtcdLeaseKeepAliveResponse),
     pb.EtcdLeaseRevokeRequest: ("Lease/LeaseRevoke", pb.EtcdLeaseRevokeResponse),
     pb.EtcdAuthenticateRequest: ("Auth/Authenticate", pb.EtcdAuthenticateResponse),
@@ -258,12 +258,12 @@ class Etcd:
             time.sleep(_PAUSE_SECONDS)
 
     def get(self, key: bytes, seconds: float = 10.0) -> pb.EtcdKeyValue | None:
-        """Return the entry of a key, or None if the key does not exist."""
+        """Return the entry for a key, or None if the key does not exist."""
         answer: pb.EtcdRangeResponse = self.ask(pb.EtcdRangeRequest(key=key), seconds)
         return answer.kvs[0] if answer.kvs else None
 
     def get_all(self, prefix: bytes, seconds: float = 10.0) -> list[pb.EtcdKeyValue]:
-        """Return the entries of all keys with a prefix; meant for a small number of keys."""
+        """Return the entries for all keys with a prefix; meant for a small number of keys."""
         answer: pb.EtcdRangeResponse = self.ask(pb.EtcdRangeRequest(key=prefix, range_end=after(prefix)), seconds)
         return list(answer.kvs)
 

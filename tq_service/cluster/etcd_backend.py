@@ -5,7 +5,7 @@ considers itself the leader therefore cannot write. The lease decides which cont
 decides whether it may. If the response to a write is lost, reading the end of the log shows whether the write took
 effect.
 
-Groups of the log are stored as batches, one per transaction. A batch is one value, or several chunks if it exceeds
+Groups of records are stored as batches, one per transaction. A batch is one value, or several chunks if it exceeds
 etcd's size limit for a value. The first chunk is written last, together with the new end of the log. Keys after the end
 are therefore left over from a failed attempt, and are ignored. Each batch contains a checksum of all earlier batches.
 Two logs that differ at some record therefore also differ at every later record.
@@ -62,7 +62,7 @@ class _Header(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Consecutive records. An empty batch marks the start of a leader or a rotation, and takes up one record number.
+    """Consecutive records. An empty batch marks a new leader or a rotation, and uses up one record number.
 
     Attributes:
         before: end of the log before the batch.
@@ -81,7 +81,7 @@ class Batch:
 
     @classmethod
     def decoded(cls, first: int, pieces: Sequence[bytes]) -> Batch:
-        """Return the batch that was stored as these chunks.
+        """Decode a batch from the chunks in which it was stored.
 
         Raises:
             NewerVersionError: the chunks have a different format.
@@ -151,7 +151,7 @@ _POSITION_FILE: Final = "etcd-position"
 
 
 class EtcdBackend:
-    """A `LogBackend` in etcd. A standby follows the log. A leader reads the log to its end and then writes to it.
+    """A `LogBackend` that uses etcd. A standby follows the log; a leader reads it to the end and then writes to it.
 
     Args:
         etcd: the connection to etcd, which the caller closes.
@@ -262,7 +262,7 @@ class EtcdBackend:
         return self._end.number or max(self._seen.number, self._followed_from - 1)
 
     def read(self, number: int) -> Iterator[Record]:
-        """Yield the records from the rotation with this number on, or all records if `number` is 0.
+        """Yield the records starting at the rotation with this number, or all records if `number` is 0.
 
         Raises:
             PreconditionError: some of these records were truncated; start from a snapshot.
@@ -289,7 +289,7 @@ class EtcdBackend:
         self._end = end
 
     def has_lost(self, number: int, end: Position | None = None) -> bool:
-        """Whether etcd lacks records, and the log must therefore continue from this controller's snapshot. Blocks.
+        """Return whether etcd lacks records, so that the log must continue from this controller's snapshot. Blocks.
 
         Args:
             number: number of this controller's newest snapshot.
@@ -327,7 +327,7 @@ class EtcdBackend:
         return number > 0 and (is_another or end.number < number - 1)
 
     async def follow(self, number: int) -> AsyncIterator[Record]:
-        """Yield all durable records from `number` on, and then each new record when it becomes durable. Never ends.
+        """Yield all durable records starting at `number`, then each new record once it is durable. Never ends.
 
         Raises:
             PreconditionError: some of these records were truncated; start from a snapshot.
@@ -399,7 +399,7 @@ class EtcdBackend:
                 return
 
     def _is_written(self, batch: Batch) -> bool:
-        """Whether the log ends with `batch`; raise SupersededError if another controller has written to the log."""
+        """Return whether the log ends with `batch`. Raise SupersededError if another controller has written to it."""
         found = self._etcd.get(self._keys.last, seconds=0.0)
         value = b"" if found is None else found.value
         if value == batch.after.encode():

@@ -56,13 +56,15 @@ class PrometheusProbe:
         self.registry = registry
         self._fetches = histogram("client_fetch_seconds", "Duration of get_data calls.", _FETCH_SECONDS)
         self._fetched = counter("client_fetched_bytes", "Bytes received from storage services.")
-        self._puts = histogram("client_put_seconds", "Duration of put calls for columns.", _FETCH_SECONDS)
+        self._puts = histogram("client_put_seconds", "Duration of put calls that send columns.", _FETCH_SECONDS)
         self._put = counter("client_put_bytes", "Bytes of columns sent by puts.")
         self._claims = histogram(
             "client_claim_seconds", "Duration of claim calls, including waiting.", _CLAIM_SECONDS, ("status",)
         )
         self._waited = counter("loader_wait_seconds", "Time that training loops waited for their loaders.")
-        self._worked = counter("loader_work_seconds", "Time between receiving a micro-batch and requesting the next.")
+        self._worked = counter(
+            "loader_work_seconds", "Time between receiving a micro-batch and requesting the next one."
+        )
         self._loaded = counter("loader_micro_batches", "Micro-batches delivered by loaders.")
         self._steps = Counter(
             "tq_service_step_seconds", "Time spent in each stage of training steps.", ["stage"], registry=registry

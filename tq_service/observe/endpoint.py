@@ -173,7 +173,7 @@ class _Server(ThreadingHTTPServer):
         if isinstance(error, OSError):
             _log.info(LogMessage("connection to the metrics port failed", peer=client_address[0], error=error))
         else:
-            _log.error(LogMessage("could not answer a scrape of the metrics", peer=client_address[0]), exc_info=error)
+            _log.error(LogMessage("could not answer a metrics scrape", peer=client_address[0]), exc_info=error)
 
 
 class _Handler(BaseHTTPRequestHandler):

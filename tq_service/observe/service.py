@@ -1,9 +1,9 @@
 """The metrics that one process of the service exposes to Prometheus, read from the live state at each scrape.
 
-Metrics are read on the event loop, in short time slices, and converted to text in the scrape's thread. Calls and the
-process itself have few series, whereas partitions have series per group and per task. If a scrape would exceed
-`MOST_LINES`, some series are omitted, and `tq_service_metrics_dropped_series` counts them. Groups that have partitions
-take precedence, in order of their first appearance.
+Metrics are read on the event loop, in short time slices, and converted to text in the scrape's thread. The metrics of
+calls and of the process itself have few series, but partition metrics have a series per group and per task. If a scrape
+would exceed `MOST_LINES`, some series are omitted, and `tq_service_metrics_dropped_series` counts them. Groups that
+have partitions take precedence, in order of their first appearance.
 
 A trainer may create a partition per step (`train@0`, `train@1`, ...). All partitions of a group (the name up to the
 first "@") therefore share one series, which includes the counts of removed partitions. As usual in Prometheus, counters
@@ -72,7 +72,7 @@ _OF_TASK: Final = (
     (
         CounterMetricFamily,
         "units_evicted_unmatched",
-        "Samples and groups evicted because the claim's where excluded them.",
+        "Samples and groups evicted because the claim's where condition excluded them.",
     ),
     (CounterMetricFamily, "units_evicted_too_small", "Groups evicted because too few members remained."),
     (CounterMetricFamily, "units_evicted_late", "Unfinished samples and groups evicted before they became too stale."),
@@ -266,7 +266,7 @@ class ServiceMetrics:
         waiting_count: function that returns the number of waiting calls.
 
     Attributes:
-        parts: functions that return the metrics of one part of the process each, such as `of_storage`.
+        parts: functions, such as `of_storage`, each of which returns the metrics of one part of the process.
         leads: function that returns whether this controller leads its cluster. Only the leader exposes state that all
             controllers share, such as partitions, so sums over all controllers do not count it several times.
     """
@@ -486,7 +486,7 @@ def of_storage(storage_id: str, own: EngineStat, adopted: Sequence[EngineStat]) 
 
 
 def of_bulk(storage_id: str, connection_count: int, moved_bytes: int) -> Iterator[Metric]:
-    """Yield the metrics of the bulk port of a storage service."""
+    """Yield the metrics of a storage service's bulk port."""
     text = "Client connections to the bulk port that have transferred data."
     yield _gauge("storage_bulk_connections", text, {(storage_id,): connection_count}, ("storage",))
     text = "Bytes of puts and gets transferred over bulk connections."
@@ -510,7 +510,7 @@ def of_log(lag: LogLag) -> Iterator[Metric]:
 
 
 def of_recording(status: RecordingStatus) -> Iterator[Metric]:
-    """Yield the metrics of the recording of batches."""
+    """Yield the metrics of batch recording."""
     for family, name, text, value in (
         (
             _gauge,
@@ -519,7 +519,7 @@ def of_recording(status: RecordingStatus) -> Iterator[Metric]:
             float(status.is_recording),
         ),
         (_gauge, "steps", "Number of steps in the recording.", status.step_count),
-        (_gauge, "stored_bytes", "Bytes of the recording's steps.", status.stored_bytes),
+        (_gauge, "stored_bytes", "Bytes stored for the recording's steps.", status.stored_bytes),
         (_gauge, "pending_bytes", "Bytes in memory waiting to be recorded.", status.pending_bytes),
         (_counter, "recorded_steps", "Number of recorded steps.", status.recorded_step_count),
         (_counter, "skipped_steps", "Steps that could not be recorded.", status.skipped_step_count),

@@ -37,9 +37,9 @@ class _Lost:
     Attributes:
         url: URL of the service's mirror; "" if unknown.
         since: time at which the loss was detected.
-        search_id: 16 random bytes; a successor that sends this id has read the mirror after the loss was detected.
-        successor: name of the successor that was called last; "" if none has been called.
-        agreed_at: time at which the successor replied that it has the puts and will register, or None.
+        search_id: 16 random bytes. A successor that sends this id read the mirror after the loss was detected.
+        successor: name of the most recently called successor; "" if none has been called.
+        agreed_at: time at which the successor replied that it has the puts and will register; None before this reply.
         late_count: number of calls that the successor did not answer in time.
         refused: names of the storage services that could not take over the puts.
         asking: the task that calls the successor.
@@ -59,22 +59,22 @@ class Adoptions:
     """Finds successors that take over the puts of lost storage services. Confined to the event loop.
 
     A silent storage service may still return before a successor has registered. In this case, the successor releases
-    the puts without removing any from the mirror. Silence does not count while this controller itself could not receive
-    heartbeats.
+    the puts without removing any from the mirror. Time during which this controller could not receive heartbeats does
+    not count as silence.
 
     Args:
         storages: registered storage services by name.
-        heartbeat_seconds: interval between heartbeats of storage services.
+        heartbeat_seconds: interval at which storage services send heartbeats.
         supervisor: runs the calls to successors.
         takes_heartbeats: returns whether this controller can currently receive heartbeats.
         clock: monotonic clock, in seconds.
 
     Attributes:
         lost: lost instances whose puts have not been taken over yet.
-        expected: instances that contain cells and have not registered since this controller started.
+        expected: instances that contain cells but have not registered since this controller started.
         taken: the successor of each instance whose puts were taken over, registered under the instance's name.
-        lost_count: number of losses of instances since this controller started.
-        taken_over_count: number of takeovers of lost instances since this controller started.
+        lost_count: number of losses detected since this controller started.
+        taken_over_count: number of lost instances that successors have taken over since this controller started.
     """
 
     def __init__(
@@ -96,17 +96,17 @@ class Adoptions:
         self._silence_counts_from = -math.inf  # silence before this time is ignored
         self.lost: dict[Instance, _Lost] = {}
         self._left_nothing: set[Instance] = set()
-        self._present: set[Instance] = set()  # instances that registered themselves and were not taken over since
+        self._present: set[Instance] = set()  # instances that registered themselves and have not been taken over since
         self.expected: set[Instance] = set()
         self._expected_until = 0.0
 
     def expect(self, instances: Iterable[Instance]) -> None:
-        """Expect instances that contain cells to register within three heartbeats; otherwise they are lost."""
+        """Record that instances contain cells. Those that do not register within three heartbeats are lost."""
         self.expected = set(instances)
         self._expected_until = self._clock() + 3 * self._heartbeat_seconds
 
     def lose_held_at(self, address: str) -> None:
-        """Record that a storage service has restarted, so the instances that it had taken over are lost, too."""
+        """Record that a restarted storage service has lost the instances that it had taken over."""
         for instance, successor in self.taken.items():
             if successor.endpoint.address == address:
                 self.lose(instance, "" if successor.heard.mirror is None else successor.heard.mirror.url)
@@ -131,17 +131,18 @@ class Adoptions:
             )
 
     def check_successor(self, instance: Instance, address: str, search_id: bytes) -> None:
-        """Refuse a successor that read the mirror before the lost instance was last seen here, since it may lack puts.
+        """Refuse a successor that may lack puts because it read the mirror before the lost instance was last seen.
 
         If several successors were called after the loss, the first one that registers gets the puts.
 
         Args:
             instance: the instance that was taken over.
             address: address of the successor.
-            search_id: id of the search that the successor answers.
+            search_id: id of the search for a successor, as sent by the successor.
 
         Raises:
-            PreconditionError: the successor read the mirror too early, or may have.
+            PreconditionError: the successor may have read the mirror too early, or another successor is taking over the
+                puts.
         """
         lost = self.lost.get(instance)
         if lost is not None and lost.successor:
@@ -216,7 +217,7 @@ class Adoptions:
             self.expected = set()
 
     def _have_adopted(self, instance: Instance, lost: _Lost, remote: Iterable[RemoteStorage]) -> None:
-        """Call the last successor again, or if it refused, the service with the same mirror and the most free bytes."""
+        """Call the last successor again or, if it refused, the service with the same mirror and the most free bytes."""
         if lost.asking is not None and not lost.asking.done():
             return
         if lost.agreed_at is not None and self._clock() - lost.agreed_at < 2 * self._heartbeat_seconds:
@@ -243,7 +244,9 @@ class Adoptions:
         try:
             count = await successor.take_over(instance, lost.search_id)
         except (NotFoundError, DataLossError) as error:
-            _log.error(LogMessage("a lost storage service left no puts", storage=instance[0], error=error))
+            _log.error(
+                LogMessage("could not recover the puts of a lost storage service", storage=instance[0], error=error)
+            )
             if self.lost.get(instance) is lost:
                 self._left_nothing.add(instance)
                 del self.lost[instance]

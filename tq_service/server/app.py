@@ -78,7 +78,7 @@ _ETCD_RETRY_SECONDS: Final = 1.0
 _ABORT_SECONDS = 2.0
 _LOOK_SECONDS = 1.0
 _PENDING_SHARE: Final = 4
-"""At most 1/4 of the quota may wait to be recorded: waiting bytes use quota, and a slow disk must not delay puts."""
+"""Bytes waiting to be recorded may use at most 1/4 of the quota, so that a slow disk does not delay puts."""
 
 
 class App:
@@ -89,7 +89,7 @@ class App:
     Attributes:
         settings: settings of the service.
         supervisor: runs background tasks, and ends the service after a fatal failure.
-        port: number of the gRPC port.
+        port: gRPC port number.
         listener: the gRPC port's TLS and access control.
         health: reports whether the process accepts calls.
         calls: counts running calls.
@@ -162,7 +162,7 @@ class App:
 
     @classmethod
     async def start(cls, settings: ServeSettings, supervisor: Supervisor) -> App:
-        """Create an app that listens and reports healthy once it can serve calls. A failure releases all resources.
+        """Create an app that listens, and reports healthy once it can serve calls. On failure, release all resources.
 
         Args:
             settings: settings of the service.
@@ -281,15 +281,15 @@ class App:
             with _needing_extra("traces", "traces"):
                 from tq_service.server.rpc.traces import CallSpans  # noqa: PLC0415  (needs an extra)
             middleware.append(CallSpans())
-        # Durable answers are innermost, so refused callers neither wait for the disk nor learn about it.
+        # `DurableAnswers` is innermost, so refused callers neither wait for the disk nor learn about its state.
         middleware += [self.calls, self.listener.access, self._answers]
-        server: Any = Services(self._server, middleware)  # generated code uses this as the server
+        server: Any = Services(self._server, middleware)  # generated code treats this as the server
         takes_services = self.listener.takes_services
         services = []
         if self.storage is not None:
             self._servicer = self.storage.servicer(settings, self.controller, self.waiting)
             servicer: Any = self._servicer
-            server.add_generic_rpc_handlers((servicer.bulk_handler(),))  # first, so it replaces the generated handlers
+            server.add_generic_rpc_handlers((servicer.bulk_handler(),))  # added first, so it takes precedence
             add_StorageServiceServicer_to_server(servicer, server)
             if takes_services and self.controller is None:  # a controller in this process calls the engine directly
                 add_StorageControlServiceServicer_to_server(servicer, server)
@@ -394,7 +394,7 @@ class App:
             self.health.stand_by()
             name = "following the cluster's log, and leading the cluster"
             start(name, self.cluster.run(self.controller.catalog, self._take_up, self._on_standing), may_end=True)
-        # If one of these tasks raises an error in one round, the error is logged and the task continues.
+        # If a round of one of these tasks raises an error, the error is logged and the task continues.
         start("watching the certificate and token files", self.listener.watch())
         start("housekeeping", regularly(_HOUSEKEEPING_SECONDS, self._keep_house))
         start("ending slow streams and idle connections", regularly(_LOOK_SECONDS, self._end_idle))
@@ -413,7 +413,7 @@ class App:
         self.health.serve()
 
     def _on_standing(self, may_answer: bool) -> None:
-        """Accept calls as the leader of the cluster, or refuse and end calls because another controller may lead."""
+        """Accept calls as the cluster's leader, or refuse and end all calls because another controller may lead."""
         if may_answer:
             self.health.serve()
         else:
@@ -458,7 +458,7 @@ class App:
             self.controller.drain()
 
     def _stop_server(self, grace_seconds: float | None) -> asyncio.Task[None]:
-        """Begin to stop the server, unless it is already stopping, and return the task.
+        """Start to stop the server unless it is already stopping. Return the task that stops it.
 
         The first call determines how long running calls may take to finish. The server is stopped only once, because
         gRPC may crash if two stops overlap.
@@ -513,7 +513,7 @@ def make_server(settings: ServeSettings) -> grpc.aio.Server:
             ("grpc.server_handshake_timeout_ms", round(settings.first_call_seconds * 1000)),
             ("grpc.max_concurrent_streams", settings.max_streams),
             ("grpc.max_send_message_length", -1),
-            ("grpc.so_reuseport", 0),  # two servers on one port are a mistake, not two workers
+            ("grpc.so_reuseport", 0),  # a second server on this port must fail to start
             # Thousands of ranks may call at the same time; by default, gRPC drops calls if 1,000 others are pending.
             ("grpc.server.max_pending_requests", _MOST_PENDING_CALLS),
             ("grpc.server.max_pending_requests_hard_limit", _MOST_PENDING_CALLS),
@@ -619,7 +619,7 @@ class StorageProcess:
 
     Args:
         settings: settings of the service.
-        port: number of the gRPC port.
+        port: gRPC port number.
         store: persists the state; None if the state is kept only in memory.
         supervisor: runs background tasks.
         tls_context: returns the current TLS context for the bulk port; None for plaintext.
@@ -629,12 +629,12 @@ class StorageProcess:
         endpoint: the endpoint at which clients reach the storage service.
         shared_memory: shares memory with clients of this host; None if shared memory is off.
         bulk: the bulk port; None if it is off.
-        keys: receipt keys of the controllers.
+        keys: the controllers' receipt keys.
         mirroring: the mirror, and the instances taken over from other storage services; None without a mirror.
         mirror: the mirror of the service's own puts; None without a mirror.
         journal: the journal of puts in the data directory; None without a data directory.
         segments: the files that contain the puts in the data directory; None without a data directory.
-        registration: tracks how long the controller is certain to have this service registered.
+        registration: tracks until when this service is certain to be registered with the controller.
 
     Raises:
         OSError: shared memory is required but not available, or the bulk port is in use.
@@ -719,10 +719,10 @@ class StorageProcess:
         return [engine.stat() for engine in self._adopted()]
 
     def partition_of(self, put_id: bytes) -> str | None:
-        """Return the partition of a complete put, which may be an adopted put, or None for an unknown put."""
+        """Return the partition of a complete put, including adopted puts. Return None for an unknown put."""
         engines = [self.engine, *self._adopted()]
         found = {partition for engine in engines if (partition := engine.partition_of(put_id)) is not None}
-        # If partitions have puts with the same id, return a name that only tokens for all partitions cover.
+        # If puts in several partitions share the id, return a name that only tokens for all partitions cover.
         return found.pop() if len(found) == 1 else "\0" if found else None
 
     def join(self, controller: str, credentials: Credentials, supervisor: Supervisor) -> None:
@@ -744,7 +744,7 @@ class StorageProcess:
             supervisor.start("mirroring puts", self.mirroring.run(self.mirror, register))
 
     def drain(self) -> None:
-        """End calls that wait, for example for capacity."""
+        """End waiting calls, such as puts that wait for capacity."""
         self.engine.drain()
         if self.shared_memory is not None:
             self.shared_memory.drain()
@@ -755,7 +755,7 @@ class StorageProcess:
             engine.trim()
 
     async def flush(self, seconds: float) -> None:
-        """Write the puts that are missing from the mirror, for at most `seconds`.
+        """Copy the puts that are missing from the mirror to it, for at most `seconds`.
 
         Puts that are still missing after that are lost when this process ends.
         """

@@ -27,7 +27,7 @@ class AuditLine:
         partition: the partition that caused the refusal, or the first partition that the call names; "" if the call
             names none.
         reason: reason for a refusal.
-        repeats: number of similar refusals that this line stands for, in addition to an earlier line.
+        repeats: number of similar refusals, after one with its own line, that this line summarizes.
     """
 
     decision: Literal["refused", "allowed"]
@@ -56,8 +56,8 @@ class Audit:
     """Writes the audit log.
 
     Args:
-        repeat_seconds: time after a refusal for which further refusals with the same token, method, host and reason are
-            only counted, and then logged as one line; 0 to log each refusal.
+        repeat_seconds: time after a refusal during which further refusals with the same token, method, host and reason
+            are only counted. Their count is then logged in one line. If 0, each refusal is logged.
         clock: monotonic clock, in seconds.
     """
 
@@ -65,8 +65,8 @@ class Audit:
         self._log = logging.getLogger(LOGGER_NAME)
         self._repeat_seconds = repeat_seconds
         self._clock = clock
-        # By kind: the time until which refusals are counted, and the line for all refusals after the first one, which
-        # was written.
+        # By kind: the time until which refusals are counted, and the line that summarizes them. The first refusal is
+        # logged at once.
         self._kinds: dict[tuple[str, ...], tuple[float, AuditLine]] = {}
 
     def note(self, line: AuditLine) -> None:
@@ -75,7 +75,7 @@ class Audit:
             self._write(line)
             return
         self.flush()
-        # The kind excludes the partition: callers choose it, and could otherwise make each refusal a new kind.
+        # The kind excludes the partition, because callers could make each refusal a new kind by varying the partition.
         host = line.peer.rpartition(":")[0] or line.peer
         kind = (line.token, line.method, host, line.reason)
         if kind in self._kinds:
@@ -87,7 +87,7 @@ class Audit:
         self._write(line)
 
     def flush(self, *, everything: bool = False) -> None:
-        """Write the lines of counted refusals whose time has passed, or all counted refusals."""
+        """Write the summary lines of refusals whose counting time has passed, or of all counted refusals."""
         now = self._clock()
         # Kinds are sorted by end time, since all are counted for the same duration.
         while self._kinds:

@@ -59,7 +59,7 @@ class Checkpoints:
 
     Args:
         catalog: the catalog of partitions.
-        storages: the storage services that contain the bytes of the samples.
+        storages: the storage services that store the samples' bytes.
         store: persists the state; None if the state is kept only in memory.
         checkpoint_dir: parent directory of all checkpoints; None if checkpoints are off.
     """
@@ -81,7 +81,7 @@ class Checkpoints:
     # Writing
 
     async def write(self, name: str, metadata: str = "", prefix: str = "") -> pb.CheckpointResponse:
-        """Write a checkpoint of the current state, including a JSON object from the caller.
+        """Write a checkpoint of the current state and of the caller's `metadata`, a JSON object.
 
         The checkpoint contains the partitions whose names begin with `prefix`, and stores their names without the
         prefix.
@@ -106,7 +106,7 @@ class Checkpoints:
     async def _copy(self, path: Path, metadata: str, prefix: str) -> pb.CheckpointResponse:
         """Write the bytes of all current samples and then the state; return a summary."""
         with self._storages.puts.holding_frees():
-            # The snapshot is taken in the same step as the line above, so none of its puts is freed.
+            # No `await` separates the snapshot from the line above, so none of the snapshot's puts is freed.
             partitions, answers = self._catalog.snapshot(), self._catalog.answers.snapshot()
             policies = [
                 replace(policy, name=policy.name.removeprefix(prefix))
@@ -328,7 +328,7 @@ async def _in_thread(work: Callable[..., Answer], *arguments: Any) -> Answer:
 
 
 async def _to_the_end(work: Coroutine[Any, Any, Answer]) -> Answer:
-    """Run a coroutine to its end and return its result. Even a cancelled caller waits for the end."""
+    """Run a coroutine to completion and return its result. Even a cancelled caller waits for completion."""
     task = asyncio.get_running_loop().create_task(work)
     try:
         return await asyncio.shield(task)
@@ -356,7 +356,7 @@ def _columns(checkpoint: Checkpoint, block: StoredBlock) -> list[Column]:
 def _renamed(
     partitions: Sequence[PartitionSnapshot], rename: Callable[[str], str], prefix: str = ""
 ) -> list[PartitionSnapshot]:
-    """Return the partitions whose names begin with a prefix, renamed also in their admissions and leases.
+    """Rename the partitions whose names begin with a prefix, including the names in their admissions and leases.
 
     Raises:
         InvalidArgumentError: a new name is too long.
@@ -376,7 +376,7 @@ def _renamed(
 
 
 def _of_renamed(claim: Claim, rename: Callable[[str], str]) -> Claim:
-    """Return a claim of a renamed partition, in which the partition that shares its lease is also renamed."""
+    """Return a renamed partition's claim, also renaming the partition with which the claim shares its lease."""
     if claim.lease is None or not claim.lease.shared_with:
         return claim
     return replace(claim, lease=replace(claim.lease, shared_with=rename(claim.lease.shared_with)))

@@ -82,7 +82,7 @@ class ClusterMember:
         store: persists the controller's state.
         controller_id: the id that all controllers of the cluster share.
         name: name of the cluster.
-        member_id: name of this controller within the cluster, which stays the same while its data directory exists.
+        member_id: name of this controller within the cluster; unchanged while its data directory exists.
 
     Raises:
         JournalUnreachableError: etcd does not respond.
@@ -145,7 +145,7 @@ class ClusterMember:
 
     @property
     def leader_address(self) -> str:
-        """Address of the controller that leads; "" if it is unknown or this controller."""
+        """Address of the leader; "" if the leader is unknown or is this controller."""
         return "" if self._leader is None or self._leader.address == self.address else self._leader.address
 
     @property
@@ -161,7 +161,7 @@ class ClusterMember:
         return [own, *self._standbys]
 
     def lags(self) -> dict[str, int]:
-        """Return the number of records by which each other controller lags, by name; valid while this one leads."""
+        """Return the number of records by which each standby lags, by name; valid only while this controller leads."""
         return {each.name: each.lag_count for each in self._standbys}
 
     # Lifecycle
@@ -197,7 +197,7 @@ class ClusterMember:
         self._leadership = leadership
         record_count = await self.store.take_over()
         if leadership.is_over:  # the lease expired before this controller learned of its election
-            raise SupersededError("its lease has expired, so another controller may lead")
+            raise SupersededError("this controller's lease has expired, so another controller may lead")
         take_up()
         self._is_serving = True
         self._supervisor.start("watching the lease", self._watch_lease(leadership, on_standing))
@@ -214,7 +214,7 @@ class ClusterMember:
         )
 
     async def _watch_lease(self, lease: Lease, on_standing: Callable[[bool], None]) -> None:
-        """Report when the lease may have expired. The check uses the clock, since etcd may be unreachable."""
+        """Report when the lease may have expired, judging by the clock because etcd may be unreachable."""
         was_held = True
         while True:
             await asyncio.sleep(max(_LOOK_SECONDS, lease.held_until - time.monotonic()))
@@ -229,7 +229,7 @@ class ClusterMember:
             on_standing(is_held)
 
     async def _restore(self, catalog: Catalog) -> int:
-        """Restore the newest local snapshot, or the leader's if the log lacks records after the local one."""
+        """Restore the newest local snapshot, or the leader's if the log lacks records after the local snapshot."""
         number = max(snapshot_numbers(self.store.data_dir.path), default=0)
 
         def has_log_since() -> bool:
@@ -286,7 +286,7 @@ class ClusterMember:
 
     def _lose(self) -> None:
         if self._leadership is not None:
-            self._supervisor.fatal("its lease has expired, so another controller may lead")
+            self._supervisor.fatal("this controller's lease has expired, so another controller may lead")
 
     async def _catch_up(self, following: asyncio.Future[Any]) -> None:
         """Wait until this controller has nearly caught up with the log, or no other controller leads.
@@ -327,7 +327,7 @@ class ClusterMember:
                     following.result()
                 except SnapshotNeeded as needed:
                     await self._fetch(needed.number)
-                    raise SupersededError("this controller must restart from a snapshot of the leader") from None
+                    raise SupersededError("this controller must restart from the leader's snapshot") from None
                 raise SupersededError("the log can no longer be followed")
             try:
                 return campaign.result()
@@ -353,7 +353,7 @@ class ClusterMember:
             await asyncio.sleep(_PUBLISH_SECONDS)
 
     async def close(self) -> None:
-        """Leave the cluster, which lets another controller lead at once. Close the state store before this call."""
+        """Leave the cluster, so that another controller can lead at once. Close the state store first."""
         self._is_serving = False
         self._election.close()
         self._standing_by.shutdown(wait=False)
@@ -363,7 +363,7 @@ class ClusterMember:
 
 
 def _retrieve(done: asyncio.Future[Any]) -> None:
-    """Retrieve a future's exception, in case no task awaits the future any more."""
+    """Retrieve a future's exception, in case no task awaits the future."""
     if not done.cancelled():
         done.exception()
 
@@ -391,7 +391,7 @@ class SnapshotServicer(ClusterServiceServicer):
 
 
 async def fetch_snapshot(address: str, credentials: Credentials, directory: Path, least_number: int) -> int:
-    """Fetch the newest snapshot of a controller into a data directory, and return its number.
+    """Fetch a controller's newest snapshot into a data directory, and return the snapshot's number.
 
     Raises:
         grpc.aio.AioRpcError: the controller did not send the snapshot.

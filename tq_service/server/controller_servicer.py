@@ -77,7 +77,7 @@ _log = logging.getLogger(__name__)
 
 _MOST_STATUS_BYTES: Final = 1 << 20  # per page, not counting the page's last partition
 _MOST_WAITS: Final = 32  # per partition
-_TASKS_A_TURN: Final = 4  # described per step of the event loop; at most a millisecond of work
+_TASKS_A_TURN: Final = 4  # described per event-loop iteration; at most a millisecond of work
 Request = TypeVar("Request", bound=Any)  # a message with a request_id
 Answer = TypeVar("Answer")
 PackedAnswer: TypeAlias = tuple[str, bytes]
@@ -251,7 +251,7 @@ class ControllerServicer(
     def _info(self, instance_id: bytes, *, for_all_partitions: bool) -> pb.ServiceInfo:
         """Return facts about this process.
 
-        Paths and recording errors are only for callers that may see all partitions.
+        Paths and recording errors are included only for callers that may see all partitions.
         """
         settings = self._settings
         info = pb.ServiceInfo(
@@ -566,7 +566,7 @@ class ControllerServicer(
         if batch_count:
             _log.warning(
                 LogMessage(
-                    "ranks returned to a checkpoint; samples will be trained again",
+                    "ranks restarted from a checkpoint; samples will be trained on again",
                     partition=request.partition_id,
                     task=request.task_name,
                     first_batch=trained + 1,
@@ -684,7 +684,7 @@ class ControllerServicer(
 def _named_indexes(
     request: pb.ReleaseClaimRequest | pb.AckClaimRequest | pb.RequeueDeadLetteredRequest,
 ) -> Indexes | None:
-    """Return the indexes of the samples that a request names; None, which means all samples, if it names none."""
+    """Return the indexes of the samples named in a request, or None (all samples) if the request names none."""
     return decode_integers(request.global_indexes) if request.global_indexes else None
 
 

@@ -56,7 +56,7 @@ from tq_service.wire.metadata import (
 )
 
 _REMEMBERED_REQUEST_BYTES: Final = 1024
-_MOST_CLAIM_BYTES: Final = 256 * 1024  # a claim's spec stays in memory while the call waits, and with its batches
+_MOST_CLAIM_BYTES: Final = 256 * 1024  # a claim's spec stays in memory with its waiting call and its batches
 _MOST_RANGE_BYTES: Final = 1 << 20  # per answer with several batches
 _RANK_FIELDS: Final = ("dp_rank", "dp_size", "batch_index")
 # Fields of GetMetaRequest that may differ between calls by ranks of the same task.
@@ -134,7 +134,7 @@ def group_write(write: commit_pb2.SampleWrite, put: Put, columns: Sequence[Colum
     """Convert a commit that writes to groups.
 
     Raises:
-        InvalidArgumentError: fields that only samples have are set, or the numbers of groups and rows differ.
+        InvalidArgumentError: fields are set that apply only to samples, or the numbers of groups and rows differ.
     """
     for name in sorted({each.name for each, _ in write.ListFields()} - _OF_GROUP_WRITES):
         raise InvalidArgumentError(
@@ -173,7 +173,7 @@ def slots(request: pb.AcquireRequest, start_version: int | None) -> SampleWrite:
 
     Args:
         request: the request.
-        start_version: policy version with which the slots start, or None.
+        start_version: policy version with which generation of the slots starts, or None.
 
     Raises:
         InvalidArgumentError: the request names existing samples, or sets a field that slots cannot have.
@@ -202,14 +202,14 @@ def leased_claim(
     | pb.FailSamplesRequest
     | pb.HeldSamples,
 ) -> LeasedClaim | None:
-    """Return the leased claim that a request to change samples names, or None."""
+    """Return the leased claim named in a request to change samples, or None."""
     if not request.HasField("claim"):
         return None
     return LeasedClaim(task_name=request.claim.task_name, request_id=request.claim.claim_request_id)
 
 
 def placement(message: commit_pb2.PutPlacement) -> Put:
-    """Return the put that a placement names."""
+    """Return the put that a placement identifies."""
     storage: metadata_pb2.StorageEndpoint = message.storage
     if len(message.put_id) != 16 or len(storage.boot_id) != 16 or not storage.storage_id:
         raise InvalidArgumentError(
@@ -220,7 +220,7 @@ def placement(message: commit_pb2.PutPlacement) -> Put:
 
 
 def claim_spec(request: pb.GetMetaRequest) -> ClaimSpec:
-    """Return the part of a GetMeta request that all ranks and batches share. Equal parts are parsed only once."""
+    """Return the part of a GetMeta request that is equal for all ranks and batches, and is therefore parsed once."""
     _check_size(request, "name fewer fields")
     alike = pb.GetMetaRequest()
     alike.CopyFrom(request)
@@ -231,10 +231,10 @@ def claim_spec(request: pb.GetMetaRequest) -> ClaimSpec:
 
 
 def read_step_times(request: pb.GetMetaRequest) -> StepTimes:
-    """Read the trainer's step times that one of its ranks reports.
+    """Read the trainer step times reported by one of the trainer's ranks.
 
     Raises:
-        InvalidArgumentError: a number is negative.
+        InvalidArgumentError: a step time is negative.
     """
     times = read_message(StepTimes, request.step_times, rank_count=1)
     for name in StepTimes.__slots__:
@@ -339,7 +339,7 @@ def page_token(request: pb.LookupSamplesRequest) -> str:
 def changed_selection(
     request: pb.ClearFieldsRequest | pb.ClearSamplesRequest | pb.FailSamplesRequest, skipped_by: str = ""
 ) -> Selection:
-    """Return the samples to change: the named samples, or if none is named, all that match the conditions and tasks.
+    """Return the samples to change: those named or, if none is named, those that match the conditions and tasks.
 
     Args:
         request: the request.
@@ -532,7 +532,7 @@ def located_meta(
     data_fields: Sequence[str],
     endpoints: Endpoints | None,
 ) -> metadata_pb2.BatchMeta:
-    """Return the samples at some positions: their keys, and the locations of `data_fields` that all of them have.
+    """Return the samples at some positions, with the locations of those `data_fields` that all the samples have.
 
     If `endpoints` is None, no locations are included.
     """
@@ -551,7 +551,7 @@ def located_meta(
 
 
 def names_of(names: Sequence[str | None]) -> list[str]:
-    """Return the names of samples for a message, with "" for a sample without a name; empty if no sample has one."""
+    """Return sample names for a message, with "" for unnamed samples; empty if all samples are unnamed."""
     return [name or "" for name in names] if any(names) else []
 
 
@@ -586,7 +586,7 @@ def _add_locations(message: metadata_pb2.Locations, runs: Iterable[CellRuns], en
 
 
 def add_plan(meta: metadata_pb2.BatchMeta, part: RankPlan) -> None:
-    """Add the plan of a rank's part to the metadata of the part: steps, packs, dropped samples, and totals."""
+    """Add the steps, packs, dropped samples, and totals of a rank's part to the part's metadata."""
     _add_steps(meta, part)
     meta.dropped_indexes.extend(part.dropped.tolist())
     if part.totals:

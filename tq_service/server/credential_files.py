@@ -144,7 +144,7 @@ class ServerCertificate(ReloadingFiles):
         """Return the credentials for opening the port."""
         return grpc.dynamic_ssl_server_credentials(
             self._current,
-            self._changed,  # type: ignore[arg-type]  # grpc's own documentation has None for no change
+            self._changed,  # type: ignore[arg-type]  # grpc documents that None means no change
             require_client_authentication=self._client_ca is not None,
         )
 
@@ -308,7 +308,9 @@ def parse_tokens(text: str) -> dict[str, Token]:
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"entry {number} ({entry.get('name')!r:.80}): {error}") from None
         if token.sha256 in tokens or token.name in {each.name for each in tokens.values()}:
-            raise InvalidArgumentError(f"entry {number}: the name {token.name!r} or its token occurs twice")
+            raise InvalidArgumentError(
+                f"entry {number}: the name {token.name!r} or its token also occurs in an earlier entry"
+            )
         tokens[token.sha256] = token
     return tokens
 
@@ -466,7 +468,7 @@ class InternalSecret(ReloadingFiles):
         return self._old_proof if is_new else self._proof
 
     def accepts(self, proof: str) -> bool:
-        """Return whether a proof is that of the current secret or, for a minute after a change, the previous one."""
+        """Return whether a proof matches the current secret or, for a minute after a change, the previous secret."""
         given = proof.encode("utf-8", "replace")
         is_present = hmac.compare_digest(given, self._proof.encode())
         is_old = bool(self._old_proof) and self._clock() - self._renewed_at < _ACCEPT_OLD_SECONDS
@@ -478,8 +480,7 @@ class InternalSecret(ReloadingFiles):
 
     def reload(self) -> None:
         """Reload the file if it has changed and is stable."""
-        # A program that cleans up temporary files may have removed the file, which other services may still have to
-        # read.
+        # A cleaner of temporary files may have removed the file, but other services may still need to read it.
         if self._is_made and file_signature(self._path) is None:
             try:
                 self._publish(self._secret + b"\n")

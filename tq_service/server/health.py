@@ -23,11 +23,11 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
     although its services are NOT_SERVING.
 
     The servicer in the package `grpc_health` is unsuitable, because it locks all watchers while it writes to one. A
-    client that does not read could therefore delay `drain`, which must take only one step of the event loop. Also, the
-    watches of that servicer end only when the server stops.
+    client that does not read could therefore delay `drain`, which must finish within one event-loop iteration. In
+    addition, that servicer's watches end only when the server stops.
 
     Args:
-        most_watches: maximum number of Watch calls, which nothing else limits because they need no token.
+        most_watches: maximum number of Watch calls. No other limit applies to them, because they need no token.
     """
 
     def __init__(self, most_watches: int = 1024) -> None:

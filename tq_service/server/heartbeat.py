@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     )
 
 MOST_OVERDUE_PUTS: Final = 4096
-"""Maximum number of puts that a storage service asks about per heartbeat; they take a few milliseconds to process."""
+"""Maximum number of puts that a storage service asks about per heartbeat; processing takes a few milliseconds."""
 _log = logging.getLogger(__name__)
 _CALL_SECONDS = 5.0
 _CLUSTER_CALL_SECONDS = 1.5

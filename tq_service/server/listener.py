@@ -49,7 +49,7 @@ _LOOK_SECONDS: Final = 1.0
 _SCARCE_SECONDS: Final = 0.1
 _SETTLED_SECONDS: Final = 1.0
 _SHARE: Final = 8
-"""The unadmitted connections from one address may be up to 1/8 of all connections, and at least 8."""
+"""Unadmitted connections from one address may make up 1/8 of all connections; at least 8 are always allowed."""
 _FILES: Final = Path("/proc/self/fd")
 
 
@@ -151,7 +151,7 @@ class Listener:
 
 
 def _check_free(host: str, port: int) -> None:
-    """Refuse an address that this process cannot listen on, and state the reason, which gRPC only prints to stderr.
+    """Refuse an address that this process cannot listen on. State the reason, which gRPC prints only to stderr.
 
     Raises:
         OSError: the address is in use, or is not an address of this machine.
@@ -190,7 +190,7 @@ class _Connection(NamedTuple):
 
 
 class Connections:
-    """Closes connections that have no admitted call, and connections of given peers. Without /proc it does nothing.
+    """Closes connections without an admitted call, and connections of given peers. Without /proc, does nothing.
 
     The event loop owns `_admitted_at`. The sweep that is running owns `_connections`.
 
@@ -210,7 +210,7 @@ class Connections:
         self._closed_count = 0
 
     async def sweep(self, port: int) -> None:
-        """Close the connections to a port that have no admitted call and are too old or too many.
+        """Close the connections to a port that have no admitted call and are too old or too numerous.
 
         Must be called about every second. While connections are scarce, the sweep is repeated more often.
         """
@@ -226,7 +226,7 @@ class Connections:
             lambda: self._close_idle(port, admitted, now), thread_name="tq-connections"
         )
         for peer in admitted.difference(each.peer for each in self._connections.values()):
-            if self._admitted_at.get(peer, now) < now - _SETTLED_SECONDS:  # otherwise it is newer than this sweep
+            if self._admitted_at.get(peer, now) < now - _SETTLED_SECONDS:  # newer entries may belong to new connections
                 del self._admitted_at[peer]
         return len(self._connections)
 
@@ -284,7 +284,7 @@ def _look(port: int, known: dict[int, _Connection], now: float) -> Iterator[tupl
 
 
 def _peer_of(descriptor: int, port: int) -> tuple[str, str] | None:
-    """Return the peer of a connection to a port, as gRPC names it, and the peer's address; None for other sockets."""
+    """Return gRPC's name for the peer of a connection to a port, and the peer's address; None for other sockets."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             if connection.family not in {socket.AF_INET, socket.AF_INET6} or connection.getsockname()[1] != port:

@@ -70,7 +70,7 @@ class Mirroring:
     Args:
         objects: the object store; `close` closes it.
         url: URL of the object store, without secrets.
-        node: name of the machine of this service.
+        node: name of this service's machine.
         copies: desired number of copies of each put.
         required: minimum number of copies of each put.
         offered_bytes: bytes of memory offered for objects of other nodes.
@@ -98,7 +98,7 @@ class Mirroring:
         if fixed is not None and required > fixed:
             raise InvalidArgumentError(
                 f"mirror_required is {required}, but {url} stores {fixed} copies of each object; lower "
-                "mirror_required, or use an object store that stores more",
+                "mirror_required, or use an object store that stores more copies",
                 field="mirror_required",
             )
         self._objects = objects
@@ -116,7 +116,7 @@ class Mirroring:
     def mirror_of(
         self, storage_id: str, boot_id: bytes, registration: Registration, generation: int = 0
     ) -> tuple[Mirror, ObjectWriter]:
-        """Create the mirror for the puts of a storage service instance, and the writer of the mirror's objects."""
+        """Create the mirror for a storage service instance's puts, and the writer of the mirror's objects."""
         writer = ObjectWriter(
             self._objects,
             Names(storage_id=storage_id, boot_id=boot_id),
@@ -159,7 +159,7 @@ class Mirroring:
         Raises:
             NotFoundError: the mirror contains nothing from the lost service.
             UnavailableError: the mirror does not respond.
-            DataLossError: the index of the puts of the lost service is damaged.
+            DataLossError: the index of the lost service's puts is damaged.
         """
         asked_id, task = self._adopting.get(boot_id, (search_id, None))
         if task is None or asked_id != search_id:
@@ -187,7 +187,7 @@ class Mirroring:
         own: StorageEngine,
         search_id: bytes,
     ) -> Adopted:
-        """Take over the puts, after ending an earlier search and releasing the puts that it found."""
+        """End an earlier search and release the puts that it found, then take over the puts."""
         if earlier is not None:
             earlier.cancel()
             await asyncio.wait((earlier,))

@@ -67,7 +67,7 @@ class Peer(Generic[Stub]):
             return
         try:
             channel = open_channel(grpc.aio, self._address, self._credentials, self._options)
-        except InvalidArgumentError as error:  # the files are just being replaced; retried after the next failed call
+        except InvalidArgumentError as error:  # the files are being replaced; the next failed call retries
             _log.warning(
                 LogMessage(
                     "could not use new certificates; the old ones stay in use", address=self._address, error=error

@@ -79,9 +79,9 @@ from tq_service.wire.metadata import read_indexes, runs_of
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Answer = TypeVar("Answer", pb.InsertResponse, commit_pb2.CommitResponse)
-MANY_ROWS: Final = 1 << 15  # from this number on, a thread decodes the columns, and capacity is reserved in steps
+MANY_ROWS: Final = 1 << 15  # with this many rows or more, a thread decodes columns and capacity is reserved in steps
 _FREED_PER_TURN: Final = 128  # puts, or parts of puts, freed before yielding to the loop; takes about a millisecond
-_MOST_PUTS: Final = 1024  # per message of known puts, which takes the storage service a few milliseconds
+_MOST_PUTS: Final = 1024  # per message of known puts; takes the storage service a few milliseconds
 _MOST_RUNS: Final = 4096  # runs of rows per message
 _NO_ROWS: Final = np.zeros(0, np.int64)
 
@@ -93,11 +93,11 @@ class Holder(Protocol):
     boot_id: bytes
 
     def confirm(self, put_id: bytes) -> object:
-        """Mark a put as committed, at once or in the background."""
+        """Mark a put as committed, either immediately or in the background."""
         ...
 
     def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> PutReceipt:
-        """Return the content of a receipt for an uncommitted put of a partition."""
+        """Return the content of a receipt for an uncommitted put in a partition."""
         ...
 
     def free(self, cells: Sequence[PutCells]) -> None:
@@ -118,8 +118,9 @@ class Puts:
 
     Args:
         embedded_id: name of the storage service in this process, or None.
-        find: returns the holder of the puts of a storage service instance, or None if the instance is unknown.
-        require: returns the holder of an uncommitted put, or raises an error if the put cannot be committed.
+        find: returns the storage service that holds an instance's puts, or None if the instance is unknown.
+        require: returns the storage service that holds an uncommitted put, or raises an error if the put cannot be
+            committed.
         snapshot_cells: returns the current cells of the samples, by partition.
         after_durable: calls its argument once all changes made so far are durable.
         supervisor: runs the background task.
@@ -127,7 +128,8 @@ class Puts:
     Attributes:
         require: see the argument.
         has_some_elsewhere: whether storage services in other processes store puts. If not, updates of puts take effect
-            at once: the embedded storage service writes its records to the same journal, after those of the controller.
+            at once, because the embedded storage service writes its records to the same journal as the controller,
+            after the controller's records.
     """
 
     def __init__(
@@ -165,7 +167,7 @@ class Puts:
         return {put[:2] for put in self._committed}
 
     def unknown(self, storage_id: str, boot_id: bytes, put_ids: Iterable[bytes]) -> list[bytes]:
-        """Return those of `put_ids` whose puts are neither committed nor being committed."""
+        """Return the ids in `put_ids` whose puts are neither committed nor being committed."""
         puts = (Put(storage_id, boot_id, put_id) for put_id in put_ids)
         return [put.put_id for put in puts if put not in self._committed and put not in self._uncommitted]
 
@@ -186,7 +188,7 @@ class Puts:
         return put in self._committed
 
     def check_uncommitted(self, put: Put) -> None:
-        """Refuse to commit a put again, since clearing the samples of either commit would free the cells of both."""
+        """Refuse to commit a put again, since clearing one commit's samples would free the other's cells, too."""
         if put in self._committed:
             raise AlreadyExistsError(
                 f"put {put.put_id.hex()} is already committed under another request_id; put data once per commit",
@@ -232,7 +234,7 @@ class Puts:
 
     @contextlib.contextmanager
     def commit(self, put: Put) -> Iterator[None]:
-        """Record a put as committed, unless the step in the `with` block raises.
+        """Record a put as committed, unless the `with` block raises.
 
         Raises:
             AlreadyExistsError: the put is already committed.
@@ -255,7 +257,7 @@ class Puts:
 
     @contextlib.contextmanager
     def placing(self, put: Put) -> Iterator[None]:
-        """Keep a put that the controller makes recorded as uncommitted until `mark_committed` or `free_now`.
+        """Record a put made by the controller as uncommitted until `mark_committed` or `free_now` is called for it.
 
         If the block raises, free the put.
         """
@@ -375,7 +377,7 @@ class KnownPuts:
     uncommitted: Sequence[Put] = ()
 
     def staying(self) -> set[bytes]:
-        """Return the ids of puts to leave unchanged: a commit is in flight, or some of their cells will be freed."""
+        """Return the ids of puts to leave unchanged: those being committed, and those with cells that will be freed."""
         leaving = (freed_cells(each).put for each in self.leaving)
         return {put.put_id for put in chain(self.uncommitted, leaving) if self._is_own(put)}
 
@@ -424,7 +426,7 @@ def encode_cells(cells: PutCells) -> Iterator[storage_control_pb2.PutCells]:
 def in_messages(
     cells: Iterable[storage_control_pb2.PutCells], most: int
 ) -> Iterator[list[storage_control_pb2.PutCells]]:
-    """Yield the cells for each message: at most `most` entries, and a few thousand runs of rows."""
+    """Yield the cells for each message, with at most `most` entries and a few thousand runs of rows."""
     message: list[storage_control_pb2.PutCells] = []
     message_runs = 0
     for each in cells:
@@ -492,7 +494,8 @@ class Commits:
         put = converters.placement(request.placement)
         columns = await columns_of(request.columns, request.write.row_count)
         if (answer := self.recorded(request.request_id)) is not None:
-            # An uncommitted put is a second put for the same commit. Free it, unless it no longer exists.
+            # This call is a retry. If its put is uncommitted, the client has put the data a second time, so free this
+            # put.
             with contextlib.suppress(TqError):
                 self._open_receipt(request, put, columns)
                 with self._puts.committing(put):
@@ -577,8 +580,8 @@ class Commits:
     ) -> AsyncIterator[None]:
         """Wait until a partition has capacity for new samples, and reserve it for the `async with` block.
 
-        Gathered puts fail at once if capacity is lacking. Puts of groups need no capacity; the bytes that they store
-        delay later samples instead.
+        Without capacity, gathered puts fail at once. Puts of groups do not need capacity, but the bytes that they store
+        delay later samples.
 
         Raises:
             InvalidArgumentError: too many keys, groups or rollouts are named.

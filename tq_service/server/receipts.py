@@ -1,12 +1,12 @@
-"""Receipts for puts: a storage service issues a receipt to the client, which proves the put to the controller.
+"""Receipts for puts. A storage service issues a receipt to the client as proof of the put for the controller.
 
     storage service: put is complete -> seals a receipt -> client -> Commit -> controller: opens it without a call
 
 The controller creates a random key for each registration of a storage service, and sends the key in its answer. A key
 therefore belongs to one controller process and one storage service process. A receipt is invalid if it was sealed for
-another controller or by another storage service, or if either has restarted since. A receipt contains its time of
-issue, by the clock of its storage service, which regularly reports the earliest valid time. The receipts of a freed put
-stay revoked while any of them may be valid. The id of a freed put is not used again.
+another controller or by another storage service, or if either has restarted since. A receipt contains its time of issue
+on the storage service's clock. The storage service regularly reports the earliest valid time of issue. A freed put's
+receipts stay revoked for as long as they would otherwise be valid. A freed put's id is not reused.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ReceiptKeys:
         return bool(self._keys)
 
     def check_epoch(self, controller_id: bytes, epoch: int) -> None:
-        """Record the epoch of a cluster's controller, or refuse the controller because it was superseded.
+        """Record the epoch of a cluster's controller, or refuse the controller if it was superseded.
 
         Raises:
             PreconditionError: a controller with a higher epoch has called.
@@ -65,10 +65,10 @@ class ReceiptKeys:
         self.expect(controller_id, key_id(key))
 
     def expect(self, controller_id: bytes, key: bytes) -> None:
-        """Record the `key_id` of the latest registration, perhaps before its key. `check_key` then accepts no other.
+        """Record the latest registration's `key_id`, possibly before its key. `check_key` then accepts no other key.
 
         Raises:
-            UnavailableError: a later registration is known already.
+            UnavailableError: a later registration is already known.
         """
         if not key or key in self._superseded:
             raise _unknown_key(controller_id)

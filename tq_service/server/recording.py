@@ -1,4 +1,4 @@
-"""Records a controller's batches and their bytes, which are in the storage service of the same process."""
+"""Records a controller's batches and their bytes, which the storage service in the same process stores."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _log = logging.getLogger(__name__)
 
 
 class StepRecording:
-    """Passes each batch to the recorder, in the step of the event loop that plans the batch.
+    """Passes each batch to the recorder, in the event-loop iteration that plans the batch.
 
     Args:
         recorder: the open recorder, which writes the batches.
         catalog: the catalog of partitions.
-        engine: contains the bytes of the samples; a batch with samples in other storage services is counted as skipped.
+        engine: stores the samples' bytes; batches with samples in other storage services are counted as skipped.
         after_durable: calls its argument once the plan is durable, since a plan that is lost in a crash must not be
             recorded.
     """

@@ -69,11 +69,11 @@ class RemoteStorage:
         controller_id: id of this controller as the owner of puts.
         epoch: epoch of this controller, if it leads a cluster.
         supervisor: runs the background tasks; None for a private supervisor.
-        replaces: the process of this service that was registered before, or None.
+        replaces: this service's previously registered process, or None.
 
     Attributes:
         run_id: id of the process.
-        earlier_run_ids: ids of the processes that were registered before under the same name.
+        earlier_run_ids: ids of the processes registered earlier under the same name.
         heard: status reported in the last heartbeat.
         turns: virtual start time and size in bytes of the last put placed here, by size class; see
             `StorageRegistry.place`.
@@ -157,7 +157,7 @@ class RemoteStorage:
         return self.heard.max_bytes
 
     def free_bytes(self) -> int:
-        """Return the number of free bytes, without those of placed puts that have not arrived yet."""
+        """Return the number of free bytes, excluding the bytes of placed puts that have not arrived yet."""
         limit = UNBOUNDED_BYTES if self.heard.max_bytes is None else self.heard.max_bytes
         return limit - self.heard.used_bytes - self._placed_bytes
 
@@ -177,7 +177,7 @@ class RemoteStorage:
         return replace(self.heard, heard_ago_seconds=time.monotonic() - self._heard_at, is_silent=self.is_silent)
 
     def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> put_receipt_pb2.PutReceipt:
-        """Return the content of a receipt for an uncommitted put of a partition."""
+        """Return the content of a receipt for an uncommitted put in a partition."""
         return self._receipts.open(receipt, put_id, partition_id)
 
     def confirm(self, put_id: bytes) -> None:
@@ -187,7 +187,7 @@ class RemoteStorage:
             self._deliver()
 
     async def take_over(self, instance: tuple[str, bytes], search_id: bytes) -> int:
-        """Call the service to take over the puts of a lost instance; return the number of puts.
+        """Make the service take over a lost instance's puts; return the number of puts.
 
         Args:
             instance: name and instance id of the lost instance.

@@ -1,4 +1,4 @@
-"""Serves the steps of a recording, read-only. Each rank receives the same batches as during the recording.
+"""Serves a recording's steps read-only. Each rank receives the same batches as during the recording.
 
     GetMeta of (partition, task, batch_index, dp_rank) -> the recorded plan -> the rank's part
     Get of cells -> the put, read from the recording and verified when it is first needed
@@ -244,7 +244,7 @@ def _check_incarnation(step: RecordedStep, incarnation: bytes) -> None:
         check_passed_on("incarnation", incarnation)
         raise StaleIncarnationError(
             f"this replay contains incarnation {step.incarnation.hex()} of partition {step.partition_id!r}, but the "
-            f"call is for {incarnation.hex()}; select that one with tq-service replay --incarnation",
+            f"call is for {incarnation.hex()}; select that incarnation with tq-service replay --incarnation",
             metadata={
                 "partition_id": step.partition_id,
                 "got": incarnation.hex(),

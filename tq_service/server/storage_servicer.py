@@ -122,7 +122,7 @@ class EngineDriver:
         Args:
             header: header of the put.
             columns: columns that the header describes.
-            until: time at which to stop waiting, by the engine's clock; None to wait without limit.
+            until: time at which to stop waiting, on the engine's clock; None to wait without limit.
             for_existing_rows: whether the put may use the capacity reserved for rows of existing samples.
             store: blob store for the put's bytes; see `StorageEngine.reserve`.
             waiting: context manager that is entered while the put waits for capacity.
@@ -160,7 +160,7 @@ class EngineDriver:
     async def get(
         self, request: pb.GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None = None
     ) -> list[Received]:
-        """Read columns and their bytes, which a thread copies; see `AsyncDriver`."""
+        """Read columns, whose bytes are copied in a thread; see `AsyncDriver`."""
         with await self.open(request) as reading:
             receiver = ColumnReceiver(reading.headers)
             async for part in reading.parts():
@@ -215,7 +215,7 @@ class StorageServicer:
         shared_memory: shares memory with clients of this host; None if shared memory is off.
         bulk: transfers the bytes of large puts and gets; None if the bulk port is off.
         bulk_address: address of the bulk port for clients, sent as `StatResponse.bulk_address`.
-        stall_seconds: maximum time for which the client of a stream may transfer nothing.
+        stall_seconds: maximum time for which a stream's client may transfer no bytes.
         min_stream_rate_bytes: bytes per second that all streams together must transfer while puts wait for capacity.
         waiting: counts the calls that wait for capacity.
         max_puts: maximum number of stored puts.
@@ -337,7 +337,7 @@ class StorageServicer:
         return pb.PutInlineResponse(put=await self._take(request.header, receive, context))
 
     async def _allocate(self, request: pb.PutInlineRequest, context: Context) -> pb.PutInlineResponse:
-        """Store a put without its bytes, and offer its region of shared memory to the client, which fills it later."""
+        """Store a put without its bytes, and offer the client a region of shared memory to fill later."""
         blobs: list[Blob] = []
 
         async def receive(pending: PendingPut) -> None:
@@ -347,7 +347,7 @@ class StorageServicer:
         session = self._session_for_put(request.header)
         if session is None or not session.can_allocate:
             raise PreconditionError(
-                "no shared memory is available for a put that is filled later; send the put once its data is complete"
+                "no shared memory is available for a put whose data is filled in later; send the put with its data"
             )
         _check_allocates(request)
         answer = pb.PutInlineResponse(
@@ -684,7 +684,7 @@ def _check_commit(header: pb.PutHeader) -> None:
 
 
 def _check_allocates(request: pb.PutInlineRequest) -> None:
-    """Refuse a put that is to be filled later if it already has bytes, a commit, or object columns."""
+    """Refuse a put whose data is filled in later if it already has values, a commit, or object columns."""
     header = request.header
     has_objects = any(column.spec.layout == metadata_pb2.LAYOUT_OBJECT for column in header.columns)
     for name, is_wrong in (("values", request.values), ("commit", header.HasField("commit")), ("columns", has_objects)):

@@ -212,7 +212,7 @@ class StorageRegistry:
         return instance in self.adoptions.lost or instance in self.adoptions.expected
 
     def _find(self, storage_id: str, boot_id: bytes) -> Storage | None:
-        """Return the storage service of an instance, or its successor; None if both are unknown."""
+        """Return an instance's storage service or its successor; None if both are unknown."""
         storage = self._storages.get(storage_id)
         if storage is None or storage.boot_id != boot_id:
             return self.adoptions.taken.get((storage_id, boot_id))
@@ -237,7 +237,7 @@ class StorageRegistry:
             report_reconciled(engine.storage_id, state.missing_put_ids, state.missing_count, state.dropped_count)
 
     def on_heartbeat(self, request: RegisterStorageRequest) -> RegisterStorageResponse:
-        """Record a heartbeat, which also registers its storage service. The answer lists its unknown overdue puts.
+        """Record a heartbeat, and register its storage service. The answer lists those overdue puts that are unknown.
 
         A new process of the service replaces the old one. A put that the answer lists as unknown can never be
         committed, since its receipt is void. If the request lists overdue puts of another controller, they are ignored.
@@ -363,7 +363,7 @@ class StorageRegistry:
         closing.add_done_callback(self._closing.discard)
 
     def expire(self) -> Iterator[int]:
-        """Drop overdue puts of the embedded storage that are not being committed. Yield how many each slice dropped.
+        """Drop the embedded storage's overdue puts that are not being committed. Yield the number dropped per slice.
 
         Storage services in other processes instead ask the controller about their overdue puts.
         """
@@ -375,7 +375,7 @@ class StorageRegistry:
             yield engine.on_answer(asked, unknown)
 
     def place(self, size_bytes: int, put_id: bytes = b"") -> PlacePutResponse:
-        """Choose the storage service for a put, and grant storage services for the client's further puts for a while.
+        """Choose a put's storage service. Also grant the client storage services for later puts, for a limited time.
 
         Puts of similar size are distributed by start-time fair queueing (Goyal, Vin and Cheng 1996). Each storage
         service receives a share in proportion to its free bytes, regardless of the age of its last heartbeat. There is
@@ -491,7 +491,7 @@ class StorageRegistry:
         return storage
 
     def driver(self, storage_id: str, boot_id: bytes) -> AsyncDriver:
-        """Return the driver for the bytes of an instance. After a put, call `Puts.mark_committed`.
+        """Return the driver that transfers an instance's bytes. After a put, call `Puts.mark_committed`.
 
         Raises:
             UnavailableError: the puts of this instance are being taken over.

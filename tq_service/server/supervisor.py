@@ -32,7 +32,7 @@ class Supervisor:
         self._is_stopping = False
 
     def on_fatal(self, callback: Callable[[ServiceFailedError], object]) -> None:
-        """Register a callback that runs in the same step of the event loop as a fatal failure. It must not block."""
+        """Register a callback that runs in the same event-loop iteration as a fatal failure. It must not block."""
         self._on_fatal.append(callback)
 
     def start(self, name: str, work: Coroutine[Any, Any, None], *, may_end: bool = False) -> asyncio.Task[None]:

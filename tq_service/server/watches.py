@@ -3,7 +3,7 @@
 Sending is expensive, so its rate is limited. A change is sent at once if nothing was sent for a while, otherwise in the
 next round. The interval between rounds grows with the number of watch calls. An answer that fits in one message is
 built once for all calls with the same selection and revision. A round with a hundred calls therefore costs little more
-than writing a hundred messages, and changes between rounds cost nothing.
+than writing a hundred messages. Changes between rounds cost nothing.
 
 A watch call stores only a revision number and the message that is being written. If its client does not read, the call
 is ended after `stall_seconds`; it never delays other calls.
@@ -41,7 +41,7 @@ _LEAST_PROGRESS_SECONDS: Final = 0.1
 _LONGEST_SECONDS: Final = 600.0  # the client then calls again, with its current token
 _LAST_ANSWER_SECONDS: Final = 1.0  # while the server drains
 _SHARED_SECONDS: Final = 1.0
-_PARTITION_ROWS: Final = 128  # size of a partition's changes without samples, in units of one sample
+_PARTITION_ROWS: Final = 128  # size of a change to a partition's summary, measured in samples
 _TASK_ROWS: Final = 32
 _List: TypeAlias = Literal["cleared_samples", "samples"]
 
@@ -66,7 +66,7 @@ class Watches:
     Attributes:
         calls: counts the watch calls.
         end_connection: called with the peer of a client that does not read its answers while the server drains. gRPC
-            sends the status of a call only after all answers, so the call would otherwise delay the shutdown.
+            sends a call's status only after all answers, so the call would otherwise delay shutdown.
     """
 
     def __init__(self, catalog: Catalog, *, most: int, stall_seconds: float) -> None:
@@ -79,7 +79,7 @@ class Watches:
         self._round: asyncio.Task[None] | None = None
         self._round_at = 0.0
         self._ends: set[asyncio.Timeout] = set()  # timeouts of the calls
-        self._shared: dict[tuple[Watched, int], pb.WatchResponse] = {}  # answers of one message from the last second
+        self._shared: dict[tuple[Watched, int], pb.WatchResponse] = {}  # single-message answers of the last second
         self._is_draining = False
         self.end_connection: Callable[[str], Awaitable[None]] | None = None
 
@@ -210,7 +210,7 @@ class Watches:
     def _messages(self, changes: Sequence[PartitionChanges], number: int) -> Iterator[pb.WatchResponse]:
         """Yield the messages of an answer.
 
-        Each message is built in one step of the event loop; the last has the revision.
+        Each message is built in one event-loop iteration. The last message contains the revision.
         """
         message, rows = pb.WatchResponse(), 0
         for changed in changes:

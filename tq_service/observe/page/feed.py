@@ -134,7 +134,7 @@ def _span(seconds: float) -> str:
 
 
 MOST_PARTITIONS: Final = 200
-"""Maximum number of partitions in a frame. The most recently changed partitions are shown, others only counted."""
+"""Maximum number of partitions in a frame. The most recently changed ones are shown; others are only counted."""
 
 _MOST_WAITS: Final = 200
 _MOST_FIELDS: Final = 64
@@ -154,7 +154,7 @@ def _json_value(value: Any) -> Any:
 
 def _facts(result: Any) -> dict[str, Any]:
     if not is_dataclass(result):
-        raise TypeError(f"got {result!r}, expected a result of the client")
+        raise TypeError(f"got {result!r}, expected a result returned by the client")
     return {each.name: getattr(result, each.name) for each in fields(result)}
 
 

@@ -34,7 +34,7 @@ class PartitionTrend:
     """The recent history of a partition.
 
     Attributes:
-        changed_at: time of the last change to any count of the partition, in seconds on the clock of `Trends.see`.
+        changed_at: time at which any of the partition's counts last changed, in seconds on the clock of `Trends.see`.
         seen: description of the partition in the last status.
         present: curve of the number of samples that are not cleared.
         inserted_per_second: curve of the rate of inserted samples.
@@ -119,11 +119,11 @@ class Trends:
                 curve.append(None)
 
     def waits_since(self, wait: PartitionWait) -> float:
-        """Return the start time of a wait: the time of the earliest status after which the wait was always present."""
+        """Return a wait's start time: the time of the first status since which every status has shown the wait."""
         return self._waits_since[_wait_key(wait)]
 
     def _follow_waits(self, status: ServiceStatus, now: float) -> None:
-        """Record when each wait started. If its task has made progress since the last status, the wait starts anew."""
+        """Record when each wait started. If the wait's task has progressed since the last status, the wait restarts."""
         before, self._progress = (
             self._progress,
             {
@@ -195,8 +195,9 @@ class EventLog:
     """The most recent events in the service, in chronological order.
 
     Events are numbered from 1. The kind of an event is "made", "sealed" or "cleared" for a partition; "away",
-    "refused", "back" or "restarted" for the service; "silent" or "heard" for a storage service. An event also has the
-    name of its partition or storage service (empty for the service itself), and a text that the page shows after it.
+    "refused", "back" or "restarted" for the service; "silent" or "heard" for a storage service. An event also contains
+    the name of its partition or storage service (empty for the service itself), and a text that the page shows after
+    the name.
     """
 
     def __init__(self) -> None:

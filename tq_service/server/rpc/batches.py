@@ -2,9 +2,9 @@
 
     stream is read -> one task per call, with all middleware -> answers are collected -> answers are written
 
-A stream grants no extra permissions: `Services` finds the handler of each call by the metadata of the stream, as it
-does for separate calls. The handler receives a context that reads one request and has a separate deadline. Sending
-calls together saves gRPC's cost per call, which dominates the cost of small calls.
+A stream grants no extra permissions: `Services` uses the stream's metadata to find each call's handler, as it does for
+separate calls. The handler receives a context that reads one request and has a separate deadline. Sending calls
+together saves gRPC's overhead per call, which dominates the cost of small calls.
 
 While a stream has too many open calls, no further calls are read from it. A call is open until its answer is written.
 """
@@ -33,7 +33,7 @@ from tq_service.wire.error_table import to_status
 from tq_service.wire.messages import read_seconds
 
 _MOST_UNWRITTEN_BYTES: Final = 1 << 20
-"""Maximum total size in bytes of unwritten answers per stream, and of one message unless it has a single answer."""
+"""Maximum total bytes of unwritten answers per stream, and of one message unless it contains only one answer."""
 
 _MOST_STREAMS: Final = 256  # each may have an incomplete message in memory
 _MOST_STREAMS_OF_ONE: Final = 2  # a client with a new token opens a second stream while the first has open calls
@@ -52,12 +52,12 @@ class _Details(NamedTuple):
 class _Call:
     """A call in a stream, which is also the context that its handler receives.
 
-    A call ends once its answer has been written. A cancelled call receives no answer and ends with the cancellation.
+    A call ends once its answer has been written. A cancelled call receives no answer and ends immediately.
 
     Attributes:
         call_id: id chosen by the client.
         task: the task that runs the handler.
-        answer: serialized answer of the handler.
+        answer: the handler's serialized answer.
         status: serialized status of a failed call; empty if the call has not failed.
         is_late: whether the call's deadline has passed.
         is_unwanted: whether the call was cancelled.
@@ -90,7 +90,7 @@ class _Call:
     # The methods of a gRPC context that handlers and middleware use
 
     async def read(self) -> Any:
-        """Return the request at the first call, and EOF at later calls."""
+        """Return the request when called first, and EOF when called again."""
         request, self._request = self._request, None
         return grpc.aio.EOF if request is None else request
 
@@ -151,7 +151,7 @@ class _Stream:
     """A stream of calls, from its first message to its end.
 
     Args:
-        services: finds the handlers of the calls.
+        services: finds the calls' handlers.
         context: context of the stream.
     """
 
@@ -193,8 +193,8 @@ class _Stream:
         finally:
             reader.cancel()
             self._is_over.cancel()
-            # gRPC loses the status of a stream if a write is cancelled that could have finished. The answers in such a
-            # write may still arrive, so their claims must not be released.
+            # gRPC loses a stream's status if a write that could have finished is cancelled. The answers in such a write
+            # may still arrive, so their claims must not be released.
             self._is_stopped = True
             self._has_answers.set()
             await asyncio.wait((writer,), timeout=_LAST_WRITE_SECONDS)
@@ -352,8 +352,8 @@ class Batches:
     """The streams of calls to a server. Confined to the server's event loop.
 
     Args:
-        services: finds the handlers of the calls.
-        stall_seconds: maximum time for which a stream may have no calls, or its client may read no answers.
+        services: finds the calls' handlers.
+        stall_seconds: maximum time for which a client may send no calls or read no answers.
     """
 
     def __init__(self, services: Services, stall_seconds: float) -> None:

@@ -79,7 +79,7 @@ CODES: Final = (
     "DataLoss", "Unauthenticated",
 )  # fmt: skip
 _CODE_NAMES: Final = {code.value[0]: code.name for code in grpc.StatusCode}
-# Exceptions that gRPC raises in a handler after an abort, a disconnect of the client, or a stop of the server.
+# Exceptions that gRPC raises in a handler after an abort, a client disconnect, or a server stop.
 _NO_FAULTS: Final = (asyncio.CancelledError, grpc.aio.BaseError)
 _RETRY_SECONDS: Final = 1.0
 
@@ -151,7 +151,7 @@ class Services(grpc.GenericRpcHandler):
     def _wrapped(self, inner: Handler, method: Method, caller: Caller, middleware: Sequence[Middleware]) -> Handler:
         """Wrap a handler in middleware. For a refused caller, the result raises an error without reading requests.
 
-        Every method is registered as one with a stream of requests. This lets the inbox decide when to read.
+        Every method is registered with a request stream, which lets the inbox decide when to read.
         """
         refusal = caller.refusal
         if refusal is None:
@@ -250,7 +250,7 @@ def _counts_of(method: Method) -> MethodCounts:
 
 
 def code_of(error: BaseException, context: Context) -> int:
-    """Return the number of the status code that the client of a failed call receives, if still connected."""
+    """Return the number of the status code that a failed call's client receives if it is still connected."""
     if isinstance(error, asyncio.CancelledError):
         remaining = context.time_remaining()
         late = remaining is not None and remaining <= 0
@@ -337,7 +337,7 @@ class RunningCalls(Middleware):
                 failure = error
             finally:
                 self.count -= weight
-            # Outside the `except` block, because an exception raised here must not refer to the failure; see `_end`.
+            # Outside the `except` block, so that an exception raised here does not refer to the failure; see `_end`.
             if isinstance(failure, ResourceExhaustedError):
                 self.rejected[failure.metadata.get("limit_name", failure.reason)] += 1
             return await _end(context, failure, method, getattr(request, "first", None))
@@ -352,13 +352,15 @@ class RunningCalls(Middleware):
 
 
 async def _end(context: Context, error: Exception, method: Method, message: Any) -> None:
-    """End a call with the status of its error. After a bug, the status contains the request_id to retry with."""
+    """End a call with its error's status. If the error is a bug, the status contains the request_id to retry with."""
     failed = error
     if not isinstance(error, TqError):
         request_id = _request_id(message)
         _log.error(LogMessage("a call failed", method=method.name, request_id=request_id), exc_info=error)
         facts = {} if request_id is None else {"request_id": request_id.hex()}
-        error = InternalError("the call failed on an internal error; the service's log has the details", metadata=facts)
+        error = InternalError(
+            "the call failed with an internal error; see the service's log for details", metadata=facts
+        )
     # The traceback's frames refer to the request's bytes, and gRPC keeps the call's state until a garbage collection.
     traceback.clear_frames(failed.__traceback__)
     del failed
@@ -397,10 +399,10 @@ class DurableAnswers(Middleware):
     While the state cannot be persisted, calls are refused before they run. While disk space is low, calls that store
     data are also refused, because the remaining space is reserved for calls that free space.
 
-    In a cluster, the middleware also refuses calls to a standby, and withholds answers of a leader that may have been
-    superseded. A process that was paused for longer than its lease therefore sends no answers from outdated state.
-    `end_calls` ends calls that are waiting for samples or for etcd; their clients must retry at the leader. Confined to
-    one event loop.
+    In a cluster, the middleware also refuses calls to a standby, and withholds the answers of a leader that another
+    controller may have superseded. A process that was paused for longer than its lease therefore sends no answers from
+    outdated state. `end_calls` ends calls that are waiting for samples or for etcd; their clients must retry at the
+    leader. Confined to one event loop.
 
     Args:
         state: the state that must be durable before an answer is sent; None if nothing is persisted.
@@ -514,7 +516,7 @@ class AccessControl(Middleware):
 
     A call without a valid token is refused before its request is read; so is a call of an internal method without the
     internal secret. If a token lacks the required role, or does not cover a partition named in the request, the call is
-    refused after its request was read.
+    refused after its request has been read.
 
     Args:
         audit: the log of refused calls and of administrative calls.
@@ -567,7 +569,7 @@ class AccessControl(Middleware):
         self._lasting.end(error_of)
 
     def admit(self, method: Method, details: grpc.HandlerCallDetails) -> Caller:
-        """Identify the caller by the metadata of a call. The result may be a refused caller."""
+        """Identify the caller from a call's metadata. The result may be a refused caller."""
         if method.is_open:
             return self._anyone
         metadata = dict(details.invocation_metadata or ())
@@ -720,9 +722,9 @@ def _stranger(message: str, reason: str, name: str = "") -> Caller:
 
 
 def _other_protocol(agent: str) -> Caller | None:
-    """Return a refused caller if the user agent names another protocol version, or None.
+    """Return a refused caller if the user agent states another protocol version, or None otherwise.
 
-    Clients in other languages name no protocol version.
+    Clients in other languages do not state a protocol version.
     """
     if (match := _AGENT.match(agent)) is None or int(match[2]) == PROTOCOL:
         return None

@@ -127,7 +127,7 @@ class Turn:
 
     Attributes:
         connection: gRPC's name for the peer of the connection.
-        due_at: time after which the running step counts as slow, by the event loop's clock.
+        due_at: time on the event loop's clock after which the running step counts as slow.
         is_aside: whether the turn was moved aside: it was slow while other reads waited, and no longer counts as a
             concurrent read.
     """
@@ -430,7 +430,7 @@ class Requests:
             self._release()
 
     async def _read_first(self) -> Any:
-        """Read the first message; threads join the parts of a message sent in parts, and decode a large message."""
+        """Read the first message. Threads join a message that was sent in parts, and decode a large message."""
         lane = self._inbox.open_calls if self._method.is_open else self._inbox.requests
         data = await self._message(lane)
         if data is _EOF:
@@ -533,7 +533,7 @@ class Progress:
     def __init__(self, seconds: float, what: str) -> None:
         self._seconds = seconds
         self._left_seconds = seconds
-        self._counted_from = 0.0  # time since which the current step uses up `_left_seconds`
+        self._counted_from = 0.0  # start time from which the current step uses up `_left_seconds`
         self._moved_bytes = 0
         self._what = what
         self._total_bytes = 0
@@ -598,13 +598,13 @@ class Progress:
 
 
 class LeastRate:
-    """The minimum transfer rate of all streams of a storage service together, enforced while puts wait for capacity.
+    """The minimum total transfer rate of a storage service's streams, enforced while puts wait for capacity.
 
     A stream occupies the memory that it reads or fills, so a slow stream delays the waiting puts. Each of n streams
     must reach 1/n of the rate, because all streams may share one network. Confined to one event loop.
 
     Args:
-        bytes_per_second: minimum rate of all streams together; 0 for no minimum.
+        bytes_per_second: minimum total rate of all streams; 0 for no minimum.
     """
 
     def __init__(self, bytes_per_second: int) -> None:

@@ -1,7 +1,8 @@
 """The table of gRPC methods, and the interface of middleware for their calls.
 
 The option `rule` in the protos describes each method (protos/tq_service/v1/method_rule.proto). This module reads the
-rules from the descriptors. For gRPC's standard services, whose protos are not ours, it defines the rules itself.
+rules from the descriptors. For gRPC's standard services, whose protos have no such option, this module defines the
+rules itself.
 
 For every kind of method, a handler is a coroutine function. It takes the request, or an iterator over the requests, and
 the context. It returns the answer, or writes the answers of a stream to the context.
@@ -26,7 +27,7 @@ from tq_service.v1 import controller_service_pb2, method_rule_pb2, storage_servi
 from tq_service.v1.method_rule_pb2 import PARTITIONS_ALL, PARTITIONS_UNSPECIFIED, MethodRule
 from tq_service.wire.connection import ROLES, Role
 
-if TYPE_CHECKING:  # the rules are also read without the server's packages
+if TYPE_CHECKING:  # some programs read the rules without the server's packages
     from tq_service.server.credential_files import Token
 
 Read: TypeAlias = Callable[[Any], Sequence[Any]]
@@ -36,7 +37,7 @@ Behavior: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
 shown_partitions: Final[ContextVar[Callable[[str], bool]]] = ContextVar(
     "shown_partitions", default=lambda _partition_id: True
 )
-"""Tells whether the current caller may see a partition; methods that list partitions omit all others."""
+"""Returns whether the current caller may see a partition. Methods that list partitions omit the hidden ones."""
 
 token_name: Final[ContextVar[str]] = ContextVar("token_name", default="")
 """Name of the current call's token; "" without a token."""
@@ -52,13 +53,14 @@ class Method:
 
     Attributes:
         name: full name, such as "/tq_service.v1.ControllerService/Insert".
-        roles: roles of which the caller must have one, unless it has role admin; if empty, all calls are refused.
+        roles: roles, one of which the caller needs unless it has role admin; if empty, all calls are refused.
         is_open: whether everyone may call the method without a token (health probes).
         has_request_stream: whether the method's requests are a stream.
         has_response_stream: whether the method's answers are a stream.
         partitions: returns the partitions named in a request; for a stream, in its first message.
-        put_ids: returns the puts named in a request, whose partitions count as named; None if requests name no puts.
-        concerns_all: whether calls concern all partitions, and so require a token for all partitions.
+        put_ids: returns the puts named in a request; their partitions also count as named. None if requests name no
+            puts.
+        concerns_all: whether calls concern all partitions and therefore require a token for all partitions.
         is_audited: whether each allowed call is written to the audit log.
         waits: whether calls may wait for samples or capacity.
         fills_disk: whether calls are refused while the disk is nearly full.
@@ -87,7 +89,7 @@ class Method:
 
     @property
     def is_internal(self) -> bool:
-        """Whether only services may call the method, also if tokens are not required."""
+        """Whether only services may call the method, even if tokens are not required."""
         return self.roles == {"service"}
 
     @property

@@ -15,7 +15,7 @@ _FAULTS: Final = {"Unknown", "DeadlineExceeded", "Unimplemented", "Internal", "U
 
 
 class CallSpans(Middleware):
-    """Creates a span for each call. The tracer provider that the embedding program has set exports the spans."""
+    """Creates a span for each call. The embedding program's tracer provider exports the spans."""
 
     def __init__(self) -> None:
         self._tracer = trace.get_tracer("tq_service", BUILD)
@@ -36,7 +36,7 @@ class CallSpans(Middleware):
                 context=propagate.extract(carrier),
                 kind=trace.SpanKind.SERVER,
                 attributes=attributes,
-                record_exception=False,  # its text may name partitions, and the code is sufficient
+                record_exception=False,  # its text may name partitions; the status code is enough
                 set_status_on_exception=False,
             ) as span:
                 clock = wait_clock.get()
