@@ -86,7 +86,7 @@ def test_a_token_file_is_not_overwritten_and_goes_where_the_entry_cannot_be_adde
     before = output.read_text(), path.read_text()
     with pytest.raises(tq.errors.AlreadyExistsError, match="already exists"):
         run("new", "--name", "b", "--role", "read", "--file", path, "--output", output)
-    with pytest.raises(tq.errors.InvalidArgumentError, match="occurs twice"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="also occurs in an earlier entry"):
         run("new", "--name", "a", "--role", "read", "--file", path, "--output", tmp_path / "b.token")
     assert (output.read_text(), path.read_text()) == before
     assert not (tmp_path / "b.token").exists()

@@ -300,7 +300,7 @@ def test_a_call_goes_to_the_next_member_and_shows_its_user(etcd: EtcdStandIn, tm
         assert client.get(b"key") is None
     client.close()
     nameless = Etcd((etcd.address,))
-    with pytest.raises(InvalidArgumentError, match="rejected a request of the journal"):
+    with pytest.raises(InvalidArgumentError, match="rejected a request from the journal"):
         nameless.get(b"key")
     nameless.close()
     with pytest.raises(JournalUnreachableError, match="closed"):

@@ -33,7 +33,7 @@ async def test_a_fault_is_logged_with_the_request_id(request_message, shown, cap
 
     requests = SimpleNamespace(first=request_message, only=only)
     call = RunningCalls().wrap(Method(name="/s/M"), Caller(), fail)
-    with pytest.raises(grpc.aio.AbortError, match="the call failed on an internal error"):
+    with pytest.raises(grpc.aio.AbortError, match="the call failed with an internal error"):
         await call(requests, SimpleNamespace(abort_with_status=abort_with_status))
     (record,) = caplog.records
     assert record.getMessage() == f"a call failed method=/s/M{shown}"

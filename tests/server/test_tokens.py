@@ -131,7 +131,7 @@ def test_appending_keeps_what_is_there_and_its_mode(tmp_path: Path) -> None:
     assert {each.name for each in read_tokens(path).values()} == {"a", "b"}
     assert path.stat().st_mode & 0o777 == 0o640
     before = path.read_text()
-    with pytest.raises(InvalidArgumentError, match="occurs twice"):
+    with pytest.raises(InvalidArgumentError, match="also occurs in an earlier entry"):
         append_token(path, token("b", sha256=digest_of("other")))
     assert path.read_text() == before
     assert [each.name for each in tmp_path.iterdir()] == ["tokens.toml"]

@@ -26,7 +26,7 @@ COMMANDS = {
     "replay": "Serve recorded batches read-only, or list the recorded steps.",
     "diff": "Compare the metadata of two recorded batches.",
     "token": "Create, list and revoke bearer tokens.",
-    "health": "Print the health of a service; the exit code is 0 if it is SERVING.",
+    "health": "Print a service's health; the exit code is 0 if the service is SERVING.",
     "version": "Print the versions of this program and of the service.",
     "plan": "Preview each sampler's plan for a file of sample lengths.",
     "bench": "Measure claims, puts and gets against a service for a few seconds.",
@@ -45,7 +45,7 @@ _EXTRAS = {
 
 
 class _CommandsOnDemand(TyperGroup):
-    """A command group that imports the module of a command when the command is used.
+    """A command group that imports a command's module when the command is used.
 
     Signatures use Any, because some versions of typer use click and others use an internal copy of click.
     """
@@ -132,7 +132,7 @@ def _fail(message: str, hint: str, exit_code: int) -> None:
 
 
 def _hint(error: BaseException) -> str:
-    """Return a hint to print after the message of a failed call, or an empty string."""
+    """Return a hint to print after a failed call's message, or an empty string."""
     reason, metadata = getattr(error, "reason", ""), getattr(error, "metadata", {})
     if reason == "UNAVAILABLE" and "address" in metadata:
         return 'start a service with "tq-service serve", or set another address with --address or TQ_ADDRESS'

@@ -36,7 +36,7 @@ def _command(
     as_json: AsJson = False,
     **given: Any,
 ) -> None:
-    """Print the health of a service. The exit code is 0 if the health is SERVING, otherwise 1."""
+    """Print a service's health. The exit code is 0 if the service is SERVING, otherwise 1."""
     answers, errors = _ask(split_addresses(probed_address(given["address"])), service, timeout, given["tls"])
     serving = [target for target, status in answers.items() if status == "SERVING"]
     if not serving:
@@ -53,7 +53,7 @@ def _command(
 
 
 def _ask(targets: Sequence[str], service: str, timeout: float, tls: Tls | None) -> tuple[dict[str, str], list[str]]:
-    """Query the targets in parallel. Return the health of the targets that respond, by address, and all errors."""
+    """Query the targets in parallel. Return the responding targets' health, by address, and all errors."""
     import grpc  # noqa: PLC0415  (not needed by --help)
     from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: PLC0415  (not needed by --help)
 

@@ -86,5 +86,5 @@ def configure_logging(level: str, style: str, audit_file: Path | None = None) ->
 
 
 def _moment(record: logging.LogRecord) -> str:
-    """Return the time of a record in UTC, in ISO 8601 format."""
+    """Return a record's UTC time in ISO 8601 format."""
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"

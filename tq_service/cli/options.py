@@ -339,7 +339,7 @@ def table(headings: str, rows: Iterable[Sequence[object]], *, no_wrap: bool = Fa
 
     Args:
         headings: column headings, separated by commas; the prefix ">" right-aligns a column.
-        rows: the cells of each row. None is shown as "-"; text is not interpreted as markup.
+        rows: each row's cells. None is shown as "-"; text is not interpreted as markup.
         no_wrap: whether to truncate text that does not fit; otherwise it is wrapped.
     """
     from rich.table import Table  # noqa: PLC0415  (not needed by --json)

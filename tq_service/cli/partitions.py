@@ -410,7 +410,7 @@ def requeue(
         list[int] | None, typer.Argument(help="Global indexes of the samples. Default: all of them.")
     ] = None,
 ) -> Answer:
-    """Make dead-lettered samples claimable again, and reset the number of their deliveries."""
+    """Make dead-lettered samples claimable again, and reset their delivery counts."""
     count = client.requeue_dead_lettered(partition, task, samples or None)
     yield {"partition_id": partition, "task_name": task, "requeued_count": count}
     yield f"requeued {count:,} samples of partition {partition}; task {task} can claim them again"

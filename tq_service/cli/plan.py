@@ -45,7 +45,7 @@ def command(
     optimizer_steps: Annotated[int, typer.Option(min=1, help="Number of optimizer steps per packed batch.")] = 1,
     pack_max_length: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens per pack. Default: 16384, or the length of the longest sample if larger."),
+        typer.Option(min=1, help="Tokens per pack. Default: 16384, or the longest sample's length if larger."),
     ] = None,
     tokens_per_rank: Annotated[
         int | None, typer.Option(min=1, help="Tokens per rank for token_budget. Default: an equal share of all tokens.")

@@ -180,7 +180,7 @@ class Block:
 
 
 def as_document(status: ServiceStatus) -> dict[str, Any]:
-    """Return the status as a JSON document, with the summary of each partition merged into the partition."""
+    """Return the status as a JSON document that merges each partition's summary into the partition's object."""
     document = asdict(status)
     document["partitions"] = [{**each.pop("summary"), **each} for each in document["partitions"]]
     return document
@@ -272,7 +272,7 @@ def span(seconds: float) -> str:
 
 
 def terminal_width() -> int:
-    """Return the maximum line length: the width of the terminal, but at least `_LEAST_WIDTH`."""
+    """Return the maximum line length: the terminal's width, but at least `_LEAST_WIDTH`."""
     return max(_LEAST_WIDTH, shutil.get_terminal_size((_PIPED_COLUMNS, 24)).columns)
 
 

@@ -148,7 +148,7 @@ class Lease:
 
 
 class Election:
-    """The leader election of a cluster, from the perspective of one controller. Thread-safe.
+    """A cluster's leader election, as seen by one controller. Thread-safe.
 
     Args:
         etcd: the connection to etcd.

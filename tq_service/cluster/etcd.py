@@ -1,4 +1,4 @@
-"""Calls to etcd, and the keys under which etcd stores the state of a cluster of controllers.
+"""Calls to etcd, and the keys under which etcd stores a controller cluster's state.
 
 Each call is sent to one member of etcd. If that member does not respond, the next call is sent to the next member.
 
@@ -68,7 +68,7 @@ BEGINNING: Final = Position(0, 0, 0)
 
 
 class ClusterKeys:
-    """The etcd keys of a cluster of controllers.
+    """A controller cluster's etcd keys.
 
     Args:
         cluster: name of the cluster.
@@ -85,11 +85,11 @@ class ClusterKeys:
         self.snapshots = self.prefix + b"snapshots/"
 
     def batch(self, first: int, piece: int = 0) -> bytes:
-        """Return the key of a chunk of the batch whose first record is `first`."""
+        """Return the key for a chunk of the batch that starts with record `first`."""
         return self.log + b"%016x/%04x" % (first, piece)
 
     def batches_from(self, first: int) -> bytes:
-        """Return the lower bound of the keys of all batches that start at or after the record `first`."""
+        """Return the lower bound of the keys for all batches that start at or after record `first`."""
         return self.log + b"%016x" % first
 
     def first_of(self, key: bytes) -> int:
@@ -128,7 +128,7 @@ _METHODS: Final[dict[type[Any], tuple[str, type[Any]]]] = {
 
 
 class Etcd:
-    """A connection to the members of an etcd cluster. Thread-safe.
+    """A connection to an etcd cluster's members. Thread-safe.
 
     Args:
         members: addresses of the members, each "host:port".
@@ -236,7 +236,7 @@ class Etcd:
                 metadata={"address": address},
             )
         raise InvalidArgumentError(
-            f"etcd at {address} rejected a request of the journal ({code.name}: {details}). Check etcd_user and "
+            f"etcd at {address} rejected a request from the journal ({code.name}: {details}). Check etcd_user and "
             "its permissions, the certificates, and etcd's --max-request-bytes.",
             field="journal",
         )

@@ -1,4 +1,4 @@
-"""The log of a cluster of controllers, stored in etcd. The log survives the loss of any host, and has a single writer.
+"""A controller cluster's log, stored in etcd. The log survives the loss of any host and has a single writer.
 
 A write is one transaction that compares the leader key and the end of the log. A superseded controller that still
 considers itself the leader therefore cannot write. The lease decides which controller tries to write, and the log
@@ -106,7 +106,7 @@ class Batch:
         return self.before.number + 1
 
     def pieces(self) -> list[bytes]:
-        """Return the chunks of the batch; each chunk is the value of one key."""
+        """Return the batch's chunks, each of which is stored under one key."""
         count = max(1, -(-(len(self.body) + _HEADER.size) // PIECE_BYTES))
         number, epoch, _ = self.after
         header = _Header(

@@ -94,6 +94,6 @@ class PrometheusProbe:
         self._loaded.inc()
 
     def stepped(self, seconds: tuple[tuple[str, float], ...]) -> None:
-        """Add the time of a training step, by stage."""
+        """Add the time that a training step spent in each stage."""
         for stage, each in seconds:
             self._steps.labels(stage).inc(each)

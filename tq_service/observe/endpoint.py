@@ -157,7 +157,7 @@ class _Server(ThreadingHTTPServer):
         self.server_name, self.server_port = "", self.server_address[1]
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """Answer the requests of a connection in its thread, or close the connection if too many are open."""
+        """Answer a connection's requests in its thread, or close the connection if too many are open."""
         if not self.endpoint.places.acquire(blocking=False):
             return
         with contextlib.ExitStack() as ending:
@@ -219,7 +219,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def count_connections(port: int) -> int | None:
-    """Return the number of open TCP connections to a port of this host, or None if /proc is not available."""
+    """Return the number of open TCP connections to a port on this host, or None if /proc is not available."""
     line = re.compile(rf"^ *\d+: [0-9A-F]+:{port:04X} [0-9A-F]+:[0-9A-F]{{4}} {_ESTABLISHED} ", re.MULTILINE)
     tables = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
     try:

@@ -62,7 +62,7 @@ class HistogramByName:
         self.by_name: dict[str, Histogram] = {}
 
     def of(self, name: str) -> Histogram:
-        """Return the histogram of a name, creating it if necessary."""
+        """Return the histogram for a name, creating it if necessary."""
         histogram = self.by_name.get(name)
         if histogram is None:
             name = name if len(self.by_name) < _MOST_NAMES else OTHERS

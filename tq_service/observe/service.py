@@ -2,8 +2,8 @@
 
 Metrics are read on the event loop, in short time slices, and converted to text in the scrape's thread. The metrics of
 calls and of the process itself have few series, but partition metrics have a series per group and per task. If a scrape
-would exceed `MOST_LINES`, some series are omitted, and `tq_service_metrics_dropped_series` counts them. Groups that
-have partitions take precedence, in order of their first appearance.
+would exceed `MOST_LINES`, some series are omitted, and `tq_service_metrics_dropped_series` counts them. Groups with
+partitions take precedence, in order of their first appearance.
 
 A trainer may create a partition per step (`train@0`, `train@1`, ...). All partitions of a group (the name up to the
 first "@") therefore share one series, which includes the counts of removed partitions. As usual in Prometheus, counters
@@ -109,12 +109,12 @@ Numbers: TypeAlias = defaultdict[tuple[str, str], float]
 
 
 def group_of(partition_id: str) -> str:
-    """Return the group of a partition: its name up to the first "@"."""
+    """Return a partition's group: the partition's name up to the first "@"."""
     return partition_id.partition("@")[0]
 
 
 def tasks_of(numbers: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the names of the tasks that have values in a group's `Numbers`."""
+    """Return the names of the tasks that occur in a group's `Numbers`."""
     return [task for task in dict.fromkeys(task for task, _ in numbers) if task]
 
 
@@ -207,7 +207,7 @@ class PartitionGroups:
         return groups
 
     async def _add(self, numbers: Numbers, partition: Partition, slices: Slices) -> None:
-        """Add the current values of a partition to the values of its group."""
+        """Add a partition's current values to its group's values."""
         for key, count in _counts_of(partition).items():
             numbers[key] += count
         numbers["", "partitions"] += 1
@@ -232,7 +232,7 @@ class PartitionGroups:
     ) -> None:
         """Add the metrics in `_OF_BACKLOG` (ready samples, oldest version, staleness) for the tasks in `shown`.
 
-        If the backlog of a task is not known yet, its number of ready samples is omitted.
+        If a task's backlog is not known yet, the task's number of ready samples is omitted.
         """
         ready, oldest, staleness = (name for _, name, _ in _OF_BACKLOG)
         wanted: list[tuple[Partition, TaskLedger]] = []
@@ -257,7 +257,7 @@ class PartitionGroups:
 
 
 class ServiceMetrics:
-    """Collects the metrics of a process. Use it only on the event loop of the service.
+    """Collects a process's metrics. Use it only on the service's event loop.
 
     Args:
         instruments: measurements recorded while the service runs.
@@ -291,7 +291,7 @@ class ServiceMetrics:
         self._scraping = asyncio.Lock()
 
     def add_partitions(self, catalog: Catalog, backlogs: Backlogs) -> None:
-        """Add the metrics of a controller: partitions (including recovered ones), policies, and task backlogs."""
+        """Add a controller's metrics: partitions (including recovered ones), policies, and task backlogs."""
         self._partitions = PartitionGroups(catalog), backlogs
         self.parts.append(lambda: of_policies(catalog.policies) if self.leads() else ())
         imbalance, padding = self._instruments.imbalance, self._instruments.padding
@@ -304,7 +304,7 @@ class ServiceMetrics:
         catalog.on_batch.append(count)
 
     async def measure_loop(self) -> None:
-        """Record the lag of the event loop periodically until cancelled."""
+        """Record the event loop's lag periodically until cancelled."""
         observe = self._instruments.loop_lag.observe
         while True:
             began_at = time.perf_counter()
@@ -357,7 +357,7 @@ class ServiceMetrics:
             ("plan_seconds", "Time spent planning a batch.", self._instruments.plan_seconds),
             (
                 "batch_imbalance_ratio",
-                "Tokens of a batch's heaviest rank divided by the mean of all ranks, minus 1.",
+                "Tokens on a batch's heaviest rank divided by the mean over all ranks, minus 1.",
                 self._instruments.imbalance,
             ),
             ("batch_padding_ratio", "Share of padding in a planned batch.", self._instruments.padding),

@@ -101,7 +101,7 @@ class Adoptions:
         self._expected_until = 0.0
 
     def expect(self, instances: Iterable[Instance]) -> None:
-        """Record that instances contain cells. Those that do not register within three heartbeats are lost."""
+        """Expect instances that contain cells to register; those that do not within three heartbeats are lost."""
         self.expected = set(instances)
         self._expected_until = self._clock() + 3 * self._heartbeat_seconds
 
@@ -163,7 +163,7 @@ class Adoptions:
         self._found(instance)
 
     def take(self, instance: Instance, successor: RemoteStorage) -> None:
-        """Record that a successor has taken over the puts of an instance, or has registered again."""
+        """Record that a successor has taken over an instance's puts, or has registered again."""
         # Repeated registrations of a successor, for example with a restarted controller, are not counted.
         self.taken_over_count += instance in self.lost
         self._present.discard(instance)

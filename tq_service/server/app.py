@@ -172,7 +172,7 @@ class App:
             OSError: the address is in use, or the process cannot listen on it.
             DataDirError: the data directory is in use or unusable.
             JournalDamagedError: the state in the data directory cannot be recovered.
-            DiskFullError: the disk of the data directory is full.
+            DiskFullError: the data directory's disk is full.
             InvalidArgumentError: the settings do not allow calls to the controller, or recording is impossible.
         """
         closing = contextlib.AsyncExitStack()
@@ -407,7 +407,7 @@ class App:
             start("releasing old samples", regularly(_LOOK_SECONDS, release_old))
 
     def _take_up(self) -> None:
-        """Start serving as the leader of the cluster; called once this controller has the complete state."""
+        """Start serving as the cluster's leader. Called once this controller's state is complete."""
         if self.controller is not None:
             self.controller.take_up()
         self.health.serve()
@@ -711,7 +711,7 @@ class StorageProcess:
         )
 
     def _adopted(self) -> list[StorageEngine]:
-        """Return the engines of the instances that this service has adopted."""
+        """Return the engines for the instances that this service has adopted."""
         return [] if self.mirroring is None else [each.engine for each in self.mirroring.adopted.values()]
 
     def adopted_stats(self) -> list[EngineStat]:
@@ -831,7 +831,7 @@ def _open_shared_memory(settings: ServeSettings, engine: StorageEngine) -> Share
         reason = f"cannot share memory with clients of this host through {settings.shared_memory_dir}: {error}"
         if settings.shared_memory == "on":
             raise OSError(
-                f"{reason}; set shared_memory_dir to a directory of this user, or set shared_memory to off"
+                f"{reason}; set shared_memory_dir to a directory that this user owns, or set shared_memory to off"
             ) from error
         _log.warning(
             LogMessage(

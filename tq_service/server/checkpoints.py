@@ -192,11 +192,11 @@ class Checkpoints:
     async def restore(
         self, request_id: bytes, name: str, *, replace: bool = False, prefix: str = ""
     ) -> pb.RestoreResponse:
-        """Restore a checkpoint, once per request_id, and add a prefix to the names of its partitions.
+        """Restore a checkpoint, once per request_id, and add a prefix to its partition names.
 
         With `replace`, the checkpoint replaces all partitions whose names begin with the prefix. These partitions
-        remain usable until the bytes of the checkpoint have been stored. They are removed in the step that makes the
-        new state visible. While the new state is being persisted, no partition can be changed.
+        remain usable until the checkpoint's bytes have been stored. They are removed in the step that makes the new
+        state visible. While the new state is being persisted, no partition can be changed.
 
         Raises:
             InvalidArgumentError: the checkpoint does not exist, or the request_id belongs to another call.
@@ -204,7 +204,7 @@ class Checkpoints:
             NewerVersionError: a newer version of the service wrote the checkpoint.
             PreconditionError: partitions with the prefix exist and `replace` is not set, another checkpoint is being
                 written or restored, or checkpoint_dir is not set.
-            QuotaExceededError: the storage services do not have capacity for the bytes of the checkpoint.
+            QuotaExceededError: the storage services lack capacity for the checkpoint's bytes.
             UnavailableError: a storage service cannot be reached.
         """
         recorded: pb.RestoreResponse | None = self._catalog.recorded(request_id, pb.RestoreResponse)
@@ -220,7 +220,7 @@ class Checkpoints:
                 value_bytes=sum(block.size_bytes for block in checkpoint.blocks),
                 metadata=checkpoint.facts.metadata,
             )
-            # Refuse the state of a newer version before any put is placed.
+            # Refuse state written by a newer version before any put is placed.
             named = _renamed(checkpoint.state.partitions, lambda name: prefix + name)
             partitions: list[Partition] = await _in_thread(list, map(Partition.restore, named))
             puts: list[Put] = []
@@ -338,7 +338,7 @@ async def _to_the_end(work: Coroutine[Any, Any, Answer]) -> Answer:
 
 
 def _columns(checkpoint: Checkpoint, block: StoredBlock) -> list[Column]:
-    """Return the columns of a block with their bytes. A block contains a few MiB, or a single larger row."""
+    """Return a block's columns with their bytes. A block contains a few MiB, or a single larger row."""
     values = memoryview(b"".join(checkpoint.values(block)))
     ends = list(accumulate(column.value_bytes for column in block.columns))
     return [

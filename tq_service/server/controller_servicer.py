@@ -539,7 +539,7 @@ class ControllerServicer(
     def ResetConsumption(self, request: pb.ResetConsumptionRequest) -> pb.ResetConsumptionResponse:
         return pb.ResetConsumptionResponse(epoch=self.catalog.commit(read_message(ConsumptionReset, request)))
 
-    # Policies and the progress of their trainers
+    # Policies and their trainers' progress
 
     @_once
     def Advance(self, request: pb.AdvanceRequest) -> pb.AdvanceResponse:
@@ -674,7 +674,7 @@ class ControllerServicer(
         check_name("address", storage.address)
         if (count := len(request.overdue_put_ids)) > MOST_OVERDUE_PUTS:
             raise InvalidArgumentError(
-                f"overdue_put_ids has {count} puts, expected at most {MOST_OVERDUE_PUTS}; send the rest "
+                f"overdue_put_ids lists {count} puts, expected at most {MOST_OVERDUE_PUTS}; send the rest "
                 "in the next call",
                 field="overdue_put_ids",
             )
@@ -700,7 +700,7 @@ def pack_answer(answer: Message) -> PackedAnswer:
 
 
 def answer_bytes(packed: PackedAnswer) -> int:
-    """Return the size of a packed answer in bytes."""
+    """Return a packed answer's size in bytes."""
     return len(packed[1])
 
 

@@ -138,12 +138,12 @@ def group_write(write: commit_pb2.SampleWrite, put: Put, columns: Sequence[Colum
     """
     for name in sorted({each.name for each, _ in write.ListFields()} - _OF_GROUP_WRITES):
         raise InvalidArgumentError(
-            f"write has of_groups and {name}, which only samples can have; send {name} in a separate call",
+            f"write sets of_groups and {name}, which applies only to samples; send {name} in a separate call",
             field=name,
         )
     if write.key_mode == commit_pb2.KEY_MODE_NEW or len(write.groups) != write.row_count:
         raise InvalidArgumentError(
-            f"write has {len(write.groups)} groups, row_count {write.row_count} and key_mode "
+            f"write contains {len(write.groups)} groups, row_count {write.row_count} and key_mode "
             f"{KEY_MODES.decode(write.key_mode)} with of_groups; expected one group per row, and key_mode upsert "
             f"or existing",
             field="groups" if len(write.groups) != write.row_count else "key_mode",
@@ -182,7 +182,8 @@ def slots(request: pb.AcquireRequest, start_version: int | None) -> SampleWrite:
     for name in ("global_indexes", "key_mode", "state", "claim", "rows_per_put", "append_at", "of_groups"):
         if name in {field.name for field, _ in write.ListFields()}:
             raise InvalidArgumentError(
-                f"write has {name}, but slots are always new samples in state held; unset {name}", field=f"write.{name}"
+                f"write sets {name}, but slots are always new samples in state held; unset {name}",
+                field=f"write.{name}",
             )
     return replace(
         sample_write(write),
@@ -247,7 +248,7 @@ def _check_size(request: Message, remedy: str) -> None:
     if request.ByteSize() > _MOST_CLAIM_BYTES:
         largest = max(request.ListFields(), key=lambda field: _size_alone(request, field[0].name))[0].name
         raise InvalidArgumentError(
-            f"the request has {request.ByteSize()} bytes, most of them in {largest}; expected at most "
+            f"the request is {request.ByteSize()} bytes, most of them in {largest}; expected at most "
             f"{_MOST_CLAIM_BYTES}; {remedy}, and tag samples with custom_meta instead of listing many values in where",
             field=largest,
             metadata={"got": str(request.ByteSize()), "limit": str(_MOST_CLAIM_BYTES)},
@@ -255,7 +256,7 @@ def _check_size(request: Message, remedy: str) -> None:
 
 
 def _size_alone(request: Message, name: str) -> int:
-    """Return the size of one field of a request in bytes."""
+    """Return the size in bytes of one field of a request."""
     rest = type(request)()
     rest.CopyFrom(request)
     rest.ClearField(name)
@@ -314,7 +315,7 @@ def selection(request: pb.LookupSamplesRequest) -> Selection:
 
 
 def _question(request: pb.LookupSamplesRequest) -> str:
-    """Return a checksum of the samples that a look-up selects, which identifies the look-up in page tokens."""
+    """Return a checksum of a look-up's selection, which identifies the look-up in page tokens."""
     samples = pb.LookupSamplesRequest()
     samples.CopyFrom(request)
     for name in _FIELDS_OF_A_PAGE:
@@ -516,7 +517,7 @@ def all_meta(partition: Partition, rows: Indexes, endpoints: Endpoints | None) -
     """Return all metadata of existing samples, with the fields that at least one of the samples has.
 
     Args:
-        partition: the partition of the samples.
+        partition: the samples' partition.
         rows: global indexes of the samples.
         endpoints: returns the endpoints of storage services; None to omit the locations of cells.
     """

@@ -258,7 +258,7 @@ def digest_of(secret: str) -> str:
 
 
 def make_token(**entry: object) -> Token:
-    """Create a token from the values of its entry in the tokens file.
+    """Create a token from the values in its tokens file entry.
 
     Raises:
         InvalidArgumentError: a value is invalid or missing.
@@ -289,7 +289,7 @@ def format_entry(token: Token) -> str:
 
 
 def parse_tokens(text: str) -> dict[str, Token]:
-    """Return the tokens in the text of a tokens file, by digest.
+    """Parse a tokens file's text, and return its tokens by digest.
 
     Raises:
         InvalidArgumentError: the text is not TOML, an entry is invalid, or two entries have the same name or token.

@@ -60,7 +60,7 @@ async def register_storage(
     registration: Registration | None = None,
     is_adopted: bool = False,
 ) -> None:
-    """Send the heartbeats of a storage service to a controller, and drop puts that the controller does not know.
+    """Send a storage service's heartbeats to a controller, and drop puts that the controller does not know.
 
     In a cluster, the service registers with the leader. It searches for the leader again whenever a controller does not
     respond.

@@ -129,7 +129,7 @@ class Listener:
         return port
 
     def scrape_access(self, loop: asyncio.AbstractEventLoop) -> Access:
-        """Return the access control of the metrics port. Metrics reveal the names of all partitions and tasks."""
+        """Return the access control for the metrics port. Metrics reveal the names of all partitions and tasks."""
         from tq_service.observe.endpoint import Access  # noqa: PLC0415  (needs the extra `metrics`)
 
         return Access(context=self.tls_context, refusal=partial(self.access.refused_scrape, loop))

@@ -147,12 +147,12 @@ class Mirroring:
         await mirror.run()
 
     async def take_over(self, storage_id: str, boot_id: bytes, own: StorageEngine, search_id: bytes) -> Adopted:
-        """Take over the puts of a lost storage service, which then use the quota of this service's engine.
+        """Take over a lost storage service's puts, which then use the quota of this service's engine.
 
         Args:
             storage_id: name of the lost service.
             boot_id: instance id of the lost service.
-            own: the engine of this service.
+            own: this service's engine.
             search_id: id of the controller's search for a successor. The mirror is read again for each new search,
                 since the lost service may have returned and stored more puts after the previous search.
 

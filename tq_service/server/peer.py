@@ -106,7 +106,7 @@ class PeerOutage:
 
         Args:
             problem: the problem as a verb phrase, such as "does not answer".
-            error: the error of the call, whose text may differ between attempts.
+            error: the call's error, whose text may differ between attempts.
             level: level of the log message.
         """
         if self._began is None:

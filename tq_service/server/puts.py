@@ -444,7 +444,7 @@ def in_messages(
 
 
 async def columns_of(headers: Sequence[metadata_pb2.ColumnHeader], row_count: int) -> list[ColumnShape]:
-    """Decode the columns of a put, in a thread if there are many rows; see `decode_headers`."""
+    """Decode a put's columns, in a thread if there are many rows; see `decode_headers`."""
     if row_count < MANY_ROWS:
         return decode_headers(headers, row_count)
     return await asyncio.to_thread(decode_headers, headers, row_count)
@@ -456,7 +456,7 @@ class Commits:
     Args:
         catalog: the catalog that receives the samples.
         puts: the record of puts, which the commits update.
-        endpoint_of: returns the endpoint at which clients reach an instance of a storage service.
+        endpoint_of: returns the endpoint at which clients reach a storage service instance.
         waiting: counts the calls that wait for capacity.
     """
 
@@ -524,7 +524,7 @@ class Commits:
         if opened.columns_digest != columns_digest(columns):
             got = ", ".join(f"{column.spec.name} ({column.spec.describe()})" for column in columns)
             raise InvalidArgumentError(
-                f"the columns of the commit differ from those of put {put.put_id.hex()}: got {got or 'none'}; send the "
+                f"the commit's columns differ from those of put {put.put_id.hex()}: got {got or 'none'}; send the "
                 "columns of the put's header unchanged",
                 field="columns",
             )
@@ -614,7 +614,7 @@ class Commits:
         for_existing_rows: bool,
         check: Callable[[], object],
     ) -> commit_pb2.CommitResponse:
-        """Make the columns of a stored put visible in one step, once per request_id.
+        """Make a stored put's columns visible in one step, once per request_id.
 
         Args:
             request: the commit, which describes the samples to write.

@@ -59,7 +59,7 @@ class StepRecording:
         self._catalog.on_planned.append(self._take)
 
     def status(self) -> RecordingStatus:
-        """Return the status of the recording."""
+        """Return the recording status."""
         return self._recorder.status()
 
     def _take(self, partition: Partition, task_name: str, batch: Claim) -> None:

@@ -63,7 +63,7 @@ class RemoteStorage:
 
     Args:
         request: the first heartbeat of the process.
-        known: returns the puts of the service that the controller currently knows.
+        known: returns those of the service's puts that the controller currently knows.
         silence_seconds: time without a heartbeat after which no more puts are placed in the service.
         credentials: credentials of this controller.
         controller_id: id of this controller as the owner of puts.
@@ -127,7 +127,7 @@ class RemoteStorage:
         return self._receipts.key
 
     def on_heartbeat(self, request: storage_registry_pb2.RegisterStorageRequest) -> None:
-        """Record a heartbeat of the service."""
+        """Record a heartbeat from the service."""
         self.heard = StorageStatus(
             storage_id=self.storage_id,
             address=self.endpoint.address,
@@ -167,7 +167,7 @@ class RemoteStorage:
         self._placed_bytes += size_bytes
 
     def withdraw(self, put_id: bytes) -> bool:
-        """Stop counting the bytes of a placed put. Return whether they were still counted."""
+        """Stop counting a placed put's bytes. Return whether they were still counted."""
         size_bytes, _ = self._placed.pop(put_id, (None, 0.0))
         self._placed_bytes -= size_bytes or 0
         return size_bytes is not None
@@ -362,7 +362,7 @@ def _typed_errors() -> Iterator[None]:
 def report_reconciled(
     storage_id: str, missing_put_ids: Sequence[bytes], missing_count: int, dropped_count: int
 ) -> None:
-    """Log the result of reconciling the puts of a storage service."""
+    """Log the result of reconciling a storage service's puts."""
     if missing_count:
         put_ids = ",".join(put_id.hex() for put_id in missing_put_ids[:_MOST_NAMED])
         _log.error(

@@ -70,7 +70,7 @@ class ReadOnly(Middleware):
     """Refuses all methods that a replay does not serve, before their calls take effect."""
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Return the handler of a method, or one that refuses all calls of the method."""
+        """Return a method's handler, or a handler that refuses all calls to the method."""
         if method.is_open or method.short_name in REPLAYED:
             return behavior
 
@@ -90,7 +90,7 @@ class ReplayServicer(controller_service_pb2_grpc.ControllerServiceServicer):
 
     Args:
         steps: the steps to serve, as returned by `Recording.select`.
-        endpoint: endpoint of the storage service that serves the bytes of the steps.
+        endpoint: endpoint of the storage service that serves the steps' bytes.
 
     Attributes:
         batches: serves streams of calls (CallMany); set by the code that adds this servicer to a server.
@@ -267,7 +267,7 @@ def _end(steps: Mapping[int, RecordedStep]) -> metadata_pb2.BatchMeta:
 
 @contextlib.asynccontextmanager
 async def replaying(recording: Recording, steps: Sequence[RecordedStep], settings: ServeSettings) -> AsyncIterator[int]:
-    """Serve steps of an open recording during the `async with` block, and yield the number of the port.
+    """Serve steps from an open recording during the `async with` block, and yield the port number.
 
     Args:
         recording: the recording that contains the bytes of the steps' puts.
@@ -315,7 +315,7 @@ async def replay(
     settings: ServeSettings,
     announce: Callable[[str], None],
 ) -> None:
-    """Serve steps of an open recording until SIGTERM or SIGINT; see `replaying`."""
+    """Serve steps from an open recording until SIGTERM or SIGINT; see `replaying`."""
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)

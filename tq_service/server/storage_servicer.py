@@ -82,7 +82,7 @@ _LEAST_FRAME_BYTES: Final = 16 << 10
 
 
 def endpoint_of(engine: StorageEngine, address: str) -> metadata_pb2.StorageEndpoint:
-    """Return the endpoint of an engine. An empty `address` means that clients use the controller's address."""
+    """Return the endpoint for an engine. An empty `address` means that clients use the controller's address."""
     return metadata_pb2.StorageEndpoint(storage_id=engine.storage_id, boot_id=engine.boot_id, address=address)
 
 
@@ -95,7 +95,7 @@ class EngineDriver:
         """Create a driver for an engine.
 
         Args:
-            engine: the engine of this process.
+            engine: this process's engine.
             mirroring: provides the engines of instances taken over from other storage services; None without a mirror.
             keys: receipt keys of controllers in other processes; None if the controller is in this process.
         """
@@ -318,7 +318,7 @@ class StorageServicer:
         async def receive(pending: PendingPut) -> None:
             if len(values) != request.header.size_bytes:
                 raise InvalidArgumentError(
-                    f"values has {len(values)} bytes, but size_bytes is {request.header.size_bytes}; send the bytes of "
+                    f"values is {len(values)} bytes, but size_bytes is {request.header.size_bytes}; send the bytes of "
                     "all columns",
                     field="values",
                     metadata={"got": str(len(values)), "expected": str(request.header.size_bytes)},
@@ -330,7 +330,7 @@ class StorageServicer:
             return await self._allocate(request, context)
         if len(values) > INLINE_BYTES:
             raise InvalidArgumentError(
-                f"values has {len(values)} bytes; PutInline accepts at most {INLINE_BYTES}. Send larger puts with Put.",
+                f"values is {len(values)} bytes; PutInline accepts at most {INLINE_BYTES}. Send larger puts with Put.",
                 field="values",
                 metadata={"got": str(len(values)), "limit": str(INLINE_BYTES)},
             )
@@ -395,7 +395,7 @@ class StorageServicer:
         columns = await columns_of(header.columns, header.row_count)
         if header.size_bytes != sum(column.value_bytes for column in columns):
             raise InvalidArgumentError(
-                f"size_bytes is {header.size_bytes}, but the columns have "
+                f"size_bytes is {header.size_bytes}, but the columns contain "
                 f"{sum(column.value_bytes for column in columns)} bytes; set size_bytes to the total of all columns",
                 field="size_bytes",
             )
@@ -442,7 +442,7 @@ class StorageServicer:
         return answer
 
     def _receipt(self, header: pb.PutHeader) -> bytes:
-        """Return the receipt of a complete put, or b"" if the put is already committed."""
+        """Return the receipt for a complete put, or b"" if the put is already committed."""
         given_at = self._engine.receipt_time(header.put_id)
         if given_at is None:
             return b""
@@ -661,19 +661,19 @@ class StorageServicer:
 
 
 def _check_commit(header: pb.PutHeader) -> None:
-    """Refuse a put whose commit names another partition, or has fields that only a separate Commit may have."""
+    """Refuse a put whose commit names another partition, or sets fields that only a separate Commit may set."""
     check_name("partition_id", header.partition_id)
     if not header.HasField("commit"):
         return
     for name, is_sent in (("placement", header.commit.HasField("placement")), ("columns", header.commit.columns)):
         if is_sent:
             raise InvalidArgumentError(
-                f"the commit of a put has {name}, which the put itself defines; unset it in PutHeader.commit",
+                f"the put's commit sets {name}, which the put itself defines; unset it in PutHeader.commit",
                 field=name,
             )
     if not header.commit.HasField("write"):
         raise InvalidArgumentError(
-            "the commit of a put has no write; set write to describe the samples that the rows belong to", field="write"
+            "the put's commit lacks a write; set write to describe the samples that the rows belong to", field="write"
         )
     if header.commit.write.partition_id != header.partition_id:
         raise InvalidArgumentError(
@@ -713,7 +713,7 @@ async def _read_end(parts: AsyncIterator[Part], way: str) -> None:
 
 
 async def _receive_region(pending: PendingPut, session: Session, parts: AsyncIterator[Part], context: Context) -> None:
-    """Offer the region of a put to a session's client, and wait until the client has filled it."""
+    """Offer a put's region to a session's client, and wait until the client has filled it."""
     region = pending.require_open().values.backing
     with contextlib.closing(session.offer([region])) as offer:
         needs_no_turn.set(True)
@@ -744,7 +744,7 @@ def _progress_bytes(part: Part) -> int:
 def _frame(part: Part) -> memoryview:
     if isinstance(part, memoryview):
         return part
-    raise InvalidArgumentError(f"the header of a put must be followed by frames, got {_name(part)}", field="frame")
+    raise InvalidArgumentError(f"a put's header must be followed by frames, got {_name(part)}", field="frame")
 
 
 def _name(part: Part) -> str:
@@ -752,7 +752,7 @@ def _name(part: Part) -> str:
 
 
 def _get_header(reading: Reading, shared: pb.SharedColumns, ticket: pb.BulkTicket | None = None) -> pb.GetHeader:
-    """Return the header of a get: the columns of a reading, and how their bytes are sent."""
+    """Return the header for a get: a reading's columns, and how their bytes are sent."""
     return pb.GetHeader(
         row_count=reading.row_count,
         columns=map(encode_header, reading.headers),
@@ -762,7 +762,7 @@ def _get_header(reading: Reading, shared: pb.SharedColumns, ticket: pb.BulkTicke
 
 
 async def _encoded(reading: Reading, shared: pb.SharedColumns, ticket: pb.BulkTicket | None) -> bytes:
-    """Encode the header of a get, in a thread if there are many rows."""
+    """Encode a get's header, in a thread if there are many rows."""
     if reading.row_count < MANY_ROWS:
         return encode_part(_get_header(reading, shared, ticket))
     return await asyncio.to_thread(lambda: encode_part(_get_header(reading, shared, ticket)))
@@ -774,7 +774,7 @@ def _indexes(shared: pb.SharedColumns) -> Collection[int]:
 
 
 def _put_cells(cells: storage_control_pb2.PutCells) -> PutCells:
-    """Decode the cells of a put from a message.
+    """Decode a put's cells from a message.
 
     Raises:
         InvalidArgumentError: the numbers of first rows and row counts differ, or there are more rows than a put may
@@ -782,7 +782,7 @@ def _put_cells(cells: storage_control_pb2.PutCells) -> PutCells:
     """
     if len(cells.first_rows) != len(cells.row_counts):
         raise InvalidArgumentError(
-            f"the cells of a put have {len(cells.first_rows)} first_rows and {len(cells.row_counts)} row_counts; send "
+            f"the put's cells list {len(cells.first_rows)} first_rows and {len(cells.row_counts)} row_counts; send "
             f"one of each per run of rows, or neither to name all rows",
             field="cells",
         )
@@ -791,7 +791,7 @@ def _put_cells(cells: storage_control_pb2.PutCells) -> PutCells:
         counts = decode_integers(cells.row_counts)
         if counts.min() < 0 or counts.max() > MAX_ROWS or counts.sum() > MAX_ROWS:
             raise InvalidArgumentError(
-                f"the cells of a put have runs of {counts.min()} to {counts.max()} rows, {counts.sum()} in total; "
+                f"the put's cells contain runs of {counts.min()} to {counts.max()} rows, {counts.sum()} in total; "
                 f"expected 0 to {MAX_ROWS}",
                 field="cells",
             )

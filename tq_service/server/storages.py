@@ -245,7 +245,7 @@ class StorageRegistry:
         Raises:
             AlreadyExistsError: the name is used by the embedded storage, or by a live service that registered later.
             LimitExceededError: too many storage services send heartbeats or contain samples.
-            PreconditionError: another service has taken over the puts of this service.
+            PreconditionError: another service has taken over this service's puts.
         """
         if request.controller_id != self.controller_id:
             request.ClearField("overdue_put_ids")
@@ -308,7 +308,7 @@ class StorageRegistry:
         known = self._storages.get(endpoint.storage_id)
         if known is not None and known is self.embedded:
             raise AlreadyExistsError(
-                f"the storage service in the controller's process has the name {endpoint.storage_id!r}; set a "
+                f"the storage service in the controller's process is named {endpoint.storage_id!r}; set a "
                 "different storage_id for each service",
                 metadata={"resource_type": "storage", "resource_name": endpoint.storage_id},
             )
@@ -320,7 +320,7 @@ class StorageRegistry:
             and request.run_id in replaced.earlier_run_ids
         ):
             raise AlreadyExistsError(
-                f"the storage service at {replaced.endpoint.address} also has the name {endpoint.storage_id!r}, and "
+                f"the storage service at {replaced.endpoint.address} is also named {endpoint.storage_id!r} and  "
                 f"registered after this one at {endpoint.address}; set a different storage_id for each service",
                 metadata={"resource_type": "storage", "resource_name": endpoint.storage_id},
             )

@@ -62,7 +62,7 @@ class Supervisor:
         """Make the service fail. Only the first call has an effect and is logged.
 
         Args:
-            reason: the reason for the failure, for the log and for the owner of the service.
+            reason: the reason for the failure, for the log and the service's owner.
             cause: the error that caused the failure, or None.
         """
         if self.failure is not None:

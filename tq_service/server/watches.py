@@ -208,7 +208,7 @@ class Watches:
     # Answers
 
     def _messages(self, changes: Sequence[PartitionChanges], number: int) -> Iterator[pb.WatchResponse]:
-        """Yield the messages of an answer.
+        """Yield an answer's messages.
 
         Each message is built in one event-loop iteration. The last message contains the revision.
         """
@@ -224,7 +224,7 @@ class Watches:
         yield message
 
     def _parts(self, changed: PartitionChanges) -> Iterator[tuple[pb.PartitionChange, int]]:
-        """Yield the changes of a partition in parts, each with its size in rows. Stop if the partition is cleared."""
+        """Yield a partition's changes in parts, each with its size in rows. Stop if the partition is cleared."""
         partition = changed.partition
         part, size = _part_of(changed), _PARTITION_ROWS
         if partition is None:
@@ -262,7 +262,7 @@ def _part_of(changed: PartitionChanges) -> pb.PartitionChange:
 
 
 def _removed(changed: PartitionChanges) -> Iterator[tuple[_List, pb.ClearedSamples, int]]:
-    """Yield the removed rows in parts, each with the number of its rows."""
+    """Yield the removed rows in parts, each with its row count."""
     for indexes, keys in changed.removed:
         for start in range(0, len(indexes), ROWS_OF_A_PART):
             some = slice(start, start + ROWS_OF_A_PART)

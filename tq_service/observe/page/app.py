@@ -25,7 +25,7 @@ _MOST_STREAMS: Final = 100
 _GRACE_SECONDS: Final = 2
 
 # Security headers. Browsers load scripts and styles only from this server. The scripts write names as text, never as
-# markup, so the name of a partition cannot inject a script.
+# markup, so a partition name cannot inject a script.
 _HEADERS: Final = {
     "Cache-Control": "no-cache",
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "

@@ -25,7 +25,7 @@ _ANSWER_SECONDS: Final = 2.0
 
 
 class Feed:
-    """Reads the status of a service periodically in `run`, and yields the newest state to each browser in `frames`.
+    """Reads a service's status periodically in `run`, and yields the newest state to each browser in `frames`.
 
         run: status, frame, status, frame, ...      frames: one iterator per browser, each with the newest frame only
 
@@ -159,7 +159,7 @@ def _facts(result: Any) -> dict[str, Any]:
 
 
 def status_of(status: ServiceStatus, trends: Trends, now: float) -> dict[str, Any]:
-    """Return the state of the service for a frame, as a document for `as_json`.
+    """Return the service's state for a frame, as a document for `as_json`.
 
     Args:
         status: the last status read from the service.

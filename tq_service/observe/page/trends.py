@@ -53,7 +53,7 @@ class PartitionTrend:
 
 
 class Trends:
-    """Derives curves, recent batches and wait times from the statuses of a service.
+    """Derives curves, recent batches and wait times from a service's statuses.
 
     A curve has one point per status call. The point is None if the service did not respond.
 

@@ -103,7 +103,7 @@ class _Call:
         return self._stream.auth_context()
 
     def invocation_metadata(self) -> Any:
-        """Return the metadata of the call, such as its trace context. The token is in the metadata of the stream."""
+        """Return the call's metadata, such as its trace context. The token is in the stream's metadata."""
         return self._metadata
 
     def time_remaining(self) -> float | None:
@@ -170,10 +170,10 @@ class _Stream:
         self._writing_since: float | None = None
 
     async def run(self, requests: Any) -> None:
-        """Handle all calls of the stream, until it ends.
+        """Handle the stream's calls until the stream ends.
 
         Raises:
-            InvalidArgumentError: a message of the stream is invalid.
+            InvalidArgumentError: a message in the stream is invalid.
             UnavailableError: the service is draining.
         """
         reader = asyncio.ensure_future(self._read_all(requests))
@@ -226,7 +226,8 @@ class _Stream:
         async for message in requests:
             if len(message.calls) > MOST_BATCHED_CALLS:
                 raise InvalidArgumentError(
-                    f"a message has {len(message.calls)} calls; expected at most {MOST_BATCHED_CALLS}", field="calls"
+                    f"a message contains {len(message.calls)} calls; expected at most {MOST_BATCHED_CALLS}",
+                    field="calls",
                 )
             for call_id in message.cancelled_call_ids:
                 if (call := self._open.get(call_id)) is not None:
@@ -264,7 +265,7 @@ class _Stream:
             call.timer = loop.call_later(remaining, call.expire)
 
     async def _handle(self, call: _Call, handler: Handler) -> None:
-        """Run the handler of a call, and queue the answer for writing."""
+        """Run a call's handler, and queue the answer for writing."""
         made: Any = handler
         call.is_begun = True
         try:
@@ -273,7 +274,7 @@ class _Stream:
             pass
         except asyncio.CancelledError:
             call.is_unwanted |= not call.is_late
-            call.status = to_status(DeadlineError("the deadline of the call has passed")).SerializeToString()
+            call.status = to_status(DeadlineError("the call's deadline has passed")).SerializeToString()
         except Exception as error:
             if not self._is_over.done():
                 self._is_over.set_exception(error)
@@ -343,7 +344,7 @@ class _Stream:
 def _check_size(name: str, size: int, most: int) -> None:
     if size > most:
         raise InvalidArgumentError(
-            f"{name} of a call has {size} bytes; expected at most {most}. Make this call outside the stream.",
+            f"{name} of a call is {size} bytes; expected at most {most}. Make this call outside the stream.",
             field=f"calls.{name}",
         )
 
@@ -364,7 +365,7 @@ class Batches:
         self._running = EndableCalls()
 
     async def run(self, requests: Any, context: Context) -> None:
-        """Handle the calls of a stream until it ends.
+        """Handle a stream's calls until the stream ends.
 
         Raises:
             LimitExceededError: too many streams are open.

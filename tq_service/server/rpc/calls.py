@@ -123,7 +123,7 @@ class Services(grpc.GenericRpcHandler):
         """Do nothing: generated code calls this for methods that it also adds with `add_generic_rpc_handlers`."""
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
-        """Return the handler of a call, or None for an unknown method; gRPC calls this for each call."""
+        """Return a call's handler, or None for an unknown method. gRPC calls this for each call."""
         name = handler_call_details.method
         if name not in self._found:
             found = (service.service(handler_call_details) for service in self._services)
@@ -323,7 +323,7 @@ class RunningCalls(Middleware):
         return self._one_too_many if is_one_too_many else None
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Wrap a handler to count a method's running calls and to end failed calls with the status of their error."""
+        """Wrap a handler to count a method's running calls and to end failed calls with their errors' status."""
         weight = 0 if method.is_open or method.is_internal or caller is self._one_too_many else 1
         reads_one = caller.refusal is None and not method.has_request_stream
 
@@ -444,7 +444,7 @@ class DurableAnswers(Middleware):
                 await state.wait_durable()
             if method.fills_disk and state.is_disk_low:
                 raise DiskFullError(
-                    "the disk of the data directory is nearly full, so new data is refused; clear samples or free disk "
+                    "the data directory's disk is nearly full, so new data is refused; clear samples or free disk "
                     "space. The service resumes once space is available.",
                     retry_after_seconds=_RETRY_SECONDS,
                 )

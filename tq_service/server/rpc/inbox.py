@@ -412,7 +412,7 @@ class Requests:
         return self.first
 
     async def only(self) -> Any:
-        """Read and return the request of a unary method.
+        """Read and return a unary method's request.
 
         Raises:
             InvalidArgumentError: the request is missing or is not a message of the method's type.
@@ -632,7 +632,7 @@ class received(AsyncIterator[Part]):  # noqa: N801  (used like a function)
     Unlike a generator, it does not keep the last message in memory.
 
     Args:
-        parts: the messages of the stream.
+        parts: the stream's messages.
         progress: limits the time spent waiting for messages.
         size: returns the size of a message in bytes.
 

@@ -84,7 +84,7 @@ class Method:
 
     @property
     def short_name(self) -> str:
-        """Name of the method without the name of its service."""
+        """Method name without the service name."""
         return self.name.rpartition("/")[2]
 
     @property
@@ -263,7 +263,7 @@ class Middleware:
     """One concern that applies to all calls. Subclasses override one or both methods. Confined to one event loop."""
 
     def admit(self, method: Method, details: grpc.HandlerCallDetails) -> Caller | None:
-        """Return the caller of a call, identified by its metadata, or None to let other middleware decide.
+        """Return a call's caller, identified by the call's metadata, or None to let other middleware decide.
 
         This method runs for each call, before the request is read. A refused call passes only through this middleware
         and the middleware outside it; there, the request is an iterator that must not be read.
