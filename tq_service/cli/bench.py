@@ -151,7 +151,7 @@ async def _repeated(call: Callable[[], Awaitable[float]], seconds: float) -> lis
 
 
 async def _measure_latencies(client: AsyncClient, seconds: float) -> list[_Figure]:
-    """Measure the round trip of a simple call, and the time from a put until a waiting worker gets the sample."""
+    """Measure the round trip of a simple call, and the time from a put until a waiting worker receives the sample."""
     async with _partition(client) as partition_id:
 
         async def wake() -> float:

@@ -120,7 +120,7 @@ def write(
 ) -> Answer:
     """Write a consistent copy of all data to the controller's disk while the service keeps running.
 
-    An existing checkpoint of the same name is replaced only if writing succeeds.
+    An existing checkpoint with the same name is replaced only if writing succeeds.
     """
     copy = client.checkpoint(name, metadata=_object(metadata), timeout=client.timeout)
     yield copy

@@ -111,7 +111,7 @@ class Lease:
 
     @property
     def is_held(self) -> bool:
-        """Whether the lease cannot have expired yet, by a clock that keeps running while the process is paused."""
+        """Whether the lease is certainly valid, judging by a clock that keeps running while the process is paused."""
         return time.monotonic() < self.held_until
 
     def _keep_alive(self) -> None:

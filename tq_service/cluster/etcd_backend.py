@@ -370,8 +370,8 @@ class EtcdBackend:
 
         Raises:
             JournalUnreachableError: etcd does not respond. A retry determines whether the batch was written.
-            SupersededError: another controller leads, so this one may no longer write. The batch may or may not have
-                been written.
+            SupersededError: another controller leads, so this controller may no longer write. The batch may or may not
+                have been written.
             InvalidArgumentError: etcd rejected the batch permanently.
         """
         batch = self._attempt or Batch.of(self._end, self._led_epoch, records)
@@ -420,7 +420,7 @@ class EtcdBackend:
 
     def _superseded(self) -> SupersededError:
         return SupersededError(
-            "another controller leads now, so this one may no longer write to the journal. Restart it as a standby.",
+            "another controller leads; this controller may no longer write to the journal. Restart it as a standby.",
             metadata={"epoch": str(self._led_epoch)},
         )
 

@@ -42,7 +42,7 @@ from tq_service.storage.engine import EngineStat
 
 MOST_LINES: Final = 3_000
 _LINES_LEFT: Final = 150  # lines reserved for help texts and for prometheus-client's process metrics
-_GROUPS_SHARE: Final = 0.6  # maximum share of the partition metrics' lines for series of groups; tasks get the rest
+_GROUPS_SHARE: Final = 0.6  # maximum share of the partition metrics' lines for series of groups; the rest is for tasks
 _LAG_PERIOD_SECONDS: Final = 0.1
 _GROUP: Final = ("partition_group",)
 _TASK: Final = ("partition_group", "task")
@@ -176,7 +176,7 @@ class PartitionGroups:
             self._bound()
 
     def _bound(self) -> None:
-        """Forget the oldest groups whose partitions were all removed, if these groups are too many."""
+        """If too many groups have lost all their partitions, forget the oldest of these groups."""
         self._gone_count = 0
         there = {group_of(name) for name in self._catalog.names()}
         former = [group for group in self._former if group not in there]
@@ -268,7 +268,7 @@ class ServiceMetrics:
     Attributes:
         parts: functions, such as `of_storage`, each of which returns the metrics of one part of the process.
         leads: function that returns whether this controller leads its cluster. Only the leader exposes state that all
-            controllers share, such as partitions, so sums over all controllers do not count it several times.
+            controllers share, such as partitions, so sums over all controllers do not count this state several times.
     """
 
     def __init__(
@@ -399,7 +399,7 @@ class ServiceMetrics:
         """Choose the groups and tasks to expose. Return the tasks by group, and the number of omitted series.
 
         Groups with partitions take precedence, in order of first appearance, so new groups do not displace series that
-        were exposed before. Within a group, tasks are also in order of first appearance.
+        were exposed before. Within a group, tasks are also ordered by first appearance.
         """
         self._seen = {group: self._seen.get(group, {}) for group in (*self._seen, *groups) if group in groups}
         order = sorted(self._seen, key=lambda group: not groups[group]["", "partitions"])

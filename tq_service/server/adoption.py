@@ -133,7 +133,7 @@ class Adoptions:
     def check_successor(self, instance: Instance, address: str, search_id: bytes) -> None:
         """Refuse a successor that may lack puts because it read the mirror before the lost instance was last seen.
 
-        If several successors were called after the loss, the first one that registers gets the puts.
+        If several successors were called after the loss, the first one to register receives the puts.
 
         Args:
             instance: the instance that was taken over.

@@ -133,7 +133,7 @@ class ClusterMember:
         self._standbys: list[ControllerStatus] = []  # at most about a second old while this controller leads
 
     def add_services(self, server: Any) -> None:
-        """Add the service for other controllers of the cluster to a server."""
+        """Register the service for the cluster's other controllers with a server."""
         add_ClusterServiceServicer_to_server(SnapshotServicer(self.store), server)
 
     # Status

@@ -188,7 +188,7 @@ class Puts:
         return put in self._committed
 
     def check_uncommitted(self, put: Put) -> None:
-        """Refuse to commit a put again, since clearing one commit's samples would free the other's cells, too."""
+        """Refuse to commit a put again, since clearing one commit's samples would also free the other's cells."""
         if put in self._committed:
             raise AlreadyExistsError(
                 f"put {put.put_id.hex()} is already committed under another request_id; put data once per commit",
@@ -545,7 +545,7 @@ class Commits:
         """If requested, add the current metadata of the samples to the answer to a commit.
 
         The metadata of many samples is read in parts, yielding to the event loop between parts. It is not recorded with
-        the answer, because recorded answers are kept for hours, also on disk.
+        the answer, because recorded answers are stored for hours, including on disk.
         """
         rows = read_indexes(answer.meta) if request.return_all_meta else _NO_ROWS
         while rows.size:

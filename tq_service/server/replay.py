@@ -150,7 +150,7 @@ class ReplayServicer(controller_service_pb2_grpc.ControllerServiceServicer):
     def _part(
         self, steps: Mapping[int, RecordedStep], batch_index: int, rank: Rank, data_fields: Sequence[str]
     ) -> metadata_pb2.BatchMeta:
-        """Return a rank's part of a batch, or the end of the task if the index is after its last batch.
+        """Return a rank's part of a batch, or the task's end marker if the index is beyond the last batch.
 
         Raises:
             BatchForgottenError: the recording does not contain the batch.

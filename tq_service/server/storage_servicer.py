@@ -168,7 +168,7 @@ class EngineDriver:
             return list(zip(reading.headers, receiver.finish(), strict=True))
 
     async def open(self, request: pb.GetRequest) -> Reading:
-        """Open a reading of cells, which keeps the cells unchanged until it is closed.
+        """Open a reading of cells, which keeps the cells unchanged until the reading is closed.
 
         Use the reading in a `with` block.
         """
@@ -769,7 +769,7 @@ async def _encoded(reading: Reading, shared: pb.SharedColumns, ticket: pb.BulkTi
 
 
 def _indexes(shared: pb.SharedColumns) -> Collection[int]:
-    """Return the indexes of those columns of a get whose bytes are in shared memory."""
+    """Return the indexes of a get's columns whose bytes are in shared memory."""
     return frozenset(column.column_index for column in shared.columns)
 
 

@@ -127,7 +127,7 @@ class StorageRegistry:
 
     Args:
         embedded: the storage service in this process, or None.
-        heartbeat_seconds: interval between heartbeats of storage services in other processes.
+        heartbeat_seconds: interval at which storage services in other processes send heartbeats.
         credentials: credentials of this controller.
         snapshot_cells: returns the current cells of the samples, by partition.
         controller_id: id of this controller as the owner of puts, kept across restarts; None for a random id.
@@ -320,7 +320,7 @@ class StorageRegistry:
             and request.run_id in replaced.earlier_run_ids
         ):
             raise AlreadyExistsError(
-                f"the storage service at {replaced.endpoint.address} is also named {endpoint.storage_id!r} and  "
+                f"the storage service at {replaced.endpoint.address} is also named {endpoint.storage_id!r} and "
                 f"registered after this one at {endpoint.address}; set a different storage_id for each service",
                 metadata={"resource_type": "storage", "resource_name": endpoint.storage_id},
             )

@@ -6,7 +6,7 @@ built once for all calls with the same selection and revision. A round with a hu
 than writing a hundred messages. Changes between rounds cost nothing.
 
 A watch call stores only a revision number and the message that is being written. If its client does not read, the call
-is ended after `stall_seconds`; it never delays other calls.
+is ended after `stall_seconds`. A watch call never delays other calls.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def _checked_path(path: str) -> str:
 class _Guarded:
     """ASGI middleware that rejects requests for unknown host names, and adds security headers to responses.
 
-    With DNS rebinding, a page of another site could get the same origin as the live page and read it. The Host header
+    With DNS rebinding, a page from another site could get the same origin as the live page and read it. The Host header
     of such a request contains the other site's name. IP addresses are safe, since they are not resolved by DNS.
     """
 

@@ -1,4 +1,4 @@
-"""Reads the service for all browsers: makes one status call and one JSON frame every 2 s, however many browsers read.
+"""Reads the service's status for all browsers, with one status call and one JSON frame every 2 s.
 
 Each frame contains the complete state, so browsers can connect at any time. JSON names are the attribute names of
 `tq_service.results`. `trends.py` computes rates, curves and durations of waits.

@@ -222,7 +222,7 @@ class EventLog:
         if before.service.instance_id != status.service.instance_id:
             what = _counted(len(status.partitions), "partition")
             self.note(now, "restarted", f"the service was restarted; it has {what}")
-        # Only own storages: a storage service whose puts were taken over may have the name of one that responds.
+        # Adopted storages are skipped: a service whose puts were taken over may share its name with a live service.
         silent = {storage.storage_id: storage.is_silent for storage in before.own_storages}
         for storage in status.own_storages:
             if storage.is_silent and not silent.get(storage.storage_id):

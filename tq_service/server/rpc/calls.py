@@ -665,7 +665,7 @@ class AccessControl(Middleware):
         return f"{refusal.reason}; a scrape requires a token with role read for all partitions"
 
     def _named_by(self, method: Method, request: Any) -> list[str]:
-        """Return the partitions that a request names directly, and those of the puts that it names."""
+        """Return the partitions named in a request, and the partitions of the puts named in it."""
         named = list(method.partitions(request))
         if method.put_ids is not None and self.partition_of is not None:
             found = map(self.partition_of, method.put_ids(request))

@@ -4,8 +4,8 @@ The option `rule` in the protos describes each method (protos/tq_service/v1/meth
 rules from the descriptors. For gRPC's standard services, whose protos have no such option, this module defines the
 rules itself.
 
-For every kind of method, a handler is a coroutine function. It takes the request, or an iterator over the requests, and
-the context. It returns the answer, or writes the answers of a stream to the context.
+For every kind of method, a handler is a coroutine function. It receives the request (or an iterator over the requests)
+and the context. It returns the answer, or writes the answers of a stream to the context.
 """
 
 from __future__ import annotations
