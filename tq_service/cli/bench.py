@@ -107,7 +107,7 @@ class _Figure:
         rate: measured throughput, in `unit`.
         unit: unit of the rate.
         p50_ms: median latency in milliseconds.
-        p99_ms: 99th percentile of the latency in milliseconds.
+        p99_ms: 99th percentile latency in milliseconds.
         count: number of measured calls.
     """
 
@@ -174,7 +174,7 @@ async def _measure_latencies(client: AsyncClient, seconds: float) -> list[_Figur
 
 
 async def _measure_claims(client: AsyncClient, seconds: float, ranks: int) -> list[_Figure]:
-    """Measure concurrent claims of 8-sample batches by `ranks` trainer ranks; all samples are already ready."""
+    """Measure concurrent claims of 8-sample batches by `ranks` trainer ranks; all samples are ready beforehand."""
     async with _partition(client) as partition_id:
         await client.put(partition_id, {"value": np.zeros(_CLAIM_SAMPLES, np.int8)})
         latencies: list[float] = []

@@ -17,7 +17,7 @@ AUDIT_LOGGER = "tq_service.audit"
 
 
 class _TextFormatter(logging.Formatter):
-    """Formats a record as one readable line; escapes the message, so names from clients cannot forge log lines."""
+    """Formats a record as one readable line, escaping the message so that client text cannot forge log lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's name)
         record.message = "".join(

@@ -65,7 +65,7 @@ def option(name: str, kind: Any, info: Any, default: Any = None) -> inspect.Para
 def with_options(
     function: Callable[..., Any], options: Iterable[inspect.Parameter], call: Callable[..., None] | None = None
 ) -> Callable[..., None]:
-    """Return a command with the function's parameters, except `client` and `**`, and with additional options.
+    """Return a command that has the function's parameters (except `client` and `**`) and additional options.
 
     Args:
         function: the function that implements the command.
@@ -129,7 +129,7 @@ def with_address(
 
 
 def with_service(function: Callable[..., None]) -> Callable[..., None]:
-    """Add options for connecting to a service to a command; it receives the arguments of `open_client`."""
+    """Add connection options to a command, which receives the arguments for `open_client`."""
     return with_address(function, timeout=_ANSWER_SECONDS)
 
 
@@ -208,8 +208,8 @@ def open_client(address: str | None, timeout: float, **credentials: Any) -> Iter
 
     Args:
         address: address of the service; None for the default.
-        timeout: timeout of each call in seconds.
-        **credentials: the arguments `token` and `tls` of the client.
+        timeout: timeout for each call, in seconds.
+        **credentials: the client's arguments `token` and `tls`.
 
     Raises:
         InvalidArgumentError: the address is invalid.
@@ -318,7 +318,7 @@ def announce(line: str) -> None:
 
 
 def print_json(document: Any, indent: int | None = 2) -> None:
-    """Print a document as JSON on stdout; dataclasses become objects, bytes become hexadecimal digits."""
+    """Print a document as JSON on stdout; dataclasses become objects, and bytes become hexadecimal digits."""
     typer.echo(json.dumps(document, indent=indent, default=_json_value))
 
 

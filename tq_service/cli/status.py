@@ -91,7 +91,7 @@ def read(client: Client, names: list[str] | tuple[str, ...], prefix: str) -> Ser
         prefix: prefix of partition names, used only if `names` is empty.
 
     Raises:
-        PartitionNotFoundError: one of `names` does not exist, and no call waits for it.
+        PartitionNotFoundError: a partition in `names` does not exist, and no call waits for it.
     """
     if not names:
         return client.status(prefix)
@@ -171,8 +171,8 @@ class Block:
 
     Attributes:
         lines: the lines of text.
-        urgency: priority of the block; if not all blocks fit on the screen, blocks with low numbers are shown. 0: calls
-            wait; 1: samples are being delivered; 2: some tasks are not complete; 3: all tasks are complete.
+        urgency: priority of the block; if not all blocks fit on the screen, blocks with lower numbers are shown. 0:
+            calls wait; 1: samples are being delivered; 2: some tasks are not complete; 3: all tasks are complete.
     """
 
     lines: tuple[str, ...]

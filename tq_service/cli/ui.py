@@ -52,8 +52,8 @@ def command(
 ) -> None:
     """Serve a live page that shows a service in the browser, until SIGTERM or SIGINT.
 
-    The page server is a client that only reads, so a token with the role read is sufficient. It may be started before
-    the service, and reconnects when the service restarts.
+    The page server only reads from the service, so a token with the role read is sufficient. The page server may be
+    started before the service, and reconnects when the service restarts.
     """
     from tq_service.client import AsyncClient  # noqa: PLC0415  (--help does not need grpc)
     from tq_service.config import is_loopback, join_address  # noqa: PLC0415  (as above)

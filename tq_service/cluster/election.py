@@ -86,7 +86,7 @@ class Lease:
 
     Attributes:
         id: id of the lease.
-        epoch: epoch of this controller as the leader, compared by each write to the log; 0 if it has not led yet.
+        epoch: this controller's epoch as the leader, checked by each write to the log; 0 if it has not led yet.
         is_over: whether the lease has expired or was closed.
         held_until: monotonic time until which the lease cannot expire; extended by each response from etcd.
 
@@ -111,7 +111,7 @@ class Lease:
 
     @property
     def is_held(self) -> bool:
-        """Whether the lease is certainly valid, judging by a clock that keeps running while the process is paused."""
+        """Whether the lease is certain to be valid, according to a clock that also runs while the process is paused."""
         return time.monotonic() < self.held_until
 
     def _keep_alive(self) -> None:

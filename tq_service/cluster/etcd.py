@@ -134,7 +134,7 @@ class Etcd:
         members: addresses of the members, each "host:port".
         tls: TLS settings; None for plaintext.
         user: name of an etcd user; None to connect without authentication.
-        password_file: path of a file with the password, reread for each token.
+        password_file: path of the password file, which is reread whenever a token is requested.
 
     Raises:
         InvalidArgumentError: a file in the settings cannot be read.

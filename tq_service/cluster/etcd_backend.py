@@ -67,7 +67,7 @@ class Batch:
     Attributes:
         before: end of the log before the batch.
         after: end of the log after the batch.
-        body: records of the batch, packed.
+        body: the batch's records, packed.
     """
 
     before: Position
@@ -76,7 +76,7 @@ class Batch:
 
     @classmethod
     def of(cls, before: Position, epoch: int, records: Sequence[NewRecord]) -> Batch:
-        """Return a batch with the given records, which starts at the position `before`."""
+        """Return a batch that starts at the position `before` and contains the given records."""
         return cls._made(before, epoch, max(1, len(records)), b"".join(packed(records)))
 
     @classmethod
@@ -157,7 +157,7 @@ class EtcdBackend:
         etcd: the connection to etcd, which the caller closes.
         keys: the cluster's keys.
         member_id: id of this controller.
-        directory: directory for the file with the last position that this controller has seen.
+        directory: directory of the file that records the last position seen by this controller.
         accept_loss: whether `read` continues without records that etcd has lost instead of raising an error.
 
     Attributes:
@@ -206,7 +206,7 @@ class EtcdBackend:
         return self._keys.first_of(answer.kvs[0].key) if answer.kvs else 0
 
     def batches(self, number: int, end: Position) -> Iterator[Batch]:
-        """Yield the batches from the one with record `number` to the position `end`.
+        """Yield the batches from the batch that contains record `number` up to the position `end`.
 
         Raises:
             PreconditionError: the record was truncated.
@@ -359,7 +359,7 @@ class EtcdBackend:
                 await asyncio.sleep(_LOOK_SECONDS)
 
     def _next_batches(self, number: int) -> tuple[Position, list[Batch]]:
-        """Return the end of the log and the next batches, few enough to block the event loop only briefly."""
+        """Return the end of the log and a few of the next batches, so that the event loop is blocked only briefly."""
         end = self.end()
         return end, list(islice(self.batches(number, end), _BATCHES_A_READ))
 

@@ -45,8 +45,8 @@ class Access:
 
     Attributes:
         context: function that returns the TLS context for the next connection; None for no encryption.
-        refusal: function of the request's Authorization header ("" if absent) and the peer's address. It returns the
-            reason for refusing the request, or None if the request is allowed, and must be thread-safe.
+        refusal: function of the request's Authorization header ("" if absent) and the peer's address. The function
+            returns the reason for refusing the request, or None if the request is allowed, and must be thread-safe.
     """
 
     context: Callable[[], ssl.SSLContext] | None = None
@@ -62,7 +62,7 @@ class Endpoint:
         collect: coroutine function that returns the metrics; called on the event loop.
         loop: event loop of the service.
         access: security settings of the port.
-        service_port: gRPC port of the service, whose client connections are counted as a metric.
+        service_port: the service's gRPC port, whose client connections are counted as a metric.
 
     Attributes:
         port: port that the server listens on.
@@ -168,7 +168,7 @@ class _Server(ThreadingHTTPServer):
             super().finish_request(request, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log an error in a connection, without a traceback if the peer caused it."""
+        """Log a connection's error, without a traceback if the peer caused the error."""
         error = sys.exc_info()[1]
         if isinstance(error, OSError):
             _log.info(LogMessage("connection to the metrics port failed", peer=client_address[0], error=error))

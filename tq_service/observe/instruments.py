@@ -101,7 +101,7 @@ class Instruments:
     Attributes:
         calls: counts and durations of all methods called so far.
         plan_seconds: histograms of planning times in seconds, by sampler.
-        imbalance: histograms of batch imbalance (tokens of the heaviest rank divided by the mean, minus 1), by sampler.
+        imbalance: histograms of batch imbalance (tokens on the heaviest rank divided by the mean, minus 1), by sampler.
         padding: histograms of the share of padding in a batch, by sampler.
         loop_lag: histogram of how late the event loop starts due tasks, in seconds.
     """

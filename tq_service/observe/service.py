@@ -119,7 +119,7 @@ def tasks_of(numbers: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def _counts_of(partition: Partition) -> Counter[tuple[str, str]]:
-    """Return the current counter values of a partition, by task and metric."""
+    """Return a partition's current counter values, by task and metric."""
     table = partition.table
     counts = Counter(
         {
@@ -189,7 +189,7 @@ class PartitionGroups:
     async def collect(self, slices: Slices) -> dict[str, Numbers]:
         """Return the values of all groups, except those that `add_backlogs` adds.
 
-        Other tasks run between slices. A partition removed during the collection is counted as existing.
+        Other tasks run between slices. A partition removed during collection is counted as existing.
         """
         self._bound()
         self._is_collecting = True
@@ -261,7 +261,7 @@ class ServiceMetrics:
 
     Args:
         instruments: measurements recorded while the service runs.
-        facts: labels of the metric `tq_service_build_info`, such as the version and role of the process.
+        facts: labels of the metric `tq_service_build_info`, such as the process's version and role.
         running_count: function that returns the number of running calls.
         waiting_count: function that returns the number of waiting calls.
 
@@ -450,7 +450,7 @@ def of_storage(storage_id: str, own: EngineStat, adopted: Sequence[EngineStat]) 
     """Yield the metrics of a storage service and its mirror.
 
     Puts taken over from a lost service are counted under the name of the service that took them over. Both services may
-    have the same name, and a name can have only one series.
+    have the same name, but each name can have only one series.
     """
     rows: list[tuple[Callable[..., Metric], str, str, float | None]] = [
         (_gauge, "used_bytes", "Bytes stored or reserved in the storage service.", own.used_bytes),

@@ -84,7 +84,7 @@ _PENDING_SHARE: Final = 4
 class App:
     """One process of the service: the controller, a storage service, or both.
 
-    `start` creates an app that serves calls; `stop` closes all resources in reverse order of their creation.
+    `start` creates an app that serves calls; `stop` releases all resources in the reverse order of their creation.
 
     Attributes:
         settings: settings of the service.
@@ -627,7 +627,7 @@ class StorageProcess:
     Attributes:
         engine: stores the puts.
         endpoint: the endpoint at which clients reach the storage service.
-        shared_memory: shares memory with clients of this host; None if shared memory is off.
+        shared_memory: shares memory with clients on this host; None if shared memory is off.
         bulk: the bulk port; None if it is off.
         keys: the controllers' receipt keys.
         mirroring: the mirror, and the instances taken over from other storage services; None without a mirror.
@@ -638,7 +638,7 @@ class StorageProcess:
 
     Raises:
         OSError: shared memory is required but not available, or the bulk port is in use.
-        InvalidArgumentError: the object store of the mirror is unusable.
+        InvalidArgumentError: the mirror's object store is unusable.
     """
 
     def __init__(
@@ -755,15 +755,15 @@ class StorageProcess:
             engine.trim()
 
     async def flush(self, seconds: float) -> None:
-        """Copy the puts that are missing from the mirror to it, for at most `seconds`.
+        """Finish mirroring puts, taking at most `seconds`.
 
-        Puts that are still missing after that are lost when this process ends.
+        Puts that are not mirrored by then are lost when this process ends.
         """
         if self.mirror is not None and (unmirrored_bytes := await self.mirror.flush_all(seconds)):
             _log.warning(LogMessage("stopped before all puts were mirrored", unmirrored_bytes=unmirrored_bytes))
 
     def end_transfers(self) -> None:
-        """Stop sharing memory with clients of this host, and end all bulk connections."""
+        """Stop sharing memory with clients on this host, and end all bulk connections."""
         if self.shared_memory is not None:
             self.shared_memory.close()
         if self.bulk is not None:
@@ -828,14 +828,14 @@ def _open_shared_memory(settings: ServeSettings, engine: StorageEngine) -> Share
         )
         server.start()
     except OSError as error:
-        reason = f"cannot share memory with clients of this host through {settings.shared_memory_dir}: {error}"
+        reason = f"cannot share memory with clients on this host through {settings.shared_memory_dir}: {error}"
         if settings.shared_memory == "on":
             raise OSError(
                 f"{reason}; set shared_memory_dir to a directory that this user owns, or set shared_memory to off"
             ) from error
         _log.warning(
             LogMessage(
-                "could not share memory with clients of this host; all bytes are sent over the network",
+                "could not share memory with clients on this host; all bytes are sent over the network",
                 path=settings.shared_memory_dir,
                 error=error,
             )

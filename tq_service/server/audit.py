@@ -27,7 +27,7 @@ class AuditLine:
         partition: the partition that caused the refusal, or the first partition that the call names; "" if the call
             names none.
         reason: reason for a refusal.
-        repeats: number of similar refusals, after one with its own line, that this line summarizes.
+        repeats: number of similar refusals summarized by this line; the first one was logged separately.
     """
 
     decision: Literal["refused", "allowed"]

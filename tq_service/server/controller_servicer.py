@@ -107,7 +107,7 @@ class ControllerServicer(
         storages: the storage services.
         waiting: counts waiting calls.
         store: persists the state; None if the state is kept only in memory.
-        shared_memory: whether clients of this host share memory with this process.
+        shared_memory: whether clients on this host share memory with this process.
         controllers: returns the status of each controller in the cluster; empty without a cluster.
 
     Attributes:
@@ -160,7 +160,7 @@ class ControllerServicer(
         self.storages.recover()
 
     def drain(self) -> None:
-        """End calls that wait for samples, watch calls, and streams of calls."""
+        """End streams of calls, watch calls, and calls that wait for samples."""
         self.catalog.drain()
         self.watches.drain()
         self.batches.drain()

@@ -324,7 +324,7 @@ def _question(request: pb.LookupSamplesRequest) -> str:
 
 
 def page_token(request: pb.LookupSamplesRequest) -> str:
-    """Return the page token of a request.
+    """Return a request's page token.
 
     Raises:
         InvalidArgumentError: the token belongs to a request for other samples.

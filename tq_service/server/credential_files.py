@@ -5,10 +5,10 @@ no security. It would even let any client keep the service busy with wrong token
 caller cannot choose the digest of its token, so the duration of a look-up reveals nothing about stored tokens.
 
 The services of one deployment share an internal secret, which distinguishes calls between services from calls by
-clients. Calls between services carry a proof derived from the secret, never the secret itself. For each other use, a
-different value is derived, and no value reveals another. If all services run on one machine and use only its loopback
-address, the secret needs no configuration. A service then creates the secret file in a directory that only its user may
-enter.
+clients. Calls between services carry a proof derived from the secret, never the secret itself. For each other purpose,
+a different value is derived. No derived value reveals another one. If all services run on one machine and use only its
+loopback address, the secret needs no configuration. A service then creates the secret file in a directory that only its
+user may enter.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class ReloadingFiles(ABC):
 
 
 def check_private(path: Path) -> None:
-    """Refuse a secret file that other users may read or change; members of its group may read the file.
+    """Refuse a secret file that other users may read or change. Group members may read the file.
 
     Raises:
         OSError: the file does not exist.
@@ -181,7 +181,7 @@ class ServerCertificate(ReloadingFiles):
 
 
 def check_authorities(setting: str, path: Path) -> None:
-    """Refuse an unusable file of certificate authorities.
+    """Refuse an unusable certificate authority file.
 
     Raises:
         InvalidArgumentError: the file cannot be read or contains no certificates.

@@ -70,7 +70,7 @@ async def register_storage(
 
     Args:
         engine: the engine that stores the puts.
-        keys: receives the key that seals receipts of the puts.
+        keys: receives the key with which receipts for the puts are sealed.
         endpoint: the endpoint at which clients reach the storage service.
         controller: address of the controller; for a cluster, the addresses of its controllers, separated by commas.
         credentials: credentials of this service.

@@ -1,9 +1,9 @@
 """The gRPC port: its TLS and access control, and its incoming connections.
 
 gRPC limits the number of connections, but cannot tell which of them are legitimate. A call that passes access control
-marks its connection as admitted. Every second, a sweep over the sockets of this process closes connections that were
-not admitted within `first_call_seconds`. If one address has too many connections that are not admitted, the sweep
-closes its oldest ones at once. Callers without a token therefore cannot use up all connections.
+marks its connection as admitted. Every second, a sweep over this process's sockets closes connections that were not
+admitted within `first_call_seconds`. If one address has too many connections that are not admitted, the sweep closes
+its oldest ones at once. Callers without a token therefore cannot use up all connections.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Listener:
         return Access(context=self.tls_context, refusal=partial(self.access.refused_scrape, loop))
 
     async def watch(self) -> None:
-        """Reload changed files and write the lines of repeated refusals to the audit log, until cancelled."""
+        """Reload changed files and write audit lines for repeated refusals, until cancelled."""
         await regularly(_LOOK_SECONDS, self._look)
 
     async def _look(self) -> None:
@@ -190,14 +190,14 @@ class _Connection(NamedTuple):
 
 
 class Connections:
-    """Closes connections without an admitted call, and connections of given peers. Without /proc, does nothing.
+    """Closes connections without an admitted call, and connections from given peers. Without /proc, does nothing.
 
     The event loop owns `_admitted_at`. The sweep that is running owns `_connections`.
 
     Args:
-        admitted_at: time of the first admitted call on each connection, by peer. Entries of closed connections are
+        admitted_at: time of the first admitted call on each connection, by peer. Entries for closed connections are
             removed.
-        most: maximum number of connections of the server.
+        most: maximum number of connections to the server.
         first_call_seconds: maximum age of a connection without an admitted call.
     """
 
@@ -300,7 +300,7 @@ def _peer_of(descriptor: int, port: int) -> tuple[str, str] | None:
 
 
 def _close(descriptor: int, inode: int) -> bool:
-    """Shut down a connection, after which gRPC closes its descriptor. Return False if the descriptor was reused."""
+    """Shut down a connection, so that gRPC closes its descriptor. Return False if the descriptor was reused."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
         if os.fstat(connection.fileno()).st_ino == inode:
             connection.shutdown(socket.SHUT_RDWR)

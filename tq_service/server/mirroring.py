@@ -1,4 +1,4 @@
-"""The mirror of a storage service, and the puts that the service has taken over from lost storage services."""
+"""A storage service's mirror, and the puts that the service has taken over from lost storage services."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Adopted:
 
     Attributes:
         engine: stores the puts.
-        keys: receipt keys of the registrations under the old name. No receipts are issued for adopted puts.
+        keys: receipt keys for the registrations under the old name. No receipts are issued for adopted puts.
         registration: tracks the registration under the old name.
         tasks: the background tasks for these puts.
     """
@@ -65,7 +65,7 @@ class Adopted:
 
 
 class Mirroring:
-    """The mirror of a storage service, and the instances that the service has taken over. Confined to one event loop.
+    """A storage service's mirror, and the instances that the service has taken over. Confined to one event loop.
 
     Args:
         objects: the object store; `close` closes it.
@@ -73,7 +73,7 @@ class Mirroring:
         node: name of this service's machine.
         copies: desired number of copies of each put.
         required: minimum number of copies of each put.
-        offered_bytes: bytes of memory offered for objects of other nodes.
+        offered_bytes: bytes of memory offered for other nodes' objects.
         supervisor: runs background tasks.
 
     Attributes:
@@ -242,7 +242,7 @@ class Mirroring:
             await self.leave(adopted)
 
     async def _watch(self, adopted: Adopted) -> None:
-        """Release an adopted instance after its puts have all been freed for a while."""
+        """Release an adopted instance some time after all its puts have been freed."""
         idle_seconds = 0.0
         while idle_seconds < _IDLE_SECONDS:
             await asyncio.sleep(_LOOK_SECONDS)

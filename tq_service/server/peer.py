@@ -1,4 +1,4 @@
-"""Connections to other services of the same deployment, and logging of their outages."""
+"""Connections to other services in the same deployment, and logging of their outages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NO_ANSWER: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEE
 
 
 class Peer(Generic[Stub]):
-    """A channel to another service of the deployment, and the stub for calls on it. Confined to one event loop.
+    """A channel to another service in the deployment, and the stub for calls on it. Confined to one event loop.
 
     Args:
         address: address of the other service.

@@ -121,7 +121,7 @@ class Puts:
         find: returns the storage service that holds an instance's puts, or None if the instance is unknown.
         require: returns the storage service that holds an uncommitted put, or raises an error if the put cannot be
             committed.
-        snapshot_cells: returns the current cells of the samples, by partition.
+        snapshot_cells: returns the samples' current cells, by partition.
         after_durable: calls its argument once all changes made so far are durable.
         supervisor: runs the background task.
 
@@ -389,7 +389,7 @@ class KnownPuts:
                 yield put_cells(cells)
 
     def pieces(self) -> Iterator[storage_control_pb2.ReconcilePutsRequest]:
-        """Yield all messages of the list except the first, each with about a thousand puts. Thread-safe."""
+        """Yield all messages in the list except the first, each with about a thousand puts. Thread-safe."""
         staying = iter(self.staying())
         while some := list(islice(staying, _MOST_PUTS)):
             yield storage_control_pb2.ReconcilePutsRequest(staying_put_ids=some)
@@ -542,7 +542,7 @@ class Commits:
             )
 
     async def add_all_meta(self, request: commit_pb2.CommitRequest, answer: commit_pb2.CommitResponse) -> None:
-        """If requested, add the current metadata of the samples to the answer to a commit.
+        """If requested, add the samples' current metadata to the answer to a commit.
 
         The metadata of many samples is read in parts, yielding to the event loop between parts. It is not recorded with
         the answer, because recorded answers are stored for hours, including on disk.

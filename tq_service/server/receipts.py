@@ -106,7 +106,7 @@ class ReceiptKeys:
 
 
 class ReceiptBook:
-    """Opens receipts issued by one process of a storage service, and tracks which receipts are no longer valid.
+    """Opens receipts issued by one storage service process, and tracks which receipts are no longer valid.
 
     Attributes:
         key: the key that seals the receipts.
@@ -138,7 +138,7 @@ class ReceiptBook:
 
         Args:
             receipt: bytes sent by the client, which may not be a receipt.
-            put_id: id of the put that the receipt must be for.
+            put_id: id of the put for which the receipt must have been issued.
             partition_id: the partition that the put must belong to.
 
         Raises:

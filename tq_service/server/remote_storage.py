@@ -1,6 +1,7 @@
 """The controller's view of a storage service in another process.
 
-Committed and freed puts are reported to the service in batches and in order; each batch is resent until it is answered.
+Committed and freed puts are reported to the service in batches and in order; each batch is resent until the service
+answers.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class RemoteStorage:
     freed.
 
     Args:
-        request: the first heartbeat of the process.
+        request: the process's first heartbeat.
         known: returns those of the service's puts that the controller currently knows.
         silence_seconds: time without a heartbeat after which no more puts are placed in the service.
         credentials: credentials of this controller.
@@ -153,7 +154,7 @@ class RemoteStorage:
 
     @property
     def max_bytes(self) -> int | None:
-        """Quota of the service in bytes; None if its capacity is unlimited."""
+        """The service's quota in bytes; None if its capacity is unlimited."""
         return self.heard.max_bytes
 
     def free_bytes(self) -> int:
@@ -348,7 +349,7 @@ def _closing_is_an_error() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _typed_errors() -> Iterator[None]:
-    """Convert errors of a call to TqErrors. If the service rejects its controller, clients receive UnavailableError."""
+    """Convert a call's errors to TqErrors. If the service rejects its controller, clients receive UnavailableError."""
     try:
         with _closing_is_an_error():
             yield

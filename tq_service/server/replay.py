@@ -86,7 +86,7 @@ class ReadOnly(Middleware):
 
 
 class ReplayServicer(controller_service_pb2_grpc.ControllerServiceServicer):
-    """Answers the claims of ranks with recorded steps.
+    """Answers ranks' claims with recorded steps.
 
     Args:
         steps: the steps to serve, as returned by `Recording.select`.

@@ -97,7 +97,7 @@ class EngineDriver:
         Args:
             engine: this process's engine.
             mirroring: provides the engines of instances taken over from other storage services; None without a mirror.
-            keys: receipt keys of controllers in other processes; None if the controller is in this process.
+            keys: receipt keys for controllers in other processes; None if the controller is in this process.
         """
         self._engine = engine
         self._mirroring = mirroring
@@ -178,7 +178,7 @@ class EngineDriver:
         return await engine.open_long_read(runs, list(request.put_ids), request.slices)
 
     def engine_of(self, boot_id: bytes) -> StorageEngine:
-        """Return the engine for an instance id: this service's own, or that of an instance that it has taken over.
+        """Return the engine for an instance id: this service's own engine, or that of an instance taken over.
 
         Raises:
             DataLossError: the instance is unknown to this storage service.
@@ -210,9 +210,9 @@ class StorageServicer:
         engine: the engine that stores the bytes.
         endpoint: the endpoint at which clients reach the engine.
         commits: commits puts to the controller in this process; None if the controller is in another process.
-        keys: receipt keys of controllers in other processes; not needed if the controller is in this process.
+        keys: receipt keys for controllers in other processes; not needed if the controller is in this process.
         controller_id: id of the controller in this process.
-        shared_memory: shares memory with clients of this host; None if shared memory is off.
+        shared_memory: shares memory with clients on this host; None if shared memory is off.
         bulk: transfers the bytes of large puts and gets; None if the bulk port is off.
         bulk_address: address of the bulk port for clients, sent as `StatResponse.bulk_address`.
         stall_seconds: maximum time for which a stream's client may transfer no bytes.
@@ -525,7 +525,7 @@ class StorageServicer:
         progress: Progress,
         stack: contextlib.ExitStack,
     ) -> Transfer:
-        """Open the bulk transfer of a get, which takes over the resources on `stack` and is closed with `stack`."""
+        """Open the bulk transfer for a get, which takes over the resources on `stack` and is closed with `stack`."""
         slices = await reading.gather_list(without)
 
         def send(connection: BulkConnection, start: int, end: int, moved: Moved) -> None:

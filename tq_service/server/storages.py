@@ -1,4 +1,4 @@
-"""The storage services of a controller: registration, placement of puts, and look-up of a put's service."""
+"""A controller's storage services: registration, placement of puts, and look-up of a put's service."""
 
 from __future__ import annotations
 
@@ -123,15 +123,15 @@ Storage: TypeAlias = EmbeddedStorage | RemoteStorage
 
 
 class StorageRegistry:
-    """All storage services of a controller, by name.
+    """All of a controller's storage services, by name.
 
     Args:
         embedded: the storage service in this process, or None.
         heartbeat_seconds: interval at which storage services in other processes send heartbeats.
         credentials: credentials of this controller.
-        snapshot_cells: returns the current cells of the samples, by partition.
+        snapshot_cells: returns the samples' current cells, by partition.
         controller_id: id of this controller as the owner of puts, kept across restarts; None for a random id.
-        epoch: returns the epoch of this controller in its cluster; 0 without a cluster.
+        epoch: returns this controller's epoch in its cluster; 0 without a cluster.
         after_durable: calls its argument once all changes made so far are durable.
         takes_heartbeats: returns whether heartbeats currently reach the registry instead of being refused by
             middleware.
@@ -384,8 +384,8 @@ class StorageRegistry:
 
         Args:
             size_bytes: size of the put.
-            put_id: id of the put, or b"" for a new put. A put that was placed before has failed, so another service is
-                chosen.
+            put_id: id of the put, or b"" for a new put. If the put was placed before, that attempt has failed, so
+                another service is chosen.
 
         Raises:
             UnavailableError: no storage service is available.
@@ -448,7 +448,7 @@ class StorageRegistry:
         return first
 
     def _granted(self, first: Storage, spare: Mapping[Storage, int]) -> list[Storage]:
-        """Return the services for further small puts, starting with `first`, each in proportion to its spare bytes.
+        """Return the services for further small puts, `first` and others, each as often as its spare bytes warrant.
 
         The embedded storage is returned alone, since clients reach it in a different way.
         """

@@ -22,7 +22,7 @@ class Supervisor:
     running -> `fatal` -> callbacks registered with `on_fatal`, in order -> the owner of the service stops it
 
     Attributes:
-        failure: the error that made the service fail, or None.
+        failure: the error that caused the service to fail, or None.
     """
 
     def __init__(self) -> None:

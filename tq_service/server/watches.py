@@ -1,4 +1,4 @@
-"""Watch calls, which send changes of partitions to clients at a limited total rate.
+"""Watch calls, which send partition changes to clients at a limited total rate.
 
 Sending is expensive, so its rate is limited. A change is sent at once if nothing was sent for a while, otherwise in the
 next round. The interval between rounds grows with the number of watch calls. An answer that fits in one message is

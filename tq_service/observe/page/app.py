@@ -144,7 +144,7 @@ def _is_ip_address(name: str) -> bool:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that closes the feed at shutdown, before it waits for connections, and ignores signals."""
+    """A uvicorn server that ignores signals, and at shutdown closes the feed before it waits for connections."""
 
     def __init__(self, config: uvicorn.Config, feed: Feed, on_started: Callable[[], None]) -> None:
         super().__init__(config)

@@ -29,7 +29,7 @@ class Feed:
 
         run: status, frame, status, frame, ...      frames: one iterator per browser, each with the newest frame only
 
-    Use a feed on one event loop only.
+    Confined to one event loop.
 
     Args:
         client: client of the service.
@@ -164,7 +164,7 @@ def status_of(status: ServiceStatus, trends: Trends, now: float) -> dict[str, An
     Args:
         status: the last status read from the service.
         trends: trends that already include `status`.
-        now: current time in seconds, on the clock passed to `Trends.see`.
+        now: current time in seconds, on the clock used for `Trends.see`.
     """
     shown = heapq.nlargest(
         MOST_PARTITIONS,

@@ -31,14 +31,15 @@ def _row_curve() -> Curve:
 
 @dataclass(slots=True)
 class PartitionTrend:
-    """The recent history of a partition.
+    """A partition's recent history.
 
     Attributes:
-        changed_at: time at which any of the partition's counts last changed, in seconds on the clock of `Trends.see`.
+        changed_at: time at which any of the partition's counts last changed, in seconds on the clock used for
+            `Trends.see`.
         seen: description of the partition in the last status.
         present: curve of the number of samples that are not cleared.
-        inserted_per_second: curve of the rate of inserted samples.
-        delivered_per_second: curves of the rate of delivered samples, by task.
+        inserted_per_second: curve of the sample insertion rate.
+        delivered_per_second: curves of the sample delivery rate, by task.
     """
 
     changed_at: float

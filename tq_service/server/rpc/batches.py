@@ -1,4 +1,4 @@
-"""Unary calls that a client sends together in one stream. Each is handled like a separate call.
+"""Unary calls that a client sends together in one stream. Each call is handled as if it were sent separately.
 
     stream is read -> one task per call, with all middleware -> answers are collected -> answers are written
 
@@ -52,7 +52,7 @@ class _Details(NamedTuple):
 class _Call:
     """A call in a stream, which is also the context that its handler receives.
 
-    A call ends once its answer has been written. A cancelled call receives no answer and ends immediately.
+    A call ends once its answer has been written. A cancelled call ends without an answer.
 
     Attributes:
         call_id: id chosen by the client.
@@ -90,7 +90,7 @@ class _Call:
     # The methods of a gRPC context that handlers and middleware use
 
     async def read(self) -> Any:
-        """Return the request when called first, and EOF when called again."""
+        """Return the request the first time, and EOF on later calls."""
         request, self._request = self._request, None
         return grpc.aio.EOF if request is None else request
 
@@ -350,7 +350,7 @@ def _check_size(name: str, size: int, most: int) -> None:
 
 
 class Batches:
-    """The streams of calls to a server. Confined to the server's event loop.
+    """A server's streams of calls. Confined to the server's event loop.
 
     Args:
         services: finds the calls' handlers.

@@ -149,7 +149,7 @@ class Services(grpc.GenericRpcHandler):
         return handler
 
     def _wrapped(self, inner: Handler, method: Method, caller: Caller, middleware: Sequence[Middleware]) -> Handler:
-        """Wrap a handler in middleware. For a refused caller, the result raises an error without reading requests.
+        """Wrap a handler in middleware. For a refused caller, the handler fails without reading requests.
 
         Every method is registered with a request stream, which lets the inbox decide when to read.
         """
@@ -284,7 +284,7 @@ def _log_end(method: Method, caller: Caller, request: Any, context: Context, *, 
 
 
 def _request_id(message: Any) -> bytes | None:
-    """Return the id that all attempts of a call share: its request_id, its commit's request_id, or its put_id."""
+    """Return the id shared by all attempts of a call: its request_id, its commit's request_id, or its put_id."""
     header = getattr(message, "header", message)
     for part in (message, getattr(message, "commit", None), header, getattr(header, "commit", None)):
         if request_id := getattr(part, "request_id", b""):
@@ -307,7 +307,7 @@ class RunningCalls(Middleware):
 
     Attributes:
         count: number of running calls.
-        rejected: number of calls rejected since the last report, by name of the limit or quota.
+        rejected: number of calls rejected since the last report, by the name of the limit or quota.
     """
 
     def __init__(self, most: int = sys.maxsize) -> None:
@@ -514,12 +514,12 @@ _SERVICE: Final = make_token(name="internal-secret", sha256="0" * 64, roles=["se
 class AccessControl(Middleware):
     """Identifies the caller of each call, and refuses calls that the caller is not allowed to make.
 
-    A call without a valid token is refused before its request is read; so is a call of an internal method without the
+    A call without a valid token is refused before its request is read; so is a call to an internal method without the
     internal secret. If a token lacks the required role, or does not cover a partition named in the request, the call is
     refused after its request has been read.
 
     Args:
-        audit: the log of refused calls and of administrative calls.
+        audit: the log of refused calls and administrative calls.
         tokens: the valid tokens; None if everyone may call all methods except internal ones.
         secret: the secret shared by the services of this deployment; None if only tokens identify services.
         stall_seconds: maximum time to wait for a stream's first message, which determines whether the call is allowed.
@@ -649,7 +649,7 @@ class AccessControl(Middleware):
         return lambda request, context: self._lasting.run(call(request, context), token)
 
     def refused_scrape(self, loop: asyncio.AbstractEventLoop, authorization: str, peer: str) -> str | None:
-        """Return the reason to refuse a metrics scrape with this header, or None to allow it. Thread-safe."""
+        """Return the reason for refusing a metrics scrape with this header, or None to allow it. Thread-safe."""
         if self._tokens is None:
             return None
         token, refusal = None, self._no_token.refusal
@@ -742,7 +742,7 @@ def _other_protocol(agent: str) -> Caller | None:
 
 
 def _lack(method: Method, token: Token) -> Refusal | None:
-    """Return a refusal if a token does not allow any call of a method; otherwise return None."""
+    """Return a refusal if a token does not allow any call to a method; otherwise return None."""
     if not method.roles:
         return _denied(
             "no rule for the method", f"{method.short_name} has no access rule in its proto, so all calls are refused"
@@ -788,6 +788,6 @@ def _text(value: str | bytes | None) -> str:
 
 
 def _bearer(authorization: str) -> str | None:
-    """Return the bearer token of an authorization header, or None."""
+    """Return the bearer token from an authorization header, or None."""
     scheme, _, secret = authorization.partition(" ")
     return secret.strip() if scheme.lower() == TOKEN_SCHEME.strip().lower() else None

@@ -34,7 +34,7 @@ GRACE_SECONDS: Final = 10.0
 
 RETRY_AFTER_SECONDS: Final = 1.0
 MAX_OPEN_REQUEST_BYTES: Final = 4096
-"""Maximum size in bytes of requests of methods that need no token; these requests only name a service."""
+"""Maximum size in bytes of requests to methods that need no token; these requests only name a service."""
 
 MAX_WAITING_BYTES: Final = 32 << 20
 """Maximum total size in bytes of the requests of running calls that may wait for samples or capacity."""
@@ -45,7 +45,7 @@ _ROUNDED_SHARE: Final = 0.035
 """gRPC rounds timeouts up when it sends them, or reuses a recent timeout up to 3.3 % longer (both measured)."""
 
 needs_no_turn: Final[ContextVar[bool]] = ContextVar("needs_no_turn", default=False)
-"""Whether the current call reads without a turn, since its next message may arrive late, as in a batch."""
+"""Whether the current call reads without a `Turn`, because its next message may arrive late, as in CallMany."""
 
 
 def wait_until(context: Context) -> float | None:
@@ -57,7 +57,7 @@ def wait_until(context: Context) -> float | None:
 
 
 def too_many_calls(limit_name: str, got: int, limit: int, whose: str = "") -> LimitExceededError:
-    """Return the error for a call beyond a limit on concurrent calls."""
+    """Return the error for a call that exceeds a limit on concurrent calls."""
     return _beyond(
         limit_name,
         got,
@@ -329,8 +329,8 @@ class Inbox:
     """The limits on requests that all calls to a server share.
 
     Attributes:
-        open_calls: lane for requests of methods that need no token.
-        requests: lane for requests of other methods, and for the first message of each stream.
+        open_calls: lane for requests to methods that need no token.
+        requests: lane for requests to other methods, and for the first message of each stream.
         frames: lane for the other messages of streams; a message's turn lasts until the next message is read.
         large: lane for requests sent in parts; a turn lasts until the call ends or `waiting_bytes` includes the
             request.

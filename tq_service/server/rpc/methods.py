@@ -1,4 +1,4 @@
-"""The table of gRPC methods, and the interface of middleware for their calls.
+"""The table of gRPC methods, and the interface for middleware that handles their calls.
 
 The option `rule` in the protos describes each method (protos/tq_service/v1/method_rule.proto). This module reads the
 rules from the descriptors. For gRPC's standard services, whose protos have no such option, this module defines the
@@ -249,7 +249,7 @@ class Caller:
         name: name of the caller's token; "" if unknown.
         token: the caller's token, which contains its permissions; None if the caller may make all calls except internal
             ones.
-        refusal: if all calls of the caller are refused before their requests are read, the reason; otherwise None.
+        refusal: the reason, if all of the caller's calls are refused before their requests are read; otherwise None.
         handlers: handlers for the caller's calls by method name, created on first use.
     """
 
@@ -260,7 +260,7 @@ class Caller:
 
 
 class Middleware:
-    """One concern that applies to all calls. Subclasses override one or both methods. Confined to one event loop."""
+    """A concern that applies to all calls. Subclasses override one or both methods. Confined to one event loop."""
 
     def admit(self, method: Method, details: grpc.HandlerCallDetails) -> Caller | None:
         """Return a call's caller, identified by the call's metadata, or None to let other middleware decide.
@@ -271,7 +271,7 @@ class Middleware:
         return None
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Wrap `behavior`, the next handler inward, for a caller's calls of a method.
+        """Wrap `behavior`, the next handler inward, for a caller's calls to a method.
 
         This method runs once per method and caller, so middleware that does not apply to a method adds no cost to its
         calls.
