@@ -70,7 +70,7 @@ def test_columns_of_a_csv_file_are_added_up(tmp_path):
 @pytest.mark.parametrize(
     ("text", "arguments", "message"),
     [
-        ("a,b\n1,2\n", [], "line 1: got 'a,b', expected a token count of at least 0; name the columns"),
+        ("a,b\n1,2\n", [], "line 1: got 'a,b', expected a token count of at least 0; select CSV columns"),
         ("5\n-3\n", [], "line 2: got '-3'"),
         ("a,b\n1,2\n", ["--column", "c"], "got 'c', expected one of a, b"),
         ("a,b\n1\n", ["--column", "b"], "line 2, column b: got ''"),

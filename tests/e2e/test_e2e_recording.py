@@ -227,7 +227,7 @@ def test_a_replay_refuses_what_it_has_not(tmp_path: Path) -> None:
             ) as caught:
                 change()
             assert caught.value.reason == "READ_ONLY"
-        with pytest.raises(tq.errors.InvalidArgumentError, match="the request is that of a queue worker"):
+        with pytest.raises(tq.errors.InvalidArgumentError, match="the request comes from a queue worker"):
             client.get_meta(data_fields=["text"], **claim)
         ranked = {"dp_rank": 0, "batch_index": 0, "data_fields": ["text"]}
         with pytest.raises(tq.errors.RankDisagreementError, match="planned for 2 ranks; set dp_size to 2"):

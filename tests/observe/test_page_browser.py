@@ -277,7 +277,7 @@ def test_a_restart_of_the_service_is_survived_and_told_apart_from_an_outage(
     page.wait(lambda: page.text("#state-text") == "serving" and not page.one("#banner").is_displayed(), "it is back")
     assert "5" in page.row("train@0")
     events = page.text("#events")
-    assert "is unreachable" in events and "is back after" in events and "was restarted; it has 1 partition" in events
+    assert "is unreachable" in events and "is back after" in events and "was restarted with 1 partition" in events
     client.put("train@0", {"x": np.zeros(2)})
     page.wait(lambda: "7" in page.row("train@0"), "it follows on")
 

@@ -284,7 +284,7 @@ def test_who_has_no_session_or_sends_bytes_is_refused(server: LiveServer) -> Non
         with pytest.raises(grpc.RpcError) as failure:
             server.storage.PutInline(wrong)
         assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "a put with allocates set must not have" in str(failure.value.details())
+        assert "a put with allocates set must not contain" in str(failure.value.details())
     session.close()
 
 

@@ -250,7 +250,7 @@ def test_a_storage_service_with_another_secret_says_so_once(
     until(lambda: sum(record.name == LOGGER_NAME for record in caplog.records) >= 5)
     said = [record for record in caplog.records if "controller rejects this service" in record.getMessage()]
     assert len(said) == 1
-    assert "caller's internal secret differs from that of this service" in said[0].getMessage()
+    assert "caller's internal secret differs from this service's" in said[0].getMessage()
     assert controller.app.controller.storages.count == 0
     assert storage.storage.Stat(storage_pb.StatRequest()).put_count == 0  # it answers what it can
 

@@ -33,7 +33,7 @@ ADDRESS_HELP: Final = (
 # TLS options of the CLI; clients read the same environment variables. There is no option for the token itself, since
 # every user of a machine can read the command lines of all processes.
 _TLS_FILES: Final = {
-    "ca": "File of certificate authorities (PEM) for verifying the service's certificate; enables TLS.",
+    "ca": "Certificate authority file (PEM) for verifying the service's certificate; enables TLS.",
     "cert": "Client certificate (PEM), if the service requires one.",
     "key": "Private key (PEM) of the client certificate.",
 }

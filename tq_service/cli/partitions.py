@@ -270,13 +270,13 @@ def show_tasks(client: Client, partition: Partition, task: TaskOrAll = None) -> 
     tasks = [each for each in described.tasks if task in {None, each.task_name}]
     if task is not None and not tasks:
         raise TaskNotFoundError(
-            f"no task {task!r} has requested samples of partition {partition!r}; "
+            f"no task {task!r} has requested samples from partition {partition!r}; "
             f"{nearest(task, [each.task_name for each in described.tasks])}",
             metadata={"partition_id": partition, "task_name": task},
         )
     yield {"tasks": tasks, "waits": waits}
     if not tasks:
-        yield f"no task has requested samples of partition {partition!r}"
+        yield f"no task has requested samples from partition {partition!r}"
     for each in tasks:
         yield f"task {each.task_name} of partition {partition}"
         for name, value in _facts(each, described):

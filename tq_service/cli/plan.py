@@ -105,7 +105,7 @@ def _count(text: str | None, where: str) -> int:
     except ValueError:
         value = -1
     if not 0 <= value < 2**40:
-        hint = "; name the columns of a CSV file with --column" if "," in (text or "") else ""
+        hint = "; select CSV columns with --column" if "," in (text or "") else ""
         raise typer.BadParameter(
             f"{where}: got {(text or '').strip()!r}, expected a token count of at least 0{hint}", param_hint="--lengths"
         )

@@ -82,7 +82,7 @@ _OF_BACKLOG: Final = (
     (
         GaugeMetricFamily,
         "task_ready_samples",
-        "Samples that the task could claim now with the conditions of its last claim.",
+        "Samples that the task could claim now under the conditions of its last claim.",
     ),
     (GaugeMetricFamily, "task_oldest_version", "Lowest version among a task's pending samples."),
     (
@@ -458,7 +458,7 @@ def of_storage(storage_id: str, own: EngineStat, adopted: Sequence[EngineStat]) 
         (_gauge, "pooled_bytes", "Bytes of unused memory kept for reuse.", own.pooled_bytes),
         (_gauge, "puts", "Number of stored puts.", own.put_count),
         (_gauge, "uncommitted_puts", "Puts waiting to be committed.", own.uncommitted_put_count),
-        (_gauge, "damaged_puts", "Puts that are known to have lost bytes.", own.damaged_put_count),
+        (_gauge, "damaged_puts", "Puts known to have lost bytes.", own.damaged_put_count),
         (_counter, "written_bytes", "Bytes written by completed puts.", own.written_bytes),
         (_counter, "read_bytes", "Bytes requested by reads.", own.read_bytes),
     ]

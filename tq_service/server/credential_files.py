@@ -615,8 +615,8 @@ def find_secret(settings: ServeSettings, *, has_tokens: bool) -> InternalSecret 
     raise InvalidArgumentError(
         f"a service of role {settings.role} must distinguish calls by other services from calls by clients. Set the "
         "same internal_secret_file (--internal-secret-file, TQ_INTERNAL_SECRET_FILE; create it with "
-        "`openssl rand -hex 32`) for all services. Or set auth_tokens_file and peer_token_file for all services, with "
-        "tokens of role service (docs/security.md)",
+        "`openssl rand -hex 32`) for all services. Alternatively, set auth_tokens_file and peer_token_file for all "
+        "services, with tokens of role service (docs/security.md)",
         field="internal_secret_file",
     )
 

@@ -45,7 +45,7 @@ _REFUSALS = {
     grpc.StatusCode.UNIMPLEMENTED,
 }
 _TAKES_NONE = (
-    "the controller does not accept storage services; start it with the internal_secret_file of this service, or with "
+    "the controller does not accept storage services; start it with this service's internal_secret_file, or with "
     "tokens of role service"
 )
 

@@ -122,7 +122,7 @@ class Listener:
             )
             _log.critical(
                 LogMessage(
-                    f"INSECURE: {risk}. Use TLS and tokens, see docs/security.md",
+                    f"INSECURE: {risk}. Use TLS and tokens; see docs/security.md",
                     address=join_address(settings.host, port),
                 )
             )

@@ -191,7 +191,7 @@ class Puts:
         """Refuse to commit a put again, since clearing one commit's samples would also free the other's cells."""
         if put in self._committed:
             raise AlreadyExistsError(
-                f"put {put.put_id.hex()} is already committed under another request_id; put data once per commit",
+                f"put {put.put_id.hex()} is already committed under another request_id; put the data again",
                 metadata={"resource_type": "put", "resource_name": put.put_id.hex()},
             )
 
@@ -630,7 +630,7 @@ class Commits:
             if for_existing_rows and self.makes_samples(request.write):
                 raise QuotaExceededError(
                     f"put {put.put_id.hex()} was sent with for_existing_rows, but its commit creates samples, which "
-                    "must not use the reserve of existing rows; put the data again without for_existing_rows",
+                    "must not use capacity reserved for existing rows; put the data again without for_existing_rows",
                     metadata={"limit_name": "reserve", "put_id": put.put_id.hex()},
                 )
             return self._puts.commit(put)

@@ -172,7 +172,7 @@ class ReceiptBook:
         if said.partition_id != partition_id:
             raise InvalidArgumentError(
                 f"put {put_id.hex()} does not belong to partition {partition_id!r}; commit it to the partition in the "
-                "header of the put",
+                "put's header",
                 field="partition_id",
             )
         if said.given_at < self._valid_from or put_id in self._revoked:
@@ -187,8 +187,8 @@ class ReceiptBook:
 def not_registered(controller_id: bytes) -> UnavailableError:
     """Return the error for a put to a storage service that is not registered with the put's controller."""
     return UnavailableError(
-        f"this storage service is not registered with controller {controller_id.hex()}, which the put is for; request "
-        "a placement from the controller (PlacePut), and retry"
+        f"this storage service is not registered with controller {controller_id.hex()}, the put's controller; "
+        "request a placement from that controller (PlacePut), and retry"
     )
 
 

@@ -99,7 +99,7 @@ class StepRecording:
         own = (self._engine.storage_id, self._engine.boot_id)
         storages = [(each.storage_id, each.boot_id) for each in meta.locations.storages]
         if any(each != own for each in storages):
-            self._recorder.skip("some of its samples are in another storage service")
+            self._recorder.skip("some of the batch's samples are in another storage service")
             return _nothing
         return self._recorder.take(step, [put.put_id for put in meta.locations.puts], self._engine.keep)
 

@@ -124,7 +124,7 @@ class ReplayServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         rank = rank_of(request)
         if rank is None:
             raise InvalidArgumentError(
-                "this replay contains only batches of ranks, but the request is that of a queue worker; set "
+                "this replay contains only batches of ranks, but the request comes from a queue worker; set "
                 "batch_index, dp_rank and dp_size",
                 field="batch_index",
             )
@@ -204,8 +204,8 @@ class ReplayServicer(controller_service_pb2_grpc.ControllerServiceServicer):
                 part.ClearField(name)
             return pb.LocateResponse(meta=part)
         raise SampleNotFoundError(
-            f"no recorded batch contains all of the {len(wanted)} requested samples, such as {wanted[:1]}; request "
-            "samples of a single batch",
+            f"no recorded batch contains all of the {len(wanted)} requested samples (the first is {wanted[:1]}); "
+            "request samples of a single batch",
             metadata={"partition_id": request.partition_id, "global_index": str(next(iter(indexes), ""))},
         )
 

@@ -475,7 +475,7 @@ class StorageServicer:
         for limit_name, count, limit in counts:
             if count >= limit and self._engine.partition_of(header.put_id) is None:
                 raise LimitExceededError(
-                    f"this storage service stores {count} of at most {limit} puts allowed by {limit_name}; put more "
+                    f"this storage service already stores {count} puts, and {limit_name} allows {limit}; put more "
                     "samples per call, or clear consumed samples",
                     retry_after_seconds=RETRY_AFTER_SECONDS,
                     metadata={"limit_name": limit_name, "got": str(count + 1), "limit": str(limit)},
@@ -690,7 +690,7 @@ def _check_allocates(request: pb.PutInlineRequest) -> None:
     for name, is_wrong in (("values", request.values), ("commit", header.HasField("commit")), ("columns", has_objects)):
         if is_wrong:
             raise InvalidArgumentError(
-                "a put with allocates set must not have values, a commit, or object columns; send only numeric "
+                "a put with allocates set must not contain values, a commit, or object columns; send only numeric "
                 "columns, and call Commit once the data is written",
                 field=name,
             )
@@ -721,7 +721,7 @@ async def _receive_region(pending: PendingPut, session: Session, parts: AsyncIte
         await context.send_initial_metadata(((SEND_AS_KEY, SEND_AS_REGION), (REGION_KEY, named)))
         await _read_end(parts, "shared memory")
     if not offer.is_filled:
-        raise UnavailableError("the client did not fill the shared memory of the put; retry over gRPC")
+        raise UnavailableError("the client did not fill the put's shared memory; retry over gRPC")
     await pending.end_filling()
 
 
@@ -734,7 +734,7 @@ async def _receive_fd(pending: PendingPut, session: Session, parts: AsyncIterato
         try:
             await pending.map_fd(take_fd())
         except OSError as error:
-            raise UnavailableError(f"the shared memory of a put cannot be used: {error}") from error
+            raise UnavailableError(f"a put's shared memory cannot be used: {error}") from error
 
 
 def _progress_bytes(part: Part) -> int:

@@ -399,7 +399,7 @@ class StorageRegistry:
         if not fitting:
             largest = max(each.max_bytes or 0 for each in known)
             raise QuotaExceededError(
-                f"a put of {size_bytes} bytes is larger than the largest quota of a storage service, {largest} bytes; "
+                f"a put of {size_bytes} bytes exceeds the largest quota of any storage service, {largest} bytes; "
                 f"split the put, or raise max_bytes",
                 metadata={"limit_name": "max_bytes", "got": str(size_bytes), "limit": str(largest)},
             )
@@ -476,7 +476,9 @@ class StorageRegistry:
         """
         storage = self._find(put.storage_id, put.boot_id)
         if storage is None and put.storage_id not in self._storages:
-            raise UnavailableError(f"storage service {put.storage_id!r} has not registered here yet; retry later")
+            raise UnavailableError(
+                f"storage service {put.storage_id!r} has not registered with this controller yet; retry later"
+            )
         if storage is None:
             raise DataLossError(
                 f"storage service {put.storage_id!r} has restarted since the put; put the data again",

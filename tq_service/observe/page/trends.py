@@ -222,7 +222,7 @@ class EventLog:
         """Record an event for each difference between two successive statuses."""
         if before.service.instance_id != status.service.instance_id:
             what = _counted(len(status.partitions), "partition")
-            self.note(now, "restarted", f"the service was restarted; it has {what}")
+            self.note(now, "restarted", f"the service was restarted with {what}")
         # Adopted storages are skipped: a service whose puts were taken over may share its name with a live service.
         silent = {storage.storage_id: storage.is_silent for storage in before.own_storages}
         for storage in status.own_storages:

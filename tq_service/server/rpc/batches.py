@@ -248,7 +248,7 @@ class _Stream:
             )
         if asked.call_id in self._open:
             raise InvalidArgumentError(
-                f"call_id is {asked.call_id}, which an open call of this stream uses; use a unique call_id",
+                f"call_id is {asked.call_id}, which an open call in this stream uses; use a unique call_id",
                 field="calls.call_id",
             )
         call = _Call(self._context, asked)

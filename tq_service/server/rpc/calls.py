@@ -499,11 +499,11 @@ _NO_TOKEN: Final = "this service requires a bearer token, but the call has none;
 # Unknown and expired tokens get the same message: whoever finds a token must not learn whether it was ever valid.
 _BAD_TOKEN: Final = "the call's token is invalid: it is unknown here or has expired; request a new token"  # noqa: S105
 _NO_PROOF: Final = (
-    "this call is reserved for the services of a deployment, but has no proof of their internal secret; clients must "
+    "this call is reserved for the services of a deployment, but lacks proof of their internal secret; clients must "
     "use other calls. Set the same internal_secret_file for all services"
 )
 _WRONG_PROOF: Final = (
-    "the caller's internal secret differs from that of this service; set the same internal_secret_file for all "
+    "the caller's internal secret differs from this service's; set the same internal_secret_file for all "
     "services of a deployment"
 )
 _AGENT: Final = re.compile(r"tq-service/(\S+) \(protocol (\d+)\)")
@@ -625,7 +625,7 @@ class AccessControl(Middleware):
             if looks_at_request:
                 message = request
                 if method.has_request_stream:
-                    waiting = Progress(self._stall_seconds, "the first message of the stream did not arrive")
+                    waiting = Progress(self._stall_seconds, "the stream's first message did not arrive")
                     message = await waiting.wait_for(request.begin())
                 named = self._named_by(method, message)
             if refusal is not None:

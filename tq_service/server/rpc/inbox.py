@@ -465,7 +465,7 @@ class Requests:
         try:
             message = self._deserialize(data)
         except DecodeError:
-            raise _unreadable(f"its {len(data)} bytes are not a message of this method") from None
+            raise _unreadable(f"its {len(data)} bytes are not a valid message for this method") from None
         if isinstance(message, Garbled):
             raise _unreadable(message.reason)
         return message
