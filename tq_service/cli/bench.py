@@ -207,7 +207,7 @@ async def _measure_bulk(client: AsyncClient, seconds: float, size_bytes: int) ->
     column = np.random.default_rng(0).random((rows, _ROW_BYTES // 4), dtype=np.float32)
     puts: list[float] = []
     gets: list[float] = []
-    async with _partition(client) as partition_id:  # a first get, not measured, imports torch if installed
+    async with _partition(client) as partition_id:  # an unmeasured first get imports torch, if installed
         await client.get_data(await client.put(partition_id, {"column": column[:1]}))
     until = time.perf_counter() + seconds
     while not gets or time.perf_counter() < until:

@@ -41,7 +41,7 @@ DEADLETTER = make_group("""\
   tq-service deadletter requeue train@3 reward
   tq-service deadletter requeue train@3 reward 17 18""")
 
-_MOST_SHOWN = 6  # maximum number of values to show of a tensor
+_MOST_SHOWN = 6  # maximum number of a tensor's values to show
 _MOST_LOOK_UPS = 5  # look-ups to try if samples are cleared before they are read
 
 

@@ -75,7 +75,7 @@ def list_storages(client: Client) -> Answer:
 
 
 def _quota(storage: StorageStatus) -> str | None:
-    if storage.is_adopted:  # `max_bytes` is then the quota of the successor, which is listed in a separate row
+    if storage.is_adopted:  # `max_bytes` is the successor's quota, which is listed in the successor's row
         return None
     return "none" if storage.max_bytes is None else decimal(storage.max_bytes)
 

@@ -156,7 +156,7 @@ class Etcd:
         self._opened_with = self._credentials.signature()
         self._channels: dict[str, grpc.Channel] = {}
         self._old: list[grpc.Channel] = []
-        self._at = 0  # index of the member to ask
+        self._at = 0  # index of the current member
         self._token: str | None = None
         self._closed = threading.Event()
         for address in members:

@@ -168,7 +168,7 @@ class EtcdBackend:
     group_bytes = 512 << 10
     segment_bytes = math.inf
     patience_seconds = 10.0
-    is_disk_low = False  # etcd does not report a disk that is almost full, only a full one
+    is_disk_low = False  # etcd reports a full disk, but not a nearly full one
 
     def __init__(
         self, etcd: Etcd, keys: ClusterKeys, *, member_id: str, directory: Path, accept_loss: bool = False

@@ -415,7 +415,7 @@ def slots_answer(
 ) -> pb.AcquireResponse:
     """Return the answer to a request for slots; `now` is the current time on the event loop's clock."""
     meta = _claim_meta(partition, answer, task_name, (), endpoints, now=now)
-    if isinstance(answer, Claim) and answer.lease is not None:  # its lease begins only at the end of this step
+    if isinstance(answer, Claim) and answer.lease is not None:  # the lease begins only at the end of this step
         meta.lease.CopyFrom(to_duration(answer.lease.seconds))
     return pb.AcquireResponse(meta=meta)
 

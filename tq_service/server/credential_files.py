@@ -480,7 +480,7 @@ class InternalSecret(ReloadingFiles):
 
     def reload(self) -> None:
         """Reload the file if it has changed and is stable."""
-        # A cleaner of temporary files may have removed the file, but other services may still need to read it.
+        # A temporary-file cleaner may have removed the file, but other services may still need to read it.
         if self._is_made and file_signature(self._path) is None:
             try:
                 self._publish(self._secret + b"\n")

@@ -81,7 +81,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Answer = TypeVar("Answer", pb.InsertResponse, commit_pb2.CommitResponse)
 MANY_ROWS: Final = 1 << 15  # with this many rows or more, a thread decodes columns and capacity is reserved in steps
 _FREED_PER_TURN: Final = 128  # puts, or parts of puts, freed before yielding to the loop; takes about a millisecond
-_MOST_PUTS: Final = 1024  # per message of known puts; takes the storage service a few milliseconds
+_MOST_PUTS: Final = 1024  # per message of known puts, which a storage service processes in a few milliseconds
 _MOST_RUNS: Final = 4096  # runs of rows per message
 _NO_ROWS: Final = np.zeros(0, np.int64)
 

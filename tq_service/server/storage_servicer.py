@@ -638,7 +638,7 @@ class StorageServicer:
                     if state.dropped_count:
                         _log.warning(LogMessage("dropped puts unknown to the controller", count=state.dropped_count))
                     return to_message(storage_control_pb2.ReconcilePutsResponse, state)
-                await asyncio.sleep(0)  # reading parts that have arrived does not yield to the event loop
+                await asyncio.sleep(0)  # reading parts that have already arrived does not yield to the event loop
         finally:
             if state is not None:
                 engine.end_reconciliation(state)

@@ -202,7 +202,7 @@ class EventLog:
     """
 
     def __init__(self) -> None:
-        # Two queues, so events of many short-lived partitions do not displace events of the service.
+        # Two queues, so that events for many short-lived partitions do not displace service events.
         self._of_services: deque[tuple[float, dict[str, Any]]] = deque(maxlen=_EVENT_COUNT)
         self._of_partitions: deque[tuple[float, dict[str, Any]]] = deque(maxlen=_EVENT_COUNT)
         self._count = 0

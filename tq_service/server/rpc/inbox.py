@@ -478,7 +478,7 @@ class Requests:
             turn.leave()
 
     def _hold(self, size: int) -> None:
-        """Add a request to `waiting_bytes`. If it does not fit, keep its turn in `large`; without a turn, reject it."""
+        """Add a request to `waiting_bytes`. If it does not fit, keep its turn in `large`; reject it if it has none."""
         inbox = self._inbox
         total = inbox.waiting_bytes + size
         if total <= MAX_WAITING_BYTES:
