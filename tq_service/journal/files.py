@@ -362,7 +362,7 @@ class SegmentWriter:
         os.ftruncate(self._descriptor, end)
 
     def append(self, number: int, records: Sequence[NewRecord]) -> None:
-        """Pass a frame to the kernel in one call, or undo the write on failure; no records: close the segment."""
+        """Pass a frame to the kernel in one call, or undo the write on failure; no records: a closing frame."""
         self.write(*frame(number, packed(records)))
 
     def write(self, head: bytes, body: bytes) -> None:
@@ -370,7 +370,7 @@ class SegmentWriter:
         size = len(head) + len(body)
         try:
             written = os.pwritev(self._descriptor, [head, body], self._end)
-            if written < size:  # the disk is full, or the write was too large for one call; the next call shows which
+            if written < size:  # either the disk is full, or one call cannot write this much
                 rest = memoryview(head + body)
                 while written < size:
                     written += os.pwrite(self._descriptor, rest[written:], self._end + written)
@@ -523,7 +523,7 @@ class FileBackend:
         self._directory = directory
         self._accept_loss = accept_loss
         self.last_number = 0
-        self._last_found: FoundSegment | None = None  # the last segment, which must be closed; None in an empty log
+        self._last_found: FoundSegment | None = None  # the last segment, still to be closed; None: the log is empty
         self._reserve = EmergencyDiskReserve(directory / "reserve")
         self._reserve.fill()
         self._look_at = 0.0
@@ -682,7 +682,7 @@ class FileBackend:
     def _begin_segment(self, number: int) -> None:
         before, is_first = self._segment, self._segment is None
         if is_first:
-            for each in segment_numbers(self._directory) if self.is_blocking else ():  # written by a run without sync
+            for each in segment_numbers(self._directory) if self.is_blocking else ():  # a run without sync wrote them
                 sync_path(segment_path(self._directory, each))
             if (found := self._last_found) is not None:
                 before = SegmentWriter(found.path, end=found.end)

@@ -115,7 +115,7 @@ class LogBackend(Protocol):
 
 
 class Log:
-    """A log with group commit over a backend. Confined to one event loop; a blocking backend is called from one thread.
+    """A log with group commit on a backend. Confined to one event loop; a blocking backend is called from one thread.
 
     The log writes only when a caller waits. A group that could not be written keeps its place in the queue, and the
     write is retried with the same group.
@@ -132,7 +132,7 @@ class Log:
         self._is_open = False
         self._abandoned: TqError | None = None
         self._appended = self._durable = 0  # last appended and last durable number, as the event loop knows them
-        self._group: list[NewRecord] = []  # records appended in this step of the loop
+        self._group: list[NewRecord] = []  # records appended in this event-loop step
         self._group_bytes = 0
         self._rotated_bytes = 0  # bytes queued since the last rotation
         self._futures: deque[tuple[int, asyncio.Future[None]]] = deque()  # each with the number it waits for
@@ -207,7 +207,7 @@ class Log:
         return self._appended
 
     def abandon(self, error: TqError) -> None:
-        """Stop writing, and discard the records appended in this step of the loop, because memory may differ from them.
+        """Stop writing, and discard the records appended in this event-loop step, since memory may not match them.
 
         Earlier groups may still be written, but callers waiting for them get the error.
 
@@ -265,7 +265,7 @@ class Log:
             await done
 
     def after_durable(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when all appended records are durable: immediately, or later in the order of these calls.
+        """Call `callback` once all appended records are durable: immediately, or later and in call order.
 
         A later `wait_durable` runs the callback. After `abandon`, it is never run.
         """
