@@ -175,7 +175,7 @@ class TokenBudgetSampler(LengthSampler):
             self.check_aligned("tokens_per_micro_batch", self.tokens_per_micro_batch or 0)
 
     def check(self, request: PlanRequest) -> None:
-        """Raise InvalidArgumentError if micro-batches have two limits (samples and tokens) or are too many."""
+        """Raise InvalidArgumentError if both samples and tokens limit micro-batches, or if there are too many."""
         if self.tokens_per_micro_batch is not None:
             self.refuse_micro_batch_size(request, "tokens_per_micro_batch")
         _check_pack_count(request, self.packs_multiple_of)
@@ -343,7 +343,7 @@ class TokenBudgetSampler(LengthSampler):
 def _dropped_by_rank(
     groups: Groups, group_of: Indexes, dropped: Indexes, groups_of_ranks: list[Indexes]
 ) -> Iterator[Indexes]:
-    """Yield each rank's dropped rows: a row goes to the rank that has the rest of its group, or else round-robin."""
+    """Yield each rank's dropped rows: the rank with the rest of a row's group gets the row, otherwise round-robin."""
     rank_of = np.arange(len(groups)) % len(groups_of_ranks)
     for rank, own in enumerate(groups_of_ranks):
         rank_of[own] = rank
