@@ -318,7 +318,7 @@ async def test_module_and_class_must_be_allowed(plug_in):
     [
         ("no_such_module_here:X", "ModuleNotFoundError"),
         ("plug_in_samplers:Missing", "AttributeError"),
-        ("plug_in_samplers:not_a_class", "got 3, expected a class"),
+        ("plug_in_samplers:not_a_class", "got 3; expected a class"),
         ("plug_in_samplers:NoPlan", "expected a class with a method plan"),
         ("broken_samplers:Any", "SystemExit: no GPU here"),
         (":", "ValueError"),

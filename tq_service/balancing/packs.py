@@ -440,7 +440,7 @@ def _fullest_subset(items: list[int], listed: list[int], capacity: int) -> list[
 
 
 class _TreeSearch:
-    """Depth-first search for a packing: places items one by one, largest first, and tries the fullest bins first."""
+    """A depth-first search for a packing. It places items one by one, largest first, in the fullest bins first."""
 
     def __init__(self, sizes: Int64s, capacity: int, bin_count: int) -> None:
         self._order: list[int] = np.argsort(-sizes, kind="stable").tolist()

@@ -27,7 +27,7 @@ Lengths = Sequence[int] | NDArray[np.integer]
 CostName = Literal["tokens", "attention"]
 Cost = CostName | Callable[[Int64s], NDArray[Any]]
 
-# Limit on the sum of all lengths, and on the sum of all costs, so that int64 sums are exact.
+# Limit on the sum of all lengths, and on the sum of all costs; int64 sums are then exact.
 _LARGEST_TOTAL = 2**62
 # Non-integer costs are rounded to multiples of the largest cost divided by this number.
 _STEPS = 2**40
@@ -191,7 +191,7 @@ def karmarkar_karp(seqlen_list: Lengths, k_partitions: int, equal_size: bool) ->
 def get_seqlen_balanced_partitions(
     seqlen_list: Lengths, k_partitions: int, equal_size: bool, *, cost: Cost | None = None
 ) -> list[list[int]]:
-    """Split items into partitions of nearly equal total cost, by `karmarkar_karp` and a refinement by moves and swaps.
+    """Split items into partitions of nearly equal total cost: `karmarkar_karp`, refined by moves and swaps.
 
     Arguments, result and errors are as for `karmarkar_karp`, except that partitions are sorted by their sums before
     the refinement. `cost` is the quantity to balance (see `get_costs`); None balances lengths.
@@ -282,7 +282,7 @@ class _Differencing:
 
     Merged partial solutions are stored in a heap. A single item is a partial solution with one column, whose spread is
     the item's length. Single items are stored separately in a descending array, so several of them can be merged at
-    once. Without `equal_size`, most merges are of this kind.
+    once. Without `equal_size`, most merges combine single items.
     """
 
     def __init__(self, lengths: Int64s, k: int) -> None:
@@ -296,7 +296,7 @@ class _Differencing:
         self._next = 0
 
     def seed_full_rows(self) -> None:
-        """Create a partial solution from every k consecutive items; every partition gets one item of each of them."""
+        """Create a partial solution from every k consecutive items, which adds one item to every partition."""
         rows = zip(self._single_lengths.reshape(-1, self._k), self._single_ids.reshape(-1, self._k), strict=True)
         for sums, ids in rows:
             self._push(_Partial(sums[::-1], ids[::-1]))
@@ -333,7 +333,7 @@ class _Differencing:
         return max(int(end) - self._next, 0)
 
     def _fill(self, partial: _Partial, count: int) -> _Partial:
-        """Merge the next `count` single items into empty columns; the spread stays the widest during these merges."""
+        """Merge the next `count` single items into empty columns; the result keeps the widest spread."""
         taken = slice(self._next, self._next + count)
         self._next += count
         sums = np.concatenate([partial.sums, self._single_lengths[taken]])
@@ -452,7 +452,7 @@ class _Sets:
         return None
 
     def _any_exchange(self, heaviest: int, others: Int64s) -> tuple[int, int, int] | None:
-        """Return the exchange with any other set that minimizes the larger of the two resulting sums, or None."""
+        """Return the exchange with one of `others` that minimizes the larger of the resulting sums, or None."""
         given = self._values[heaviest]
         offered = [self._offered(heaviest, other) for other in others.tolist()]
         owners = np.repeat(others, [values.size for values in offered]) if offered else others

@@ -5,8 +5,8 @@
 
 A checkpoint is a directory with one file, `checkpoint.tqc`, which starts with the facts shown in lists of checkpoints.
 The file is written under a temporary name. Once it is complete and synced, it replaces the previous file in one step.
-The directory therefore always contains either the old or the new checkpoint. Each checkpoint overwrites what an
-unfinished one has left behind.
+The directory therefore always contains either the old or the new checkpoint. Each checkpoint overwrites the remains of
+an unfinished one.
 
 A block contains cells of fields that were put together, from one storage service and in table order. It contains a few
 MiB from any number of puts. On restore, each block becomes one put. A million small puts are thus restored as a few

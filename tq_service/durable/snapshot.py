@@ -311,7 +311,7 @@ def reading(path: Path, *, is_checkpoint: bool = False) -> Iterator[SnapshotRead
                 )
             if header.is_checkpoint != is_checkpoint:
                 names = ("the snapshot of a data directory", "a checkpoint")
-                raise ValueError(f"it is {names[header.is_checkpoint]}, expected {names[is_checkpoint]}")
+                raise ValueError(f"it is {names[header.is_checkpoint]}; expected {names[is_checkpoint]}")
             yield reader
     except NewerVersionError as error:
         raise NewerVersionError(f"{path} at byte {reader.last.at}: {error}", metadata={"path": str(path)}) from error
@@ -365,7 +365,7 @@ def read_state(records: Iterable[Any]) -> ServiceSnapshot:
                 answers += record.answers
                 puts += record.puts
             case _:
-                raise ValueError(f"a {type(record).__name__} occurs within the state")
+                raise ValueError(f"a {type(record).__name__} record must not be part of the state")
     restored = [
         PartitionSnapshot(
             facts=header.facts,

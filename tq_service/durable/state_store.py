@@ -81,7 +81,7 @@ _RECORDS_A_TURN: Final = 64  # records that a standby applies before it yields t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """What was recovered from the data directory, as counts, and the duration of the recovery."""
+    """Counts of the items recovered from the data directory, and the duration of the recovery."""
 
     partition_count: int
     sample_count: int
@@ -541,7 +541,7 @@ class StateStore:
                     self._catalog.machine.log_alone(StateReplaced(snapshot_number=number))
                 appear()
             except BaseException as error:
-                self.fatal("the state of a snapshot could not be made current", error)
+                self.fatal("could not switch to the state that a snapshot contains", error)
                 raise
             try:
                 await asyncio.to_thread(self.data_dir.remove_unneeded, self._log.backend, number)
@@ -582,7 +582,7 @@ class StateStore:
 
 
 def _apply_again(catalog: Catalog, record: Record) -> None:
-    kind = "which cannot be read"
+    kind = "which cannot be decoded"
     try:
         at_seconds, changes = decode_group(record.data)
         for change in changes:

@@ -82,7 +82,7 @@ def decode_named(kinds: Mapping[str, type[Value]], name: str, fields: object) ->
     kind: Any = kinds.get(name)
     if kind is None:
         raise NewerVersionError(
-            f"a record has the unknown kind {name!r}, because a newer version wrote it; install that version"
+            f"a record is of the unknown kind {name!r}, because a newer version wrote it; install that version"
         )
     value: Value = decoder(kind)(fields)
     return value
@@ -213,7 +213,9 @@ def _array(code: int, data: bytes) -> NDArray[Any]:
     if code in _DTYPES:
         return np.frombuffer(data, _DTYPES[code])
     if code > _NEAR:
-        raise NewerVersionError(f"values have the unknown kind {code}; a newer version wrote them: install it")
+        raise NewerVersionError(
+            f"values are of the unknown kind {code}, because a newer version wrote them; install that version"
+        )
     values: NDArray[Any]
     content = _BOUNDS.unpack(data) if code == _RANGE else unpack(data)
     if code == _RANGE:

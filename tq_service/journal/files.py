@@ -289,7 +289,7 @@ def read_records(path: Path, at: int = 0, number: int = 0) -> Iterator[Found]:
     with path.open("rb", buffering=_BUFFER_BYTES) as file:
         try:
             if file.read(len(_RECORDS_MAGIC)) != _RECORDS_MAGIC:
-                raise Break("does not begin like a file of records")
+                raise Break("does not begin like a record file")
             at = at or len(_RECORDS_MAGIC)
             file.seek(at)
             while body := read_frame(file, number):
@@ -422,7 +422,7 @@ class FoundSegment:
             with self._opened(0) as file:
                 magic = file.read(len(_SEGMENT_MAGIC))
                 if magic != _SEGMENT_MAGIC:
-                    raise Break("does not begin like a file of the journal", is_torn=_SEGMENT_MAGIC.startswith(magic))
+                    raise Break("does not begin like a journal file", is_torn=_SEGMENT_MAGIC.startswith(magic))
                 opening = read_frame(file, number)
                 self.is_synced, self.machine_boot_id, self.end = bool(opening[0]), opening[1:].decode(), file.tell()
         except Break as flaw:
@@ -460,7 +460,7 @@ class FoundSegment:
                     if not body:
                         self.is_closed = True
                         if file.peek(1):
-                            raise Break("continues after its closing")
+                            raise Break("continues after its closing frame")
                         return
                     self.end += HEADER_BYTES + len(body)
                     for record in unpacked(body, self.last_number + 1):
@@ -532,7 +532,7 @@ class FileBackend:
         self._background = ThreadPoolExecutor(1, thread_name_prefix="tq-log")
 
     def read(self, number: int) -> Iterator[Record]:
-        """Yield the records starting at the segment with this number; 0: all records.
+        """Yield all records starting at the segment with this number, or all records if the number is 0.
 
         Raises:
             JournalDamagedError: a record is damaged or missing.
@@ -661,8 +661,8 @@ class FileBackend:
             reason = "is full" if error.errno == errno.ENOSPC else f"does not accept writes ({error})"
             path = segment_path(self._directory, number) if segment is None else segment.path
             raise DiskFullError(
-                f"the disk of the data directory {reason}: {path.name} cannot grow; no acknowledged data is lost; free "
-                "space, and the service resumes",
+                f"the disk of the data directory {reason}: {path.name} cannot grow; no acknowledged data is lost. Free "
+                "some space; the service then resumes",
                 retry_after_seconds=_RETRY_SECONDS,
                 metadata={"path": str(path)},
             ) from error
@@ -784,8 +784,8 @@ class EmergencyDiskReserve:
         if was_filled:
             _log.error(
                 LogMessage(
-                    "the disk of the data directory is full: free space; released the reserve, so clears can still be "
-                    "written",
+                    "the disk of the data directory is full: free some space. Released the reserve, so clears can "
+                    "still be written",
                     released_mib=RESERVE_BYTES >> 20,
                 )
             )

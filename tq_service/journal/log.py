@@ -85,7 +85,7 @@ class LogBackend(Protocol):
         ...
 
     def read(self, number: int) -> Iterator[Record]:
-        """Yield the records starting at the rotation with this number; 0: all records.
+        """Yield all records starting at the rotation with this number, or all records if the number is 0.
 
         Raises:
             JournalDamagedError: a record is damaged or missing.

@@ -53,8 +53,8 @@ class InsertRatio:
         return (
             f"task {self.task.name!r} received {self.task.delivered_count} samples, and "
             f"{self.partition.inserted_count} were inserted into partition {self.partition.partition_id!r}; the "
-            f"admission has samples_per_insert {admission.samples_per_insert:g} after {admission.min_size_to_sample} "
-            f"samples, with an error_buffer of {admission.error_buffer}"
+            f"admission sets samples_per_insert to {admission.samples_per_insert:g} after "
+            f"{admission.min_size_to_sample} samples, and error_buffer to {admission.error_buffer}"
         )
 
 

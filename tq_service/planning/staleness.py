@@ -112,12 +112,12 @@ def check_bounded_claim(request: ClaimRequest, admission: Admission) -> None:
         )
     if spec.max_uses != 1:
         raise InvalidArgumentError(
-            f"{whose} requires each sample to be trained once, got max_uses {spec.max_uses}; omit max_uses",
+            f"{whose} requires each sample to be trained once, but got max_uses {spec.max_uses}; omit max_uses",
             field="max_uses",
         )
     if wanted.batch_unit != unit or wanted.total_size != size:
         raise InvalidArgumentError(
-            f"{whose} counts batches of {size} {unit}s over all ranks, got {wanted.batch_size} {wanted.batch_unit}s "
+            f"{whose} counts batches of {size} {unit}s over all ranks; got {wanted.batch_size} {wanted.batch_unit}s "
             f"for each of {wanted.rank_count} ranks; use batch_unit {unit!r} and a batch_size that yields {size}, or "
             f"create the partition with a different global_batch",
             field="batch_size",
@@ -231,8 +231,8 @@ class StalenessBound:
         unit, expected, count = self._admission.unit, self._admission.global_batch, np.unique(self._ids(taken)).size
         if plan.is_reusing or (count != expected and not (is_last and count < expected)):
             raise SamplerError(
-                f"sampler {sampler!r} selected {count} {unit}s for a batch of task {self._task.name!r}, expected "
-                f"{expected}, each once, since the task's max_staleness counts batches of global_batch {unit}s. Use a "
+                f"sampler {sampler!r} selected {count} {unit}s for a batch of task {self._task.name!r}; expected "
+                f"{expected}, none twice, since the task's max_staleness counts batches of global_batch {unit}s. Use a "
                 f"sampler that selects batch_size for each rank, such as 'sequential'",
                 metadata={"sampler": sampler},
             )

@@ -332,7 +332,7 @@ class Objects(Place):
         self._objects: ObjectStore = make_object_store(url)
         if not self._objects.abilities.lists_names:
             raise InvalidArgumentError(
-                f"{self.name}: this object store cannot list names, which is required to find the steps of a "
+                f"{self.name}: this object store cannot list names, which is necessary to find the steps of a "
                 "recording; use a directory, or an object store such as s3, gs, az or file",
                 field="record",
             )

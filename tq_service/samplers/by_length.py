@@ -168,8 +168,8 @@ class TokenBudgetSampler(LengthSampler):
         needing = "packs_multiple_of" if self.packs_multiple_of > 1 else "overlong" if is_cut else ""
         if needing and self.tokens_per_micro_batch is None:
             raise ValueError(
-                f"{needing}: got {getattr(self, needing)!r} without tokens_per_micro_batch, expected both options, "
-                "since micro-batches are otherwise split by micro_batch_size"
+                f"{needing}: got {getattr(self, needing)!r} without tokens_per_micro_batch; expected both options, "
+                "because micro-batches are otherwise split by micro_batch_size"
             )
         if is_cut:
             self.check_aligned("tokens_per_micro_batch", self.tokens_per_micro_batch or 0)
@@ -306,8 +306,8 @@ class TokenBudgetSampler(LengthSampler):
         within_tokens = total <= self.tokens_per_rank and longest <= (self.tokens_per_micro_batch or longest)
         if within_tokens:
             return InvalidArgumentError(
-                f"batch_size: got {batch_size} samples, expected at least {size}, the size of the group of sample "
-                f"{groups.rows[0]}, since groups are not split; raise batch_size or count groups with batch_unit group",
+                f"batch_size: got {batch_size} samples; expected at least {size}, the size of the group with sample "
+                f"{groups.rows[0]}, because groups are not split. Raise batch_size, or set batch_unit to 'group'",
                 field="batch_size",
             )
         if total > self.tokens_per_rank:
@@ -318,7 +318,7 @@ class TokenBudgetSampler(LengthSampler):
             limit = f"tokens_per_micro_batch ({self.tokens_per_micro_batch})"
         rounded = f", each sample rounded up to a multiple of {self.align}" if self.align > 1 else ""
         return InvalidArgumentError(
-            f"length: {what} sample {groups.rows[0]}{rounded}, expected at most {limit}; raise this limit, "
+            f"length: {what} sample {groups.rows[0]}{rounded}, expected at most {limit}; raise the limit, "
             "clear the sample, or choose overlong 'drop'",
             field="sampler_config",
             metadata={"column": self.length.column},

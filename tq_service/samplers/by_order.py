@@ -75,8 +75,8 @@ class GroupSampler(Sampler):
             raise ValueError(f"blocks: got {self.blocks!r}, expected 'aligned' or 'anywhere'")
         if self.blocks == "anywhere" and self.incomplete_groups == "take":
             raise ValueError(
-                "incomplete_groups: got 'take' with blocks 'anywhere', expected 'skip', since these blocks consist of "
-                "ready samples only; to take incomplete groups, name the groups or use blocks 'aligned'"
+                "incomplete_groups: got 'take' with blocks 'anywhere'; expected 'skip', because such blocks consist of "
+                "ready samples only. To take incomplete groups, name the groups or use blocks 'aligned'"
             )
 
     def check(self, request: PlanRequest) -> None:
@@ -89,16 +89,16 @@ class GroupSampler(Sampler):
         group_size = self.n_samples_per_prompt
         if request.batch_unit == "rollout" and group_size is not None:
             raise InvalidArgumentError(
-                f"n_samples_per_prompt: got {group_size} for sampler {self.name!r} with batch_unit 'rollout', expected "
-                f"none, since rollouts are taken whatever their group; omit it, or use batch_unit 'group'",
+                f"n_samples_per_prompt: got {group_size} for sampler {self.name!r} with batch_unit 'rollout'; expected "
+                f"none, because rollouts are taken regardless of their groups. Omit it, or use batch_unit 'group'",
                 field="sampler_config",
                 metadata={"option": "n_samples_per_prompt"},
             )
         if request.batch_unit == "group" or group_size is None or request.batch_size % group_size == 0:
             return
         raise InvalidArgumentError(
-            f"batch_size: got {request.batch_size} samples for sampler {self.name!r}, expected a multiple of "
-            f"n_samples_per_prompt ({group_size}), since groups are not split; or count groups with batch_unit group",
+            f"batch_size: got {request.batch_size} samples for sampler {self.name!r}; expected a multiple of "
+            f"n_samples_per_prompt ({group_size}), because groups are not split. Or set batch_unit to 'group'",
             field="batch_size",
         )
 
@@ -166,8 +166,8 @@ class RankAwareSampler(GroupSampler):
         """Raise InvalidArgumentError for a queue worker, or if `batch_size` is not a multiple of the group size."""
         if not request.ranked:
             raise InvalidArgumentError(
-                f"sampler: got {self.name!r} without dp_rank, expected dp_rank, dp_size and batch_index; queue workers "
-                "use 'sequential' or 'grpo_group_n'",
+                f"sampler: got {self.name!r} without dp_rank; expected dp_rank, dp_size and batch_index. Queue workers "
+                "must use 'sequential' or 'grpo_group_n'",
                 field="sampler",
             )
         GroupSampler.check(self, request)
@@ -213,13 +213,13 @@ class ChosenSampler(Sampler):
         """Raise InvalidArgumentError for trainer ranks, or if `batch_size` differs from the number of rows."""
         if request.ranked or request.batch_unit != "sample":
             raise InvalidArgumentError(
-                f"sampler: got {self.name!r} for {'trainer ranks' if request.ranked else 'groups'}, expected a queue "
+                f"sampler: got {self.name!r} for {'trainer ranks' if request.ranked else 'groups'}; expected a queue "
                 "worker that requests samples",
                 field="sampler",
             )
         if request.batch_size != len(self.rows):
             raise InvalidArgumentError(
-                f"batch_size: got {request.batch_size}, expected {len(self.rows)}, the number of rows in "
+                f"batch_size: got {request.batch_size}; expected {len(self.rows)}, the number of rows in "
                 "sampler_config",
                 field="batch_size",
             )
@@ -261,9 +261,9 @@ def take_groups(ready_groups: Callable[..., Groups], request: PlanRequest) -> Gr
         return fitting if count and fitting.rows.size >= request.min_size else None
     if not count:
         raise InvalidArgumentError(
-            f"batch_size: got {request.batch_size} samples for {request.rank_count} rank(s), {total} in total, "
-            f"expected at least {int(more.sizes[0])}, the size of the group of sample {int(more.rows[0])}, since "
-            "groups are not split; raise batch_size or count groups with batch_unit group",
+            f"batch_size: got {request.batch_size} samples for {request.rank_count} rank(s), {total} in total; "
+            f"expected at least {int(more.sizes[0])}, the size of the group with sample {int(more.rows[0])}, because "
+            "groups are not split. Raise batch_size, or set batch_unit to 'group'",
             field="batch_size",
         )
     return fitting

@@ -69,7 +69,7 @@ def build_sampler(name: str, kind: type[Sampler], config: Mapping[str, object]) 
     ]
     if missing:
         raise InvalidArgumentError(
-            f"sampler_config: sampler {name!r} requires {', '.join(map(repr, missing))}, got "
+            f"sampler_config: sampler {name!r} requires {', '.join(map(repr, missing))}; got "
             f"{', '.join(map(repr, config)) or 'no options'}",
             field=_FIELD,
             metadata={"option": missing[0]},

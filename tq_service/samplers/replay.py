@@ -114,8 +114,8 @@ class ReplaySampler(Sampler):
         if is_bad.any():
             at = int(is_bad.argmax())
             raise InvalidArgumentError(
-                f"{self.priority_key}: got {values[at]!r:.80} for sample {units.rows[at]}, expected a priority, a "
-                "finite number of at least 0; fix it with SetCustomMeta",
+                f"{self.priority_key}: got {values[at]!r:.80} for sample {units.rows[at]}; expected a priority, which "
+                "is a finite number of at least 0. Fix the value with SetCustomMeta",
                 field="sampler_config",
                 metadata={"column": self.priority_key},
             )

@@ -136,7 +136,7 @@ class SamplerRegistry:
             why = "which is unknown"
             if ":" in name:
                 why = (
-                    "but this server does not import samplers by module:Class; allow it (allow_sampler_import), or "
+                    "but this server does not import samplers by module:Class; allow this (allow_sampler_import), or "
                     f"install the sampler as an entry point of {ENTRY_POINT_GROUP!r}"
                 )
             raise _not_loaded(name, f"sampler: got {name!r}, {why}; {known}")
@@ -174,7 +174,7 @@ def _import_class(name: str) -> Any:
 def _check_class(name: str, kind: Any) -> type[Sampler]:
     if not inspect.isclass(kind) or not issubclass(kind, Sampler):
         raise ValueError(
-            f"sampler {name!r}: got {kind!r}, expected a class with a method plan(view, request), a subclass of "
+            f"sampler {name!r}: got {kind!r}; expected a class with a method plan(view, request) that is derived from "
             "tq_service.samplers.Sampler"
         )
     return kind
@@ -299,7 +299,7 @@ class PlanRunner:
         except TimeoutError:
             raise SamplerTimeoutError(
                 f"sampler {sampler.name!r} did not get one of the {self._max_threads} planning threads within "
-                f"{self._timeout_seconds} s; raise sampler_threads or request smaller batches",
+                f"{self._timeout_seconds} s; raise sampler_threads, or request smaller batches",
                 metadata={"sampler": sampler.name},
             ) from None
 
@@ -323,8 +323,8 @@ class PlanRunner:
         done, _ = await asyncio.wait([future], timeout=max(deadline - loop.time(), 0.0))
         if not done:
             raise SamplerTimeoutError(
-                f"sampler {sampler.name!r} has not returned within {self._timeout_seconds} s; no samples were "
-                "consumed; make the sampler faster or request smaller batches",
+                f"sampler {sampler.name!r} has not returned within {self._timeout_seconds} s. No samples were "
+                "consumed. Make the sampler faster, or request smaller batches",
                 metadata={"sampler": sampler.name},
             )
 
@@ -380,7 +380,7 @@ def check_plan(sampler: str, plan: object, request: PlanRequest) -> Plan | None:
     except _MalformedPlanError as error:
         got, expected = error.args
         raise SamplerError(
-            f"sampler {sampler!r} returned {got}, expected {expected}; no samples were consumed",
+            f"sampler {sampler!r} returned {got}; expected {expected}. No samples were consumed",
             metadata={"sampler": sampler},
         ) from None
 

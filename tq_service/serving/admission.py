@@ -172,7 +172,7 @@ class AdmissionBound:
         """Explain why a write waits for the task."""
         admission, task = self._admission, self._partition.tasks[self.task_name]
         delivered = sum(task.delivered_units) + task.done_units
-        parts = f", {delivered} of them delivered and not {admission.given_back} yet" if delivered else ""
+        parts = f", {delivered} of them delivered but not yet {admission.given_back}" if delivered else ""
         what = "outstanding"
         if admission.overflow == "drop_lowest":
             what = "that cannot be dropped (new, held, leased, incomplete or in untrained batches)"
@@ -238,7 +238,7 @@ class RunningBound:
     def waits_for(self, got: int) -> str:
         """Explain why a write waits for rollouts in progress."""
         return (
-            f"partition {self._partition.partition_id!r} would have {got} {self._unit}s held, which are still being "
+            f"partition {self._partition.partition_id!r} would have {got} held {self._unit}s, which are still being "
             f"generated; its admission sets most_running to {self.limit}"
         )
 
@@ -254,7 +254,7 @@ _SPLIT: Final = "; split the put"
 
 
 def _outcome(remedy: str, note: str) -> str:
-    return f", and there was no capacity until the deadline; {remedy}{note}"
+    return f", and no capacity became available before the deadline; {remedy}{note}"
 
 
 def _limit_error(
@@ -599,7 +599,7 @@ class AdmissionQueue:
             note = f"; this includes an earlier put of {front.sample_count} samples, which has waited longest"
             return refusing[0].error(refusing[1], may_fit_later=True, note=note)
         return ResourceExhaustedError(
-            "there was no capacity until the deadline; retry the put", retry_after_seconds=RETRY_AFTER_SECONDS
+            "no capacity became available before the deadline; retry the put", retry_after_seconds=RETRY_AFTER_SECONDS
         )
 
     def _note(self, bound: Bound, asking: ClaimRequest | None = None) -> str:
@@ -642,7 +642,7 @@ def starvation(partition: Partition, planner: Planner, asking: ClaimRequest | No
     if (pending & ~ready & ~excluded).any():  # held samples, or samples that lack a field
         return ""
     return (
-        f"this is a deadlock unless samples that fit are still put: task {task.name!r} itself waits for more "
+        f"this is a deadlock unless samples that fit are still put: task {task.name!r} also waits for more "
         f"samples, because its {int(np.count_nonzero(pending & ready))} ready samples are too "
         f"few{', and ' + cause if ruled_out else ''}"
     )

@@ -457,7 +457,7 @@ class Catalog:
             difference = partition.settings.describe_difference(settings)
             raise AlreadyExistsError(
                 f"partition {partition_id!r} exists with different settings: {difference}. Create a partition before "
-                f"its first samples, with the same settings in all clients.",
+                f"its first samples are put, with the same settings in all clients.",
                 metadata={"resource_type": "partition", "resource_name": partition_id},
             )
         return partition
@@ -603,7 +603,7 @@ class Catalog:
         """
         if len(trained) > _MOST_TRAINED:
             raise InvalidArgumentError(
-                f"trained lists {len(trained)} tasks; expected at most {_MOST_TRAINED}. Call advance for the others.",
+                f"trained lists {len(trained)} tasks; expected at most {_MOST_TRAINED}. Call advance for the rest.",
                 field="trained",
             )
         # Each change is prepared against the same initial state, so a task must not appear twice. A repeated call has
@@ -840,7 +840,7 @@ class Catalog:
             check_name("partition_id", partition_id)
             check_passed_on("incarnation", incarnation)
             raise StaleIncarnationError(
-                f"partition {partition_id!r} of incarnation {incarnation.hex()} was cleared. Discard all metadata of "
+                f"partition {partition_id!r} of incarnation {incarnation.hex()} was cleared. Discard all metadata from "
                 f"this incarnation.",
                 metadata={"partition_id": partition_id, "got": incarnation.hex()},
             )

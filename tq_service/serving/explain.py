@@ -245,8 +245,8 @@ class Explanation:
         if lack is not Lack.FIELD or name not in self._partition.cells.shared:
             return ""
         count = self._ungrouped[name]
-        never = f", {count} of them are not in a group and will never have a value" if count else ""
-        return f"their groups lack a value, which a put of groups sets{never}"
+        never = f"; {count} of them are not in a group and will never have a value" if count else ""
+        return f"their groups lack a value, which must be put for the groups{never}"
 
     def _cause(self, ready_count: int, needed_count: int, lacks: Sequence[NotReady]) -> tuple[WaitCode, str]:
         """Return the code and the text of the reason."""
@@ -275,7 +275,7 @@ class Explanation:
         else:
             has_split_groups = any(lack.kind == Lack.GROUP.kind for lack in lacks)
             code = WaitCode.GROUPS_INCOMPLETE if has_split_groups else WaitCode.TOO_FEW_READY
-            text += f", {needed_count} are needed"
+            text += f", but {needed_count} are needed"
         return code, "; ".join([text, *map(_sentence, lacks)])
 
     def _awaited(self) -> NotReady | None:
@@ -369,7 +369,7 @@ class Explanation:
         groups = self._partition.groups
         slot = int(ids[0])
         if not groups.in_use or slot < 0:
-            return f"{ready_count} samples are ready in the group of index {index}"
+            return f"{ready_count} samples are ready in the group that contains index {index}"
         kind, name = "group", groups.slots.occupants[slot]
         if groups.parent[slot] >= 0:
             kind = "rollout"
@@ -383,8 +383,8 @@ class Explanation:
             )
         if kind == "rollout" and not groups.closed[slot] and not self._partition.sealed:
             return (
-                f"rollout {name!r} is not closed, {ready_count} of its {int(groups.members[slot])} samples are ready; "
-                f"close or fail the rollout"
+                f"rollout {name!r} is not closed, and {ready_count} of its {int(groups.members[slot])} samples are "
+                f"ready; close or fail the rollout"
             )
         if not size and not self._partition.sealed and not groups.closed[slot]:
             named = ids[ids >= 0]

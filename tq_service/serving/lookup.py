@@ -778,7 +778,7 @@ class ClearingFields(Clearing):
         if not selection.groups or selection.rollouts or selection.has_conditions:
             raise InvalidArgumentError(
                 f"field {name!r} of partition {partition.partition_id!r} has group scope; got samples, rollouts or "
-                f"conditions. Its value is cleared for all samples of a group, so name groups and nothing else.",
+                f"conditions. Its value can be cleared only for entire groups. Select groups and nothing else.",
                 field="data_fields",
                 metadata={"field_name": name},
             )

@@ -631,8 +631,8 @@ class Planner:
             ):  # the claim ended after it was recorded and before this event-loop step
                 self.task.recorded(request)  # raises an error if the claim was released or has expired
                 raise LeaseExpiredError(
-                    f"the lease of this claim of task {self.task.name!r} ended before its answer was sent; claim "
-                    f"again under a new request_id",
+                    f"the lease of this claim for task {self.task.name!r} ended before the answer was sent; claim "
+                    f"again with a new request_id",
                     metadata={"task_name": self.task.name},
                 )
             return answer
@@ -686,7 +686,7 @@ class Planner:
             raise InvalidArgumentError(
                 f"batch_index is {request.rank.batch_index}; expected at most {most}, which is {_MOST_BATCHES_AHEAD} "
                 f"more than the next batch_index of task {self.task.name!r} in partition "
-                f"{self._partition.partition_id!r}, {self.task.next_batch_index}. Count batches from 0 in each "
+                f"{self._partition.partition_id!r} ({self.task.next_batch_index}). Count batches from 0 in each "
                 f"partition and epoch.",
                 field="batch_index",
                 metadata={"got": str(request.rank.batch_index), "expected": f"0 to {most}"},
@@ -877,7 +877,7 @@ class Planner:
         if request.make_slots is not None:
             if grouping is not None or found.plan.is_reusing or found.plan.dropped:
                 raise SamplerError(
-                    f"sampler {request.batch_spec.sampler!r} delivers groups, drops samples or reuses them; expected "
+                    f"sampler {request.batch_spec.sampler!r} delivers groups, or drops or reuses samples; expected "
                     f"a sampler that delivers prompts one by one, since admit creates slots for each prompt. Use "
                     f"'sequential'",
                     metadata={"sampler": request.batch_spec.sampler},

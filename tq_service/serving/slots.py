@@ -256,8 +256,8 @@ def admitted_slots(catalog: Catalog, partition: Partition, task_name: str, claim
     made = None if task is None else task.claims.get(claim.request_id)
     if slots is None or task is None or made is None:
         raise SamplesClearedError(
-            f"the slots of this claim of task {task_name!r} have been cleared. Release the prompts of the claim, and "
-            f"claim again under a new request_id.",
+            f"the slots created by this claim for task {task_name!r} have been cleared. Release its prompts, and "
+            f"claim again with a new request_id.",
             metadata={
                 "task_name": task_name,
                 "next_batch_index": str(partition.tasks[task_name].next_batch_index),
