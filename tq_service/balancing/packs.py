@@ -137,12 +137,12 @@ def plan_packs(
     """Plan the packs of a batch for all ranks; in each step, every rank has the same number of packs.
 
     1. Samples, or groups, are distributed over the ranks. The numbers of samples (or groups) per rank differ by at most
-    one, and the Karmarkar-Karp algorithm with a refinement balances costs. 2. Each rank's samples are distributed over
-    the optimizer steps, with token totals as equal as possible. Each rank's steps are sorted by token count, heaviest
-    first, so heavy steps run at the same time on all ranks. 3. The samples for each rank and step are packed by best
-    fit decreasing. If a rank has more packs than its lower bound and more than the other ranks, a search tries to save
-    one pack at a time. Padding-only packs then give every rank the same number of packs (at least one). Packs are
-    sorted by token count, heaviest first.
+       one, and the Karmarkar-Karp algorithm with a refinement balances costs.
+    2. Each rank's samples are distributed over the optimizer steps, with token totals as equal as possible. Each rank's
+       steps are sorted by token count, heaviest first, so heavy steps run at the same time on all ranks.
+    3. The samples for each rank and step are packed by best fit decreasing. If a rank has more packs than its lower
+       bound and more than the other ranks, a search tries to save one pack at a time. Padding-only packs then give
+       every rank the same number of packs (at least one). Packs are sorted by token count, heaviest first.
 
     Args:
         seqlens: token count of each sample, of shape `(n,)`; n may be 0.

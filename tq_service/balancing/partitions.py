@@ -4,12 +4,12 @@ N. Karmarkar, R. M. Karp, "The differencing method of set partitioning", UCB/CSD
 R. E. Korf, "Multi-way number partitioning", IJCAI 2009.
 
 A partial solution consists of up to k columns, and a column is a set of items. The spread of a partial solution is its
-largest column sum minus its smallest. The algorithm repeatedly merges the two partial solutions with the widest
-spreads, the heaviest column of one with the lightest of the other, until a single solution remains. A column is stored
-as its sum, in a sorted numpy array, and the id of one of its items. When two columns are merged, one id becomes a
-pointer to the other. At the end, following all pointers yields the items in each column. The cost of a merge therefore
-depends only on k, not on the number of items. Finally, the refinement moves or swaps items between the heaviest set and
-lighter sets until no exchange helps.
+largest column sum minus its smallest. The algorithm repeatedly merges the two partial solutions with the widest spreads
+until a single solution remains. A merge combines the heaviest column of one with the lightest column of the other, and
+so on. A column is stored as its sum, in a sorted numpy array, and the id of one of its items. When two columns are
+merged, one id becomes a pointer to the other. At the end, following all pointers yields the items in each column. The
+cost of a merge therefore depends only on k, not on the number of items. Finally, the refinement moves or swaps items
+between the heaviest set and lighter sets until no exchange helps.
 """
 
 from __future__ import annotations

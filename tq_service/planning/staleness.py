@@ -1,14 +1,14 @@
 """Bounded staleness: the rule for selecting a plan's units, which ensures that all units are trained in time.
 
 The task's admission defines whether a unit is a sample, a rollout or a group. A unit's deadline is its `start_version`
-plus `max_staleness`. A plan is trained at version `V` at the latest, where `V` is the published version plus the number
-of planned batches that no publication has reported as trained. Each plan contains `B` units. The rule: for every `j`,
-at most `j * B` outstanding units outside the plan may be due by `V + j`. Ready units and units still being generated
-both count. The section "The bound" in docs/asynchronous_rl.md proves that this rule bounds staleness.
+plus `max_staleness`. A plan is trained at version `V` at the latest. `V` is the published version plus the number of
+planned batches that no publication has reported as trained. Each plan contains `B` units. The rule: for every `j`, at
+most `j * B` outstanding units outside the plan may be due by `V + j`. Ready units and units still being generated both
+count. The section "The bound" in docs/asynchronous_rl.md proves that this rule bounds staleness.
 
 The rule limits how many units in a plan may be due after `V`, after `V + 1`, and so on. The permitted plans are
-therefore the independent sets of a laminar matroid, so a greedy choice in any order finds a largest plan (Schrijver,
-"Combinatorial Optimization", 2003, section 40.1).
+therefore the independent sets of a laminar matroid. Hence, a greedy choice in any order finds a largest plan
+(Schrijver, "Combinatorial Optimization", 2003, section 40.1).
 """
 
 from __future__ import annotations

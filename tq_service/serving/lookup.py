@@ -485,7 +485,7 @@ class LookupWait:
     """A context manager that waits until a look-up finds enough samples.
 
     The wait collects rows as they are written instead of polling. Rows are checked only when `min_count` would be
-    reached if all of them matched. If a partition is filled row by row, only a few checks are made, each of a few rows,
+    reached if all of them matched. If a partition is filled row by row, this causes only a few checks of a few rows,
     instead of a check of all rows after each write. Cleared rows are discounted when `min_count` appears to be reached.
 
     Args:
