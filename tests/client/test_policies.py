@@ -290,7 +290,7 @@ async def test_a_put_waits_until_the_version_that_a_batch_made_is_published(kind
         assert (await client.describe_partition("p")).admissions == (admission,)
         await put(client, 0, 0)
         await client.get_meta(**RANK, batch_index=0, max_wait=0.0)
-        with pytest.raises(tq.errors.AdmissionLimitError, match="1 of them delivered and not published yet") as raised:
+        with pytest.raises(tq.errors.AdmissionLimitError, match="1 of them delivered but not yet published") as raised:
             await put(client, 0, timeout=0.2)
         assert raised.value.metadata["unit"] == "sample"
         await client.advance("p", "train", trained=0)

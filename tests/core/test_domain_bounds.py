@@ -152,7 +152,7 @@ async def test_the_deadline_says_which_bound_and_when_to_try_again():
     train = bounded(max_bytes=10, admission={"most": 100})
     line = AdmissionQueue(train)
     insert(train, 1, [column("x", 8)])
-    with pytest.raises(QuotaExceededError, match="until the deadline") as caught:
+    with pytest.raises(QuotaExceededError, match="before the deadline") as caught:
         await line.enter(new_id(), new_write(1, [column("x", 4)]), 4, time.monotonic() + 0.01)
     assert caught.value.retry_after_seconds
     assert caught.value.metadata == {"limit_name": "max_bytes", "got": "12", "limit": "10"}
@@ -312,7 +312,7 @@ async def test_a_deadlock_is_called_one():
     assert "deadlock" not in await refusal()
     trainer = asyncio.create_task(catalog.claim("train", b"", asks(batch_size=4), 30))
     await turns()
-    assert "deadlock unless samples that fit are still put: task 't' itself waits" in await refusal()
+    assert "deadlock unless samples that fit are still put: task 't' also waits" in await refusal()
     held = insert(catalog, 1, meta=[{"version": 0}], state="held")
     assert "deadlock" not in await refusal()  # it may become live
     clear(catalog, np.array(held))

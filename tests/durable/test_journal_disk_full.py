@@ -74,7 +74,9 @@ async def test_what_cannot_be_written_waits_and_is_written_when_there_is_space(
         disk.code = errno.ENOSPC
         for number in range(5):
             journal.append(Stream.CHANGES, b"%d" % number)
-            with pytest.raises(DiskFullError, match=r"is full: .*; free space, and the service resumes") as caught:
+            with pytest.raises(
+                DiskFullError, match=r"is full: .*lost\. Free some space; the service then resumes"
+            ) as caught:
                 await journal.wait_durable()
             assert caught.value.retry_after_seconds == 1.0
             assert journal.has_unflushed

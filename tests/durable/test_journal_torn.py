@@ -391,7 +391,7 @@ def test_a_file_that_is_no_segment_is_damage(tmp_path: Path) -> None:
     write(tmp_path, RECORDS)
     path = segment_path(tmp_path, 1)
     path.write_bytes(b"no segment at all" * 1000)
-    with pytest.raises(JournalDamagedError, match="does not begin like a file of the journal"):
+    with pytest.raises(JournalDamagedError, match="does not begin like a journal file"):
         read(tmp_path)
     assert read(tmp_path, accept_loss=True) == []
     assert path.with_name(path.name + ".lost").exists()

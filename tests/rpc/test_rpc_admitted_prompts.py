@@ -178,7 +178,7 @@ def test_a_call_waits_for_capacity_and_holds_no_prompt_meanwhile(client: AnyClie
     assert waiting.status == "not_yet"
     assert waiting.waiting_for is not None
     assert waiting.waiting_for.code == "NO_CAPACITY"
-    assert "4 groups held, which are still being generated; its admission sets most_running to 3" in waiting.reason
+    assert "4 held groups, which are still being generated; its admission sets most_running to 3" in waiting.reason
     assert claimable(client) == 5
     assert task(client, "train", "actor").running_count == 3
     finish(client, slots_of(first[0]))

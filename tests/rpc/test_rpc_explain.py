@@ -71,7 +71,7 @@ def test_what_samples_lack_is_counted(client: AnyClient) -> None:
     assert reason.code == WaitCode.TOO_FEW_READY
     assert (reason.left_count, reason.ready_count, reason.needed_count, reason.sealed) == (9, 1, 4, False)
     assert lacks(reason) == {("held", "", 3), ("field", "y", 4), ("where", "v", 1)}
-    assert "1 samples are ready for task 't' of partition 'p', 4 are needed" in reason.text
+    assert "1 samples are ready for task 't' of partition 'p', but 4 are needed" in reason.text
     assert "4 lack field 'y'" in reason.text
 
 

@@ -81,7 +81,7 @@ def test_places_come_back_when_batches_are_trained_however_many_are_prefetched(c
     put(client, "p", "a")
     for index in range(2):
         assert claim(client, "p", index, batch_size=2).size == 2
-    with pytest.raises(tq.errors.AdmissionLimitError, match="4 of them delivered and not trained yet"):
+    with pytest.raises(tq.errors.AdmissionLimitError, match="4 of them delivered but not yet trained"):
         client.put("p", {"x": np.arange(2)}, timeout=0.3)
     client.advance("p", "t", trained=0)
     client.put("p", {"x": np.arange(2)}, timeout=5.0)

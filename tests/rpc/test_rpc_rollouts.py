@@ -128,7 +128,7 @@ def test_a_rollout_is_complete_once_it_is_closed(client: AnyClient) -> None:
     first = put(client, "r0", 1, "p0", group_size=2)
     assert first.rollouts == ["r0"]
     assert ranks(client, batch_unit="rollout")[0].status == "not_yet"
-    assert "rollout 'r0' is not closed, 1 of its 1 samples are ready" in explain(client, batch_unit="rollout")
+    assert "rollout 'r0' is not closed, and 1 of its 1 samples are ready" in explain(client, batch_unit="rollout")
     second = put(client, "r0")
     assert client.lookup_samples("t", rollouts=["r0"])[0].groups == ["p0", "p0"]
     put(client, "r1", 1, "p0", group_size=2, ends_rollouts=True)

@@ -154,7 +154,7 @@ def test_a_short_batch_waits_when_no_further_group_is_ready():
 
 
 def test_a_group_larger_than_the_batch_is_an_error_and_no_deadlock():
-    with pytest.raises(InvalidArgumentError, match=r"at least 9, the size of the group of sample 0"):
+    with pytest.raises(InvalidArgumentError, match=r"at least 9, the size of the group with sample 0"):
         GRPOGroupNSampler(n_samples_per_prompt=4).plan(view_of_groups([9, 4]), ranked(4, 2))
 
 

@@ -285,9 +285,9 @@ async def test_async_samplers_are_cancelled_with_their_caller():
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ([[1], [2]], "a list, expected a Plan or None"),
+        ([[1], [2]], "a list; expected a Plan or None"),
         (Plan(ranks=[rows(1), rows(2)]), "expected a tuple of RankPlan"),
-        (Plan.of([[1]]), "parts for 1 ranks, expected one part for each of 2"),
+        (Plan.of([[1]]), "parts for 1 ranks; expected one part for each of 2"),
         (Plan.of([[], []]), "a plan without rows"),
         (Plan.of([[1, 2], [3, 1]]), "row 1 more than once"),
         (Plan.of([[1, 1], [3]]), "row 1 more than once"),
@@ -313,7 +313,7 @@ async def test_plans_that_are_none(plan, message):
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (one_rank((Pack(positions=rows(0, 2)),)), r"positions 0 to 2 for rank 0, expected positions in \[0, 2\)"),
+        (one_rank((Pack(positions=rows(0, 2)),)), r"positions 0 to 2 for rank 0; expected positions in \[0, 2\)"),
         (one_rank((Pack(positions=rows(-1)),)), "positions -1 to -1"),
         (one_rank((Pack(positions=rows(0)), Pack(positions=rows(0)))), "position 0 of rank 0 in two packs"),
         (one_rank((Pack(positions=rows(0, 1), lengths=rows(5)),)), "1 lengths for 2 positions"),

@@ -193,7 +193,7 @@ async def test_an_option_with_a_type_of_its_own_is_left_to_the_constructor():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, r"sampler 'picky' requires 'count', got no options"),
+        ({}, r"sampler 'picky' requires 'count'; got no options"),
         ({"count": 2.5}, r"'picky', option 'count': got 2.5, expected a whole number"),
         ({"count": True}, r"option 'count': got true, expected a whole number"),
         ({"count": "2"}, r'option .count.: got "2", expected a whole number'),
@@ -318,7 +318,7 @@ async def test_module_and_class_must_be_allowed(plug_in):
     [
         ("no_such_module_here:X", "ModuleNotFoundError"),
         ("plug_in_samplers:Missing", "AttributeError"),
-        ("plug_in_samplers:not_a_class", "got 3, expected a class"),
+        ("plug_in_samplers:not_a_class", "got 3; expected a class"),
         ("plug_in_samplers:NoPlan", "expected a class with a method plan"),
         ("broken_samplers:Any", "SystemExit: no GPU here"),
         (":", "ValueError"),

@@ -81,7 +81,7 @@ def test_without_micro_batches_the_planner_cuts_them():
         ([2], [60, 60], 8, r"got 120 tokens in the group of sample 0, expected at most tokens_per_rank"),
         ([1], [70], 8, r"got 70 tokens for sample 0, expected at most tokens_per_micro_batch \(60\)"),
         ([2], [70, 1], 8, r"got 70 tokens for a sample in the group of sample 0, .*tokens_per_micro_batch"),
-        ([4], [1] * 4, 3, r"batch_size: got 3 samples, expected at least 4, the size of the group of sample 0"),
+        ([4], [1] * 4, 3, r"batch_size: got 3 samples; expected at least 4, the size of the group with sample 0"),
         ([1], [-5], 8, r"length: got -5 for sample 0"),
     ],
 )

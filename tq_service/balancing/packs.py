@@ -1,8 +1,8 @@
-"""Assigns samples to ranks, optimizer steps and fixed-size packs, for all ranks at once, using only sample lengths.
+"""Assigns samples to ranks, optimizer steps and fixed-size packs, for all ranks at once, based only on sample lengths.
 
-Packs are bins filled by best fit decreasing; a search then tries to save one bin at a time. References: S. Martello,
-P. Toth, "Knapsack Problems", chapter 8, 1990 (bounds, branch and bound); J. N. D. Gupta, J. C. Ho, "A new heuristic
-algorithm for the one-dimensional bin-packing problem", 1999 (filling each bin in turn as full as possible).
+Packs are bins filled by best fit decreasing. A search then tries to save one bin at a time. References: S. Martello, P.
+Toth, "Knapsack Problems", chapter 8, 1990 (bounds, branch and bound); J. N. D. Gupta, J. C. Ho, "A new heuristic
+algorithm for the one-dimensional bin-packing problem", 1999 (filling bins one by one, each as full as possible).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tq_service.balancing.partitions import (
 Bins = list[list[int]]
 Overlong = Literal["error", "truncate", "drop"]
 
-# Limits on the effort of searching for a packing with one bin fewer: size of the tables of reachable sums in bits,
-# items considered per bin, nodes of the search tree, and items in a tree search.
+# Limits on the search for a packing with one bin fewer: size of the tables of reachable sums in bits, number of items
+# considered per bin, number of nodes in the search tree, and number of items in a tree search.
 _MOST_BITS = 2**24
 _MOST_FILL_ITEMS = 192
 _MOST_NODES = 4_000
@@ -42,17 +42,17 @@ class PackPlan:
     """The samples of each pack, by optimizer step and rank.
 
     Attributes:
-        packs: `packs[dp_rank][step][pack]` is the list of sample indexes in a pack; an empty list is a padding-only
-            pack. All ranks have the same number of steps and, in each step, the same number of packs (at least 1).
-        lengths: number of tokens of each sample in its pack, `(n,)`. Truncated samples have `pack_max_length` tokens,
-            dropped samples 0.
-        pack_max_length: tokens per pack, after padding.
-        truncated: indexes of the samples that were truncated to `pack_max_length`, ascending.
-        dropped: indexes of the samples that were dropped because they are too long, ascending.
-        rank_costs: total cost of each rank's samples, `(dp_size,)`, as returned by `get_costs`.
-        pack_count_lower_bound: minimum number of packs, over all ranks and steps, that any plan for the same samples,
-            ranks and steps needs.
-        seconds: planning time in seconds.
+        packs: `packs[dp_rank][step][pack]` lists the sample indexes in a pack; an empty list is a padding-only pack.
+            All ranks have the same number of steps and, in each step, the same number of packs (at least 1).
+        lengths: number of tokens that each sample occupies in its pack, of shape `(n,)`: `pack_max_length` for
+            truncated samples, 0 for dropped samples.
+        pack_max_length: number of tokens per pack, after padding.
+        truncated: indexes of the samples truncated to `pack_max_length`, in ascending order.
+        dropped: indexes of the samples dropped because they are too long, in ascending order.
+        rank_costs: total cost of each rank's samples (see `get_costs`), of shape `(dp_size,)`.
+        pack_count_lower_bound: lower bound on the total number of packs in any plan for the same samples, ranks and
+            steps.
+        seconds: time spent on planning, in seconds.
     """
 
     packs: list[list[list[list[int]]]] = field(repr=False)
@@ -76,14 +76,14 @@ class PackPlan:
 
     @property
     def tokens(self) -> Int64s:
-        """Number of sample tokens by rank and step, `(dp_size, optimizer_steps)`."""
+        """Number of sample tokens by rank and step, of shape `(dp_size, optimizer_steps)`."""
         return np.array(
             [[sum(self.pack_tokens(pack) for pack in step) for step in steps] for steps in self.packs], np.int64
         )
 
     @property
     def packs_by_step(self) -> list[int]:
-        """Number of packs in each step, the same for every rank."""
+        """Number of packs in each step, which is the same for every rank."""
         return [len(step) for step in self.packs[0]]
 
     @property
@@ -98,17 +98,17 @@ class PackPlan:
 
     @property
     def fill_ratio(self) -> float:
-        """Share of the space in all packs that is filled with sample tokens, 0.0 to 1.0."""
+        """Share of the total pack space that sample tokens fill, from 0.0 to 1.0."""
         return float(self.lengths.sum()) / (self.pack_count * self.pack_max_length)
 
     @property
     def imbalance(self) -> float:
-        """Excess of the heaviest rank's cost over the mean of all ranks, as a fraction: 0.01 is 1 %."""
+        """Excess of the heaviest rank's cost over the mean cost of all ranks, as a fraction: 0.01 is 1 %."""
         return _above_mean(self.rank_costs)
 
     @property
     def step_imbalance(self) -> float:
-        """Excess of the heaviest rank's tokens over the mean of all ranks in the worst step, as a fraction."""
+        """Excess of the heaviest rank's token count over the mean of all ranks, in the worst step, as a fraction."""
         return max(_above_mean(of_ranks) for of_ranks in self.tokens.T)
 
     def pack_tokens(self, pack: list[int]) -> int:
@@ -134,41 +134,42 @@ def plan_packs(
     even_steps: bool = True,
     packs_multiple_of: int = 1,
 ) -> PackPlan:
-    """Plan the packs of a batch for all ranks, with equal numbers of packs per step on every rank.
+    """Plan the packs of a batch for all ranks; in each step, every rank has the same number of packs.
 
-    1. Samples, or groups, are distributed over the ranks. The ranks' numbers of samples (or groups) differ by at most
-       one, and their costs are balanced by Karmarkar-Karp and a refinement.
+    1. Samples, or groups, are distributed over the ranks. The numbers of samples (or groups) per rank differ by at most
+       one, and the Karmarkar-Karp algorithm with a refinement balances costs.
     2. Each rank's samples are distributed over the optimizer steps, with token totals as equal as possible. Each rank's
-       steps are sorted by tokens, heaviest first, so heavy steps run at the same time on all ranks.
-    3. The samples of each rank and step are packed by best fit decreasing. If a rank needs more packs than its lower
-       bound and more than the other ranks, a search tries to save one pack at a time. Padding-only packs are then added
-       to give every rank the same number of packs (at least one). Packs are sorted by tokens, heaviest first.
+       steps are sorted by token count, heaviest first, so heavy steps run at the same time on all ranks.
+    3. The samples for each rank and step are packed by best fit decreasing. If a rank has more packs than its lower
+       bound and more than the other ranks, a search tries to save one pack at a time. Padding-only packs then give
+       every rank the same number of packs (at least one). Packs are sorted by token count, heaviest first.
 
     Args:
-        seqlens: token count of each sample, `(n,)`; n may be any number, including 0.
+        seqlens: token count of each sample, of shape `(n,)`; n may be 0.
         dp_size: number of ranks.
         optimizer_steps: exact number of optimizer steps.
         pack_max_length: maximum number of tokens per pack.
-        groups: the group of each sample, `(n,)`, or None for a sample without a group. A group stays on one rank but
-            may be split over steps. None instead of a sequence: no groups.
-        rollouts: the rollout of each sample, `(n,)`, in the same form as `groups`. A rollout stays in one step; all its
-            samples must belong to the same group. Without `groups`, each rollout is a group.
-        overlong: handling of a sample longer than `pack_max_length`: raise an error, truncate the sample to
-            `pack_max_length`, or drop it. The plan lists truncated and dropped samples.
-        cost: quantity to balance over the ranks, see `get_costs`; None: tokens.
-        even_steps: whether to balance token totals over the steps of a rank. This may add much padding if a step has
-            only a few packs: tokens for 2.1 packs need 3. False: pack all samples of a rank first, then assign the
-            packs to steps. The number of packs then differs between steps by at most one (or `packs_multiple_of`).
-            False is ignored if a rollout has several samples, since these could be in different packs.
-        packs_multiple_of: number that divides the number of packs in each step, as required by interleaved pipelines.
+        groups: each sample's group, or None for a sample without a group. A group stays on one rank but may be split
+            over steps. None instead of a sequence: no groups.
+        rollouts: each sample's rollout, in the same form as `groups`. A rollout stays in one step, and all its samples
+            must belong to the same group. Without `groups`, each rollout is a group.
+        overlong: handling of samples longer than `pack_max_length`: raise an error, truncate them to `pack_max_length`,
+            or drop them. The plan lists truncated and dropped samples.
+        cost: quantity to balance over the ranks (see `get_costs`); None: tokens.
+        even_steps: whether to balance token totals over each rank's steps. This may add much padding if a step has only
+            a few packs; for example, tokens for 2.1 packs need 3 packs. False: pack all samples of a rank first, then
+            assign the packs to steps. The numbers of packs per step then differ by at most one (or
+            `packs_multiple_of`). False is ignored if a rollout has several samples, since they could end up in
+            different packs.
+        packs_multiple_of: number that must divide the number of packs in each step, for interleaved pipelines.
 
     Returns:
-        The plan with its statistics. The same arguments always yield the same packs.
+        The plan and its statistics. Equal arguments always yield equal packs.
 
     Raises:
         ValueError: `seqlens` is not a one-dimensional sequence of non-negative integers, a count is below 1, `groups`
-            or `rollouts` does not have one element per sample, or `overlong` or `cost` is unknown. With
-            `overlong="error"` also if a sample is longer than `pack_max_length`; the message contains its index.
+            or `rollouts` does not contain one element per sample, or `overlong` or `cost` is unknown. With
+            `overlong="error"`, also if a sample is longer than `pack_max_length`; the message contains its index.
     """
     started = time.perf_counter()
     lengths = check_lengths(seqlens)
@@ -210,13 +211,13 @@ def plan_packs(
 
 
 def check_overlong(overlong: str) -> None:
-    """Raise ValueError if `overlong` is not a known policy."""
+    """Raise ValueError if `overlong` is not one of the known values."""
     if overlong not in get_args(Overlong):
         raise ValueError(f"overlong: got {overlong!r}, expected 'error', 'truncate' or 'drop'")
 
 
 def _apply_overlong(lengths: Int64s, pack_max_length: int, overlong: Overlong) -> tuple[Int64s, Int64s, Int64s]:
-    """Return the indexes of the samples to pack, of the samples to truncate, and of the samples to drop."""
+    """Return the indexes of the samples to pack, to truncate, and to drop."""
     check_overlong(overlong)
     too_long, none = np.flatnonzero(lengths > pack_max_length), np.zeros(0, np.int64)
     if too_long.size and overlong == "error":
@@ -232,7 +233,7 @@ def _apply_overlong(lengths: Int64s, pack_max_length: int, overlong: Overlong) -
 
 
 def _units(name: str, groups: Sequence[Hashable | None] | None, count: int, kept: Int64s) -> list[Int64s]:
-    """Return the sample indexes of each group (or rollout), ordered by first member; a group is not split."""
+    """Return each group's (or rollout's) sample indexes; groups are ordered by their first members."""
     if groups is None:
         return list(kept[:, None])
     if len(groups) != count:
@@ -247,7 +248,7 @@ def _units(name: str, groups: Sequence[Hashable | None] | None, count: int, kept
 def _spread_over_steps(
     samples: Int64s, lengths: Int64s, optimizer_steps: int, rollout_of: Int64s | None
 ) -> list[Int64s]:
-    """Distribute a rank's samples over steps; return the samples of each step. A rollout stays in one step."""
+    """Distribute a rank's samples over steps, keeping each rollout in one step; return each step's samples."""
     if rollout_of is None:
         parts = [samples[part] for part in get_free_partitions(lengths[samples], optimizer_steps)]
     else:
@@ -259,14 +260,14 @@ def _spread_over_steps(
 
 
 def _deal(packs: Bins, optimizer_steps: int, multiple_of: int) -> list[Bins]:
-    """Assign a rank's packs to steps, fullest packs first.
+    """Assign a rank's packs to steps, starting with the fullest packs.
 
-    The number of packs in each step is a multiple of `multiple_of`, and differs by at most this number between steps.
+    The numbers of packs per step are multiples of `multiple_of`, and differ by at most this number.
 
     Args:
-        packs: all packs of a rank, fullest first; their number is a multiple of `multiple_of`.
+        packs: all of the rank's packs, fullest first; their number is a multiple of `multiple_of`.
         optimizer_steps: number of steps.
-        multiple_of: number that divides the number of packs in each step.
+        multiple_of: number that must divide the number of packs in each step.
     """
     count = max(len(packs) // multiple_of, optimizer_steps)
     dealt = packs + [[] for _ in range(count * multiple_of - len(packs))]
@@ -291,20 +292,19 @@ def _pack(
 def pack_ranks_equally(
     sizes_of_ranks: Sequence[Int64s], capacity: int, *, multiple_of: int = 1, spread: bool = False
 ) -> list[Bins]:
-    """Pack each rank's items into the same number of bins on every rank, as few as a bounded search finds.
+    """Pack each rank's items into bins; all ranks use the same number, the smallest that a bounded search finds.
 
-    First, each rank's items are packed by best fit decreasing. Then the ranks with the most bins are packed again into
-    one bin fewer. This step repeats until the search fails for one of these ranks.
+    First, each rank's items are packed by best fit decreasing. Then the items of the ranks with the most bins are
+    packed again into one bin fewer. The second step is repeated until the search fails for one of these ranks.
 
     Args:
-        sizes_of_ranks: the item sizes of each rank, all at most `capacity`.
+        sizes_of_ranks: each rank's item sizes, none larger than `capacity`.
         capacity: maximum total size of the items in a bin.
-        multiple_of: number that divides the number of bins.
-        spread: whether to distribute a rank's items evenly over its bins, instead of filling some bins and leaving
-            others empty.
+        multiple_of: number that must divide the number of bins.
+        spread: whether to distribute a rank's items evenly over its bins, instead of leaving some bins empty.
 
     Returns:
-        The bins of each rank (at least one), fullest first, including empty bins that equalize the ranks' numbers.
+        Each rank's bins (at least one), fullest first. They include the empty bins that give all ranks the same number.
     """
     packed = [best_fit_decreasing(sizes, capacity) for sizes in sizes_of_ranks]
     at_least = max([1, *(count_bins_at_least(sizes, capacity) for sizes in sizes_of_ranks)])
@@ -337,7 +337,7 @@ def _try_fewer(packed: list[Bins], sizes_of_ranks: Sequence[Int64s], capacity: i
 
 
 def _spread(sizes: Int64s, bins: Bins, capacity: int, count: int) -> Bins:
-    """Distribute the items over `count` bins with nearly equal sums, or return `bins` if a bin would overflow."""
+    """Distribute the items over `count` bins with nearly equal sums; return `bins` if a bin would overflow."""
     even = [part for part in get_free_partitions(sizes, count) if part]
     return even if all(int(sizes[part].sum()) <= capacity for part in even) else bins
 
@@ -345,10 +345,10 @@ def _spread(sizes: Int64s, bins: Bins, capacity: int, count: int) -> Bins:
 def count_bins_at_least(sizes: Int64s, capacity: int) -> int:
     """Return a lower bound on the number of bins that the items need.
 
-    Two items above half the capacity never fit into one bin, so each such large item needs a bin. For a threshold t, a
-    large item above `capacity - t` cannot share its bin with an item of size t or more. Items from t to half the
-    capacity therefore need additional bins, unless they fit next to the other large items. The bound is the maximum
-    over all thresholds.
+    Two items larger than half the capacity never fit into one bin, so each such large item needs its own bin. For a
+    threshold t, a large item above `capacity - t` cannot share its bin with an item of size t or more. Items with sizes
+    from t to half the capacity therefore need additional bins, unless they fit next to the other large items. The bound
+    is the maximum over all thresholds.
     """
     if not sizes.size:
         return 0
@@ -366,9 +366,9 @@ def count_bins_at_least(sizes: Int64s, capacity: int) -> int:
 
 
 def best_fit_decreasing(sizes: Int64s, capacity: int) -> Bins:
-    """Put each item, largest first, into the fullest bin that has enough space, or a new bin; return the bins."""
+    """Put each item, largest first, into the fullest bin with enough space, or into a new bin; return the bins."""
     bins: Bins = []
-    free: list[tuple[int, int]] = []  # (free capacity, bin), ascending
+    free: list[tuple[int, int]] = []  # (free capacity, bin), in ascending order
     listed = sizes.tolist()
     for item in np.argsort(-sizes, kind="stable").tolist():
         size = listed[item]
@@ -387,7 +387,7 @@ def pack_into(sizes: Int64s, capacity: int, bin_count: int) -> Bins | None:
     """Try to pack items into `bin_count` bins, with bounded effort.
 
     Returns:
-        At most `bin_count` bins, or None if the search found no solution (which does not prove that none exists).
+        At most `bin_count` bins, or None if the search found no solution, although one may exist.
     """
     if count_bins_at_least(sizes, capacity) > bin_count:
         return None
@@ -398,9 +398,9 @@ def pack_into(sizes: Int64s, capacity: int, bin_count: int) -> Bins | None:
 
 
 def _fill_one_by_one(sizes: Int64s, capacity: int, bin_count: int) -> Bins | None:
-    """Fill one bin after another: take the largest remaining item and the other items that fill the bin best.
+    """Fill bins one after another, each with the largest remaining item and the other items that fill it best.
 
-    Return None if more than `bin_count` bins would be needed.
+    Return None if this needs more than `bin_count` bins.
     """
     listed = sizes.tolist()
     left = np.argsort(-sizes, kind="stable").tolist()
@@ -423,7 +423,7 @@ def _fill_one_by_one(sizes: Int64s, capacity: int, bin_count: int) -> Bins | Non
 
 
 def _fullest_subset(items: list[int], listed: list[int], capacity: int) -> list[int]:
-    """Return the items with the largest sum up to `capacity`. Bit s of a table is set if some items have the sum s."""
+    """Return the items with the largest sum up to `capacity`. Bit s in a table is set if some items add up to s."""
     window = (1 << (capacity + 1)) - 1
     tables = [1]
     for item in items:
@@ -440,7 +440,7 @@ def _fullest_subset(items: list[int], listed: list[int], capacity: int) -> list[
 
 
 class _TreeSearch:
-    """Depth-first search for a packing: places items one by one, largest first, and tries the fullest bins first."""
+    """A depth-first search for a packing. It places items one by one, largest first, in the fullest bins first."""
 
     def __init__(self, sizes: Int64s, capacity: int, bin_count: int) -> None:
         self._order: list[int] = np.argsort(-sizes, kind="stable").tolist()
@@ -458,7 +458,7 @@ class _TreeSearch:
         if at == len(self._order):
             return True
         self._nodes += 1
-        # Free space is wasted in bins that do not have enough of it for the smallest item.
+        # Free space is wasted if it is too small for the smallest item.
         wasted = sum(free for free in self._free if free < self._sizes[-1])
         if self._nodes > _MOST_NODES or wasted > self._spare:
             return False

@@ -1,14 +1,15 @@
-"""Splits items into k partitions of nearly equal cost, by Karmarkar-Karp largest differencing and a refinement.
+"""Splits items into k partitions of nearly equal cost, with Karmarkar-Karp largest differencing and a refinement.
 
 N. Karmarkar, R. M. Karp, "The differencing method of set partitioning", UCB/CSD 82/113, 1982; the k-way form is from
 R. E. Korf, "Multi-way number partitioning", IJCAI 2009.
 
-A partial solution consists of up to k columns; a column is a set of items. The algorithm repeatedly merges the two
-partial solutions with the widest spread (largest column sum minus smallest), heaviest column with lightest, until a
-single solution remains. A column is stored as its sum, in a sorted numpy array, and the id of one of its items. When
-two columns are merged, one id becomes a pointer to the other; following all pointers at the end yields the items of
-each column. The cost of a merge therefore depends only on k, not on the number of items. The refinement then moves or
-swaps items between the heaviest set and lighter sets until no exchange helps.
+A partial solution consists of up to k columns, and a column is a set of items. The spread of a partial solution is its
+largest column sum minus its smallest. The algorithm repeatedly merges the two partial solutions with the widest spreads
+until a single solution remains. A merge combines the heaviest column of one with the lightest column of the other, and
+so on. A column is stored as its sum, in a sorted numpy array, and the id of one of its items. When two columns are
+merged, one id becomes a pointer to the other. At the end, following all pointers yields the items in each column. The
+cost of a merge therefore depends only on k, not on the number of items. Finally, the refinement moves or swaps items
+between the heaviest set and lighter sets until no exchange helps.
 """
 
 from __future__ import annotations
@@ -26,27 +27,27 @@ Lengths = Sequence[int] | NDArray[np.integer]
 CostName = Literal["tokens", "attention"]
 Cost = CostName | Callable[[Int64s], NDArray[Any]]
 
-# Limit on the sum of all lengths, and of all costs, so sums in int64 are exact.
+# Limit on the sum of all lengths, and on the sum of all costs; int64 sums are then exact.
 _LARGEST_TOTAL = 2**62
 # Non-integer costs are rounded to multiples of the largest cost divided by this number.
 _STEPS = 2**40
-# The refinement first compares the heaviest set with this many of the lightest sets, one by one. Then it compares it
-# with all other sets at once, which considers every pair of items. If there are more than `_MOST_PAIRS` pairs, the
-# other sets are also compared one by one.
+# The refinement first compares the heaviest set with this many of the lightest sets, one by one. Next, it compares the
+# heaviest set with all other sets at once, which considers every pair of items. If there are more than `_MOST_PAIRS`
+# pairs, it also compares the other sets one by one.
 _LIGHTEST_FIRST = 32
 _MOST_PAIRS = 1_000_000
-# The refinement stops when the heaviest set is this close to the lower bound (as a fraction of it), since removing the
-# last few of a million tokens would take most of the time.
+# The refinement stops when the heaviest set exceeds the lower bound by less than this fraction. Removing the last few
+# of a million tokens would take most of the time.
 _TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCost:
-    """Cost of a sequence of L tokens, `linear * L + quadratic * L**2`.
+    """Cost of a sequence with L tokens: `linear * L + quadratic * L**2`.
 
-    The linear part models matrix products, whose cost is the same for every token. The quadratic part models the
-    attention of each token to earlier tokens. The default ratio is common in balancing code for a hidden
-    size of 4,096: both parts are equal at 24,576 tokens.
+    The linear part models matrix products, which cost the same for every token. The quadratic part models each token's
+    attention to earlier tokens. The default ratio is common in balancing code, for a hidden size of 4,096; both parts
+    are equal at 24,576 tokens.
 
     Attributes:
         linear: cost per token.
@@ -64,7 +65,7 @@ class AttentionCost:
             )
 
     def __call__(self, lengths: Int64s) -> NDArray[np.float64]:
-        """Return the costs `(n,)` of sequences with the given lengths `(n,)`."""
+        """Return the cost of each sequence, given the lengths. Both arrays have the shape `(n,)`."""
         exact = lengths.astype(np.float64)
         return np.asarray(exact * (self.linear + self.quadratic * exact), np.float64)
 
@@ -73,19 +74,19 @@ _ATTENTION: Final = AttentionCost()
 
 
 def get_costs(lengths: Int64s, cost: Cost | None = None) -> Int64s:
-    """Compute the costs of samples from their lengths; return them as integers.
+    """Return the costs of samples as integers, computed from the samples' lengths.
 
     Args:
-        lengths: token counts, `(n,)`.
-        cost: "tokens", "attention" (`AttentionCost` with its defaults), or a function from lengths `(n,)` to costs
-            `(n,)`, integers or not; None: tokens.
+        lengths: token counts, of shape `(n,)`.
+        cost: "tokens", "attention" (`AttentionCost` with its defaults), or a function that returns an array of costs
+            for an array of lengths. Costs need not be integers. None: tokens.
 
     Returns:
-        Costs `(n,)`. Non-integer costs are scaled proportionally to a maximum of 2**40, and rounded.
+        Costs, of shape `(n,)`. Non-integer costs are scaled such that the maximum is 2**40, and rounded.
 
     Raises:
         ValueError: the name is unknown, or the function returns an array of the wrong shape, or values that are not
-            numbers, negative, not finite, or too large for an exact sum.
+            numbers, are negative, not finite, or too large for an exact sum.
     """
     if isinstance(cost, str):
         check_cost_name(cost)
@@ -120,7 +121,7 @@ def check_cost_name(cost: str) -> None:
 
 
 def check_lengths(seqlen_list: Lengths) -> NDArray[np.int64]:
-    """Validate lengths and return them as an int64 array `(n,)`.
+    """Validate lengths and return them as an int64 array of shape `(n,)`.
 
     Raises:
         ValueError: the lengths are not one-dimensional, not integers, negative, or too large for an exact sum.
@@ -167,21 +168,21 @@ def _first_non_integer(lengths: NDArray[np.generic]) -> str:
 
 
 def karmarkar_karp(seqlen_list: Lengths, k_partitions: int, equal_size: bool) -> list[list[int]]:
-    """Split items into partitions of nearly equal total length, by largest differencing.
+    """Split items into partitions of nearly equal total length, using largest differencing.
 
     Args:
-        seqlen_list: length of each item, `(n,)`.
+        seqlen_list: length of each item, of shape `(n,)`.
         k_partitions: number of partitions.
-        equal_size: whether every partition has `n / k_partitions` items; otherwise each has at least one item.
+        equal_size: whether every partition must have `n / k_partitions` items; otherwise, each has at least one item.
 
     Returns:
-        The item positions of each partition in ascending order, heaviest partition first. Each item is in exactly one
-        partition. The same arguments always yield the same result.
+        Each partition's item positions, in ascending order; the heaviest partition comes first. Each item is in exactly
+        one partition. Equal arguments always yield equal results.
 
     Raises:
-        ValueError: `seqlen_list` is not a one-dimensional sequence of non-negative integers, it has fewer items than
-            partitions, or `k_partitions` is below 1. With `equal_size` also if the number of items is not a multiple of
-            `k_partitions`.
+        ValueError: `seqlen_list` is not a one-dimensional sequence of non-negative integers, there are fewer items than
+            partitions, or `k_partitions` is below 1. With `equal_size`, also if the number of items is not a multiple
+            of `k_partitions`.
     """
     lengths, k = _check(seqlen_list, k_partitions, equal_size)
     return _as_lists(_partition(lengths, k, equal_size))
@@ -190,7 +191,7 @@ def karmarkar_karp(seqlen_list: Lengths, k_partitions: int, equal_size: bool) ->
 def get_seqlen_balanced_partitions(
     seqlen_list: Lengths, k_partitions: int, equal_size: bool, *, cost: Cost | None = None
 ) -> list[list[int]]:
-    """Split items into partitions of nearly equal total cost, by `karmarkar_karp` and a refinement by moves and swaps.
+    """Split items into partitions of nearly equal total cost: `karmarkar_karp`, refined by moves and swaps.
 
     Arguments, result and errors are as for `karmarkar_karp`, except that partitions are sorted by their sums before
     the refinement. `cost` is the quantity to balance (see `get_costs`); None balances lengths.
@@ -201,7 +202,7 @@ def get_seqlen_balanced_partitions(
 
 
 def get_even_partitions(seqlen_list: Lengths, k_partitions: int) -> list[list[int]]:
-    """Split items into partitions of nearly equal total length, whose numbers of items differ by at most one.
+    """Split items into partitions of nearly equal total length; the numbers of items differ by at most one.
 
     Accepts any number of items, even fewer than partitions.
 
@@ -223,9 +224,9 @@ def get_free_partitions(seqlen_list: Lengths, k_partitions: int) -> list[list[in
 
 
 def _padded_partitions(seqlen_list: Lengths, k_partitions: int, *, equal_size: bool) -> list[list[int]]:
-    """Partition the items, adding items of length 0 to reach a valid number of items; remove these from the result.
+    """Partition the items, padded with items of length 0 to a valid number of items; return them without the padding.
 
-    With equal sizes, each partition contains at most one added item.
+    With `equal_size`, each partition contains at most one padding item.
     """
     lengths, k = check_lengths(seqlen_list), check_count("k_partitions", k_partitions)
     missing = -lengths.size % k if equal_size else max(k - lengths.size, 0)
@@ -270,7 +271,7 @@ def _partition(lengths: Int64s, k: int, equal_size: bool) -> list[Int64s]:
 
 
 class _Partial(NamedTuple):
-    """A partial solution: the sums of its columns, ascending, and the id of each column; missing columns are empty."""
+    """A partial solution: its column sums in ascending order, and each column's id; missing columns are empty."""
 
     sums: Int64s
     ids: Int64s
@@ -280,8 +281,8 @@ class _Differencing:
     """One run of the differencing algorithm.
 
     Merged partial solutions are stored in a heap. A single item is a partial solution with one column, whose spread is
-    the item's length. Single items are stored in a separate descending array, so several of them can be merged at once.
-    Most merges with free sizes are such merges.
+    the item's length. Single items are stored separately in a descending array, so several of them can be merged at
+    once. Without `equal_size`, most merges combine single items.
     """
 
     def __init__(self, lengths: Int64s, k: int) -> None:
@@ -295,14 +296,14 @@ class _Differencing:
         self._next = 0
 
     def seed_full_rows(self) -> None:
-        """Create a partial solution from every k consecutive items; every partition gets one item of each of them."""
+        """Create a partial solution from every k consecutive items, which adds one item to every partition."""
         rows = zip(self._single_lengths.reshape(-1, self._k), self._single_ids.reshape(-1, self._k), strict=True)
         for sums, ids in rows:
             self._push(_Partial(sums[::-1], ids[::-1]))
         self._next = self._single_ids.size
 
     def run(self) -> _Partial:
-        """Merge the two partial solutions with the widest spread until one is left; return it."""
+        """Repeatedly merge the two partial solutions with the widest spreads; return the last one left."""
         while True:
             top = self._pop()
             singles = self._singles_ahead()
@@ -332,7 +333,7 @@ class _Differencing:
         return max(int(end) - self._next, 0)
 
     def _fill(self, partial: _Partial, count: int) -> _Partial:
-        """Merge the next `count` single items into empty columns; the spread stays the widest during these merges."""
+        """Merge the next `count` single items into empty columns; the result keeps the widest spread."""
         taken = slice(self._next, self._next + count)
         self._next += count
         sums = np.concatenate([partial.sums, self._single_lengths[taken]])
@@ -357,7 +358,7 @@ class _Differencing:
         return _ordered(np.array([total for total, _ in columns]), np.array([column for _, column in columns]))
 
     def _merge(self, first: _Partial, second: _Partial) -> _Partial:
-        """Merge the heaviest columns with the lightest ones; a column merged with an empty column is unchanged."""
+        """Merge the heaviest columns with the lightest; merging with an empty column leaves a column unchanged."""
         shared = max(first.sums.size + second.sums.size - self._k, 0)
         self.parent[second.ids[:shared]] = first.ids[:shared][::-1]
         sums = np.concatenate(
@@ -372,20 +373,20 @@ def _ordered(sums: Int64s, ids: Int64s) -> _Partial:
 
 
 def refine_partitions(lengths: Int64s, partitions: list[Int64s], *, equal_size: bool) -> list[Int64s]:
-    """Exchange items until no exchange makes the heaviest set lighter, or it is within 0.001 % of the lower bound.
+    """Exchange items until the heaviest set cannot be made lighter, or is within 0.001 % of the lower bound.
 
-    The lower bound is max(mean, longest item). With `equal_size`, the shortest items that must share a set with the
-    longest item are added to the length of this item. An exchange swaps an item of the heaviest set for a shorter item
-    of another set, or, without `equal_size`, moves it there. It is made only if both sets end up below the old maximum,
-    so the maximum never increases. The number of exchanges is limited to four per set.
+    The lower bound is max(mean, longest item). With `equal_size`, the longest item must share its set with others, so
+    the lengths of the shortest items are added to its length. An exchange swaps an item in the heaviest set for a
+    shorter item in another set or, without `equal_size`, moves it to that set. An exchange is made only if both sets
+    end up below the old maximum, so the maximum never increases. The number of exchanges is limited to four per set.
 
     Args:
         lengths: length of each item, `(n,)`.
-        partitions: item positions of each set; a set may be empty.
+        partitions: each set's item positions; a set may be empty.
         equal_size: whether each set must keep its number of items.
 
     Returns:
-        The sets in the given order.
+        The resulting sets, in the given order.
     """
     sets = _Sets(lengths, partitions, keep_sizes=equal_size)
     for _ in range(4 * len(partitions)):
@@ -395,7 +396,7 @@ def refine_partitions(lengths: Int64s, partitions: list[Int64s], *, equal_size: 
 
 
 class _Sets:
-    """Sets of items with their sums; `values[s]` are the lengths of `items[s]`."""
+    """Sets of items and their sums; `values[s]` contains the lengths of `items[s]`."""
 
     def __init__(self, lengths: Int64s, partitions: list[Int64s], *, keep_sizes: bool) -> None:
         self.items = [part.copy() for part in partitions]
@@ -424,7 +425,7 @@ class _Sets:
         return True
 
     def _offered(self, heaviest: int, other: int) -> Int64s:
-        """Return the lengths of the items that the other set can give in return.
+        """Return the lengths of the items that the other set can offer in return.
 
         If sets may change their sizes, a final 0 represents a move without an item in return.
         """
@@ -433,7 +434,7 @@ class _Sets:
         return np.append(self._values[other], np.int64(0))
 
     def _first_exchange(self, heaviest: int, others: Int64s) -> tuple[int, int, int] | None:
-        """Return the best exchange with the first other set that allows an exchange, or None."""
+        """Return the best exchange with the first set in `others` that allows one, or None."""
         given = self._values[heaviest]
         for other in others.tolist():
             offered = self._offered(heaviest, other)
@@ -441,7 +442,7 @@ class _Sets:
                 continue
             gap = int(self._sums[heaviest] - self._sums[other])
             order = offered.argsort(kind="stable")
-            # Offered lengths just above and below the length that would make the two sums equal.
+            # The offered lengths just above and just below the length that would make the two sums equal.
             above = (2 * offered[order]).searchsorted(2 * given - gap).clip(max=order.size - 1)
             places = order[np.concatenate([above, (above - 1).clip(min=0)])]
             moved = np.concatenate([given, given]) - offered[places]
@@ -451,7 +452,7 @@ class _Sets:
         return None
 
     def _any_exchange(self, heaviest: int, others: Int64s) -> tuple[int, int, int] | None:
-        """Return the exchange with any other set that minimizes the larger of the two resulting sums, or None."""
+        """Return the exchange with one of `others` that minimizes the larger of the resulting sums, or None."""
         given = self._values[heaviest]
         offered = [self._offered(heaviest, other) for other in others.tolist()]
         owners = np.repeat(others, [values.size for values in offered]) if offered else others
@@ -470,7 +471,7 @@ class _Sets:
     def _make(self, heaviest: int, other: int, given: int, returned: int) -> None:
         """Exchange item `given` of the heaviest set for item `returned` of the other set.
 
-        If `returned` is beyond the last position of the other set, the item is moved without an item in return.
+        If `returned` is beyond the last position in the other set, the item is moved and nothing is returned.
         """
         is_swap = returned < self.items[other].size
         moved = int(self._values[heaviest][given])

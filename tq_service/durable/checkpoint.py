@@ -1,17 +1,16 @@
-"""Checkpoints: the state of a service at one moment, together with the bytes of all its samples, in one file.
+"""Checkpoints: a service's state at one moment, together with the bytes of all samples, in one file.
 
     PartitionPlan: groups cells into blocks --> CheckpointWriter: writes the blocks, then the state
     read_checkpoint: checks everything --> its blocks become puts --> relocate: partitions refer to these puts
 
 A checkpoint is a directory with one file, `checkpoint.tqc`, which starts with the facts shown in lists of checkpoints.
-The file is written under a temporary name. When it is complete and synced, it replaces the previous file in one step.
-The directory therefore always contains either the old or the new checkpoint. The remains of an unfinished checkpoint
-are overwritten by the next one.
+The file is written under a temporary name. Once it is complete and synced, it replaces the previous file in one step.
+The directory therefore always contains either the old or the new checkpoint. Each checkpoint overwrites the remains of
+an unfinished one.
 
-A block contains the cells of fields that were put together, from one storage service and in the order of the table. A
-block has a few MiB, from any number of puts. On restore, each block becomes one put. A million small puts are thus
-restored as a few hundred puts, on any storage service with enough space. The puts of a restored partition are its
-blocks, in file order.
+A block contains cells of fields that were put together, from one storage service and in table order. It contains a few
+MiB from any number of puts. On restore, each block becomes one put. A million small puts are thus restored as a few
+hundred puts, on any storage service with enough space. A restored partition's puts are its blocks, in file order.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ from tq_service.wire.metadata import CellRuns
 FILE_NAME: Final = "checkpoint.tqc"
 _LONGEST_NAME: Final = 200
 _PART: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=@+-]*")
-"""One part of a checkpoint name: never "", ".", ".." or hidden."""
+"""One part of a checkpoint name; never "", "." or "..", and never a hidden name."""
 _RECORD_BYTES: Final = 1 << 20
 _NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _BAD_DIRECTORY: Final = frozenset(
@@ -80,18 +79,18 @@ _BAD_DIRECTORY: Final = frozenset(
 )  # fmt: skip
 BLOCK_BYTES: Final = 4 << 20
 _MOST_ROWS: Final = 1 << 16
-_MOST_PUTS: Final = 256  # finding the cells of 256 puts blocks the event loop for about a millisecond
+_MOST_PUTS: Final = 256  # finding the cells in 256 puts blocks the event loop for about a millisecond
 _CHAIN_COLUMNS: Final = ("cell", "previous", "depth")
 _BLOCK: Final = Put("", b"", b"")
-"""Placeholder for a put that will be created from a block."""
+"""Placeholder for the put that will be created from a block."""
 
 
 def checkpoint_path(checkpoint_dir: Path | None, name: str) -> Path:
-    """Return the path of a checkpoint file, given the directory of all checkpoints and the name chosen by the caller.
+    """Return the path of a checkpoint file, given the directory for checkpoints and a name chosen by the caller.
 
-    The operator controls the directory and the symlinks on the path to it. No symlink below the directory may lead out
-    of the directory. A process with write access to the directory could still replace part of the path after this
-    check, but callers cannot.
+    The operator controls the directory and any symlinks in its path. Below the directory, no symlink may lead out of
+    it. A process with write access to the directory could still replace part of the path after this check, but a caller
+    cannot.
 
     Raises:
         PreconditionError: the service has no checkpoint directory.
@@ -145,10 +144,10 @@ def checkpoint_names(checkpoint_dir: Path | None) -> list[str]:
 
 
 def read_facts(path: Path) -> CheckpointFacts:
-    """Read only the facts at the start of a checkpoint.
+    """Read only the facts at the start of a checkpoint file.
 
     Raises:
-        SnapshotDamagedError: the file does not start like a checkpoint.
+        SnapshotDamagedError: the start of the file is not that of a checkpoint.
         NewerVersionError: a newer version wrote the checkpoint.
         OSError: the file cannot be read.
     """
@@ -172,16 +171,16 @@ def _symlink(name: str, where: str) -> InvalidArgumentError:
 
 @dataclass(slots=True, kw_only=True)
 class Block:
-    """Cells from one storage service that are read together and become one put on restore.
+    """Cells from one storage service that are read together, and become one put when restored.
 
     Attributes:
         partition_id: partition of the cells.
         puts: the puts that contain the cells, all from the same storage service.
         runs: positions of the cells in these puts.
-        global_indexes: the sample of each cell `(n,)`, repeated if a cell has several extents. For cells shared by
-            groups, the first sample of each group, or -1 for a group without samples.
-        is_shared: whether the cells are shared by groups.
-        column_bytes: size in bytes of each field's cells; set when the cells are written.
+        global_indexes: global index of each cell's sample, of shape `(n,)`, repeated if a cell has several extents. For
+            cells shared by groups: the first sample in each group, or -1 for a group without samples.
+        is_shared: whether groups share the cells.
+        column_bytes: total size of each field's cells, in bytes; set when the cells are written.
     """
 
     partition_id: str
@@ -193,19 +192,19 @@ class Block:
 
     @property
     def value_bytes(self) -> int:
-        """Size of all cells in bytes."""
+        """Total size of all cells, in bytes."""
         return sum(self.column_bytes.values())
 
 
 class PartitionPlan:
-    """The part of a checkpoint that is copied from one partition.
+    """The part of a checkpoint copied from one partition.
 
     Attributes:
         blocks: blocks that contain the partition's cells.
     """
 
     def __init__(self, partition: PartitionSnapshot) -> None:
-        """Read the cell locations of a partition, which takes about 50 ms for a million samples."""
+        """Read a partition's cell locations, which takes about 50 ms for a million samples."""
         self._partition = partition
         rows, groups, puts, extents = (partition.tables[name] for name in ("rows", "groups", "puts", "extents"))
         self._read_puts(puts)
@@ -230,7 +229,7 @@ class PartitionPlan:
                 self._extent_cells[found.slots] = self._add_blocks(tuple(names), found.cells, indexes)
 
     def partition(self) -> PartitionSnapshot:
-        """Return the partition with its blocks as puts. Call this after all blocks have been written."""
+        """Return the partition with the blocks as its puts. Call this after all blocks have been written."""
         count = len(self.blocks)
         cells = np.array([block.global_indexes.size * len(block.runs.field_names) for block in self.blocks], np.int64)
         columns = {
@@ -258,7 +257,7 @@ class PartitionPlan:
         )
 
     def _read_puts(self, table: TableSnapshot) -> None:
-        """Read the storage service and the cell size of each put, by slot."""
+        """Read each put's storage service and cell size, by slot."""
         self._puts: list[Put | None] = []
         numbers: dict[tuple[str, bytes], int] = {}
         storage_of: list[int] = []
@@ -275,9 +274,9 @@ class PartitionPlan:
     def _add_blocks(
         self, names: tuple[str, ...], cells: Indexes, indexes: Indexes, *, is_shared: bool = False
     ) -> Indexes:
-        """Add the cells of fields with equal cell locations as blocks of a few MiB, in order and per storage service.
+        """Add cells of fields with equal cell locations as blocks of a few MiB, in order, per storage service.
 
-        Return the locations of the cells in the blocks. `indexes` contains the sample of each cell.
+        Return the cells' locations in the blocks. `indexes` contains the global index of each cell's sample.
         """
         renamed = np.full(cells.size, NOT_PRODUCED, np.int64)
         produced = np.flatnonzero(cells >= 0)
@@ -287,7 +286,7 @@ class PartitionPlan:
         storages = self._storage_of[slots]
         order = np.argsort(storages, kind="stable")
         produced, slots = produced[order], slots[order]
-        # No term decreases, so the sum changes whenever any term changes.
+        # No term ever decreases, so the sum changes whenever any term changes.
         numbers = (
             storages[order]
             + np.cumsum(self._cell_bytes[slots] * len(names)) // BLOCK_BYTES
@@ -309,7 +308,7 @@ class PartitionPlan:
         return renamed
 
     def _runs(self, names: tuple[str, ...], cells: Indexes) -> tuple[list[Put], CellRuns]:
-        """Return the puts that contain the cells, and the cells as runs of adjacent rows."""
+        """Return the puts that contain the cells, and the cell positions as runs of adjacent rows."""
         slots, rows = slots_and_rows(cells)
         used, put_indexes = np.unique(slots, return_inverse=True)
         puts = [put for slot in used.tolist() if (put := self._puts[slot]) is not None]
@@ -321,7 +320,7 @@ def _snapshots(columns: Mapping[str, NDArray[Any]]) -> dict[str, ColumnSnapshot]
 
 
 def _put_together(cells_of_fields: Mapping[str, ColumnSnapshot]) -> list[tuple[list[str], Indexes]]:
-    """Group fields that have equal cell locations; return the field names and the cells of each group."""
+    """Group fields with equal cell locations; return each group's field names and cells."""
     found: dict[bytes, tuple[list[str], Indexes]] = {}
     for name, column in cells_of_fields.items():
         cells: Indexes = column.values()
@@ -332,11 +331,11 @@ def _put_together(cells_of_fields: Mapping[str, ColumnSnapshot]) -> list[tuple[l
 class CheckpointWriter:
     """Writes a checkpoint: first the facts shown in lists, then the blocks in order, then the state.
 
-    Methods run in threads, one call at a time. The creator must call `abort` at the end, even after `finish`.
+    The methods run in threads, one call at a time. The creator must call `abort` at the end, even after `finish`.
 
     Raises:
         DiskFullError: the disk is full.
-        InvalidArgumentError: the directory is unusable.
+        InvalidArgumentError: the directory cannot be used.
     """
 
     def __init__(self, path: Path) -> None:
@@ -345,7 +344,7 @@ class CheckpointWriter:
         self._writer: RecordWriter
 
     def begin(self, facts: CheckpointFacts) -> None:
-        """Begin the file with the facts; create the directory if it does not exist."""
+        """Create the directory if it does not exist, and begin the file with the facts."""
         with self._explained():
             make_directory(self._path.parent)
             self._writer = RecordWriter(self._path)
@@ -354,7 +353,7 @@ class CheckpointWriter:
             write_record(self._writer, facts)
 
     def add(self, block: Block, values: Iterable[tuple[ColumnShape, memoryview]]) -> None:
-        """Write a block: the description of its columns, then their bytes."""
+        """Write a block: first a description of its columns, then their bytes."""
         columns, chunks = zip(*values, strict=True)
         stored = StoredBlock(partition_id=block.partition_id, row_count=block.global_indexes.size, columns=columns)
         block.column_bytes = {column.spec.name: column.value_bytes for column in columns}
@@ -396,7 +395,7 @@ class CheckpointWriter:
 
 
 def _cut(chunks: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Split chunks of bytes into parts that fit in a record."""
+    """Split chunks of bytes into parts that each fit in a record."""
     for chunk in chunks:
         for start in range(0, len(chunk), _RECORD_BYTES):
             yield chunk[start : start + _RECORD_BYTES]
@@ -404,13 +403,13 @@ def _cut(chunks: Iterable[memoryview]) -> Iterator[memoryview]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint that has been read and found intact.
+    """A checkpoint that was read and found intact.
 
     Attributes:
         path: path of the checkpoint file.
         facts: facts at the start of the file.
         blocks: descriptions of the blocks, in file order.
-        state: state at the end of the file. The puts of its partitions are the blocks, in order.
+        state: state at the end of the file. Its partitions refer to the blocks as their puts, in order.
     """
 
     path: Path
@@ -419,7 +418,7 @@ class Checkpoint:
     state: ServiceSnapshot
 
     def values(self, block: StoredBlock) -> Iterator[bytes]:
-        """Yield the bytes of a block in parts of about 1 MiB.
+        """Yield the bytes of a block, in parts of about 1 MiB.
 
         Raises:
             SnapshotDamagedError: the block has changed since the checkpoint was checked.
@@ -457,7 +456,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def _beyond_blocks(reader: SnapshotReader, blocks: list[StoredBlock]) -> Iterator[object]:
-    """Yield the records of the state that follow the blocks; append the blocks to `blocks` and check their bytes."""
+    """Yield the records of the state, which follow the blocks; append the blocks to `blocks` and check their bytes."""
     for value in reader.values():
         if not isinstance(value, StoredBlock):
             yield value
@@ -485,7 +484,7 @@ def _check_blocks(partitions: Sequence[PartitionSnapshot], blocks: Sequence[Stor
 
 
 def relocate(partitions: Iterable[Partition], puts: Iterable[Put]) -> None:
-    """Replace the puts of restored partitions by the puts created from the checkpoint's blocks, in order."""
+    """Replace the puts in restored partitions with the puts created from the checkpoint's blocks, in order."""
     became = iter(puts)
     for partition in partitions:
         table = partition.cells.puts

@@ -1,14 +1,14 @@
-"""Snapshots: the state of a service at one moment in one file, which is either read completely or rejected.
+"""Snapshots: a service's state at one moment in one file, which is either read completely or rejected.
 
-A file consists of records (see `journal/files.py`). Each record is a dataclass with its name, except for the bytes of
-blocks:
+A file consists of records (see `journal/files.py`). Each record is a dataclass with its class name, except for the
+bytes of blocks:
 
     Header, [CheckpointFacts], [StoredBlock, bytes ...] ..., state
     state: [PartitionHeader, ColumnPart ..., [TaskFacts, (Batches | TaskRecords) ...] ...] ..., ServiceRecords ...
 
-Columns are identified by name. A column missing from the file is filled with its fill value (see `Partition.restore`).
-An unknown column, kind or field means that a newer version wrote the file. The reader then raises a separate error
-instead of treating the file as damaged, since an older snapshot would lack all later changes.
+Columns are identified by name. If a column is missing from the file, its fill value is used (see `Partition.restore`).
+An unknown column, record class or field means that a newer version wrote the file. The reader then raises a separate
+error instead of treating the file as damaged. Otherwise, an older snapshot would be used, without all later changes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tq_service.wire.columns import ColumnShape
 from tq_service.wire.objects import no_collection
 
 FORMAT_VERSION: Final = 7
-_CLAIMS_A_RECORD: Final = 256  # encoding a larger record would block other threads for too long
+_CLAIMS_A_RECORD: Final = 256  # larger records would block other threads for too long while they are encoded
 _IDS_A_RECORD: Final = 1024
 _NUMBERS_A_RECORD: Final = 1 << 16
 _PUT_BYTES_A_RECORD: Final = 1 << 18
@@ -53,13 +53,13 @@ _PUT_BYTES_A_RECORD: Final = 1 << 18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSnapshot:
-    """The complete state of a service, which a start restores.
+    """The complete state of a service, restored at start.
 
     Attributes:
-        partitions: partitions of the controller.
-        policies: policies of the controller.
-        answers: answers of the controller, returned to retries; each packed as a tuple (message name, bytes).
-        puts: put records of the storage engine.
+        partitions: the controller's partitions.
+        policies: the controller's policies.
+        answers: the controller's answers, which are returned to retries; each packed as a tuple (message name, bytes).
+        puts: the storage engine's put records.
     """
 
     partitions: Sequence[PartitionSnapshot] = ()
@@ -69,7 +69,7 @@ class ServiceSnapshot:
 
 
 def write_snapshot(path: Path, snapshot: ServiceSnapshot) -> None:
-    """Write a snapshot file, which appears only when it is complete and synced. Runs in a thread.
+    """Write a snapshot file, which appears only after it is complete and synced. Runs in a thread.
 
     Raises:
         OSError: the file could not be written.
@@ -79,12 +79,12 @@ def write_snapshot(path: Path, snapshot: ServiceSnapshot) -> None:
             write_record(writer, Header(format_version=FORMAT_VERSION))
             write_state(writer, snapshot)
     except OSError:
-        path.unlink(missing_ok=True)  # the caller continues without this snapshot, so a start must not find it
+        path.unlink(missing_ok=True)  # the caller proceeds without this snapshot, so a start must not find it
         raise
 
 
 def read_snapshot(path: Path) -> ServiceSnapshot:
-    """Return the contents of a snapshot; its partitions can be restored only once.
+    """Return the contents of a snapshot. The partitions in it can be restored only once.
 
     Raises:
         SnapshotDamagedError: the file is damaged.
@@ -100,7 +100,7 @@ def read_snapshot(path: Path) -> ServiceSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """The first record of a file. In a checkpoint, blocks contain the bytes of all puts and replace these puts."""
+    """The first record in a file. In a checkpoint, blocks contain the bytes of all puts and replace these puts."""
 
     format_version: int
     is_checkpoint: bool = False
@@ -108,11 +108,11 @@ class Header:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFacts:
-    """The description of a checkpoint, at the start of the file so that lists can read it alone.
+    """The description of a checkpoint. It is stored at the start of the file, so lists can read it alone.
 
     Attributes:
         written_at: start time of the checkpoint, in seconds since 1970.
-        metadata: JSON object supplied by the caller, as text.
+        metadata: the caller's JSON object, as text.
     """
 
     written_at: float
@@ -123,13 +123,13 @@ class CheckpointFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBlock:
-    """Cells in a checkpoint that become one put when restored; the records that follow contain their bytes.
+    """Cells in a checkpoint that become one put when restored. The records that follow contain the cells' bytes.
 
     Attributes:
         partition_id: partition of the cells.
         row_count: number of rows in every column.
-        columns: the columns, in the storage order of their bytes.
-        begins_at: file position and number of the first record with bytes of the block.
+        columns: the columns, in the order in which their bytes are stored.
+        begins_at: file position and number of the first record that contains bytes of the block.
     """
 
     partition_id: str
@@ -145,7 +145,7 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableHeader:
-    """The number of values in each column of a table, and the names of its columns."""
+    """The column names of a table, and the number of values in each column."""
 
     size: int
     columns: tuple[str, ...]
@@ -161,7 +161,7 @@ class PartitionHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnPart:
-    """The next values of a column; an empty column has one part without values."""
+    """The next values of a column. An empty column has one part without values."""
 
     table: str
     column: str
@@ -170,12 +170,12 @@ class ColumnPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """Batches of a task with equal specs, stored together because reading 100,000 batches one by one takes too long.
+    """A task's batches with equal specs, stored together because reading 100,000 batches one by one takes too long.
 
     Attributes:
-        rows: rows of all batches, concatenated.
-        others: for each batch: its serial and index, and the sizes, steps, consumed rows, dropped rows and totals of
-            its plan.
+        rows: rows in all batches, concatenated.
+        others: for each batch, its serial and index, and its plan's sizes, steps, consumed rows, dropped rows and
+            totals.
     """
 
     batch_spec: BatchSpec
@@ -211,7 +211,7 @@ class Batches:
         for serial, batch_index, sizes, steps, consumed, dropped, totals in self.others:
             start, end = end, end + sum(sizes)
             plan = RecordedPlan(
-                rows=self.rows[start:end].copy(),  # a view would keep the rows of all batches in memory
+                rows=self.rows[start:end].copy(),  # a view would keep all batches' rows in memory
                 sizes=sizes,
                 steps=steps,
                 micro_batch_size=spec.micro_batch_size,
@@ -225,7 +225,7 @@ class Batches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRecords:
-    """Further entries for the lists of a `TaskSnapshot` with these names."""
+    """Further entries for those lists in a `TaskSnapshot` that have the same names as these fields."""
 
     claims: list[Claim] = field(default_factory=list)
     names: list[tuple[str, bytes]] = field(default_factory=list)
@@ -237,7 +237,7 @@ class TaskRecords:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceRecords:
-    """Further policies, answers and puts for a `ServiceSnapshot`."""
+    """Further policies, answers and puts that belong to a `ServiceSnapshot`."""
 
     policies: list[Policy] = field(default_factory=list)
     answers: list[Entry] = field(default_factory=list)
@@ -259,10 +259,10 @@ _KINDS: Final = (
 
 
 class SnapshotReader:
-    """Reads the records of a file from start to end.
+    """Reads the records in a file, from start to end.
 
     Attributes:
-        last: the record that was read last.
+        last: the most recently read record.
     """
 
     def __init__(self, path: Path) -> None:
@@ -271,10 +271,10 @@ class SnapshotReader:
         self.last = Found(0, 0, b"")
 
     def values(self) -> Iterator[Any]:
-        """Yield the remaining records of the file, decoded.
+        """Decode and yield the remaining records in the file.
 
         Raises:
-            NewerVersionError: a record has an unknown kind or field.
+            NewerVersionError: a record has an unknown class or field.
         """
         while (data := self.data()) is not None:
             yield codec.decode_named(self._kinds, *codec.unpack(data))
@@ -289,7 +289,7 @@ class SnapshotReader:
 
 
 def write_record(writer: RecordWriter, value: object) -> None:
-    """Append a dataclass as a record with its class name."""
+    """Append a dataclass as a record that includes its class name."""
     writer.write(codec.encode_named(value))
 
 
@@ -303,7 +303,7 @@ def reading(path: Path, *, is_checkpoint: bool = False) -> Iterator[SnapshotRead
     """
     reader = SnapshotReader(path)
     try:
-        with no_collection():  # a million new objects, none of which is garbage
+        with no_collection():  # this creates a million objects, none of them garbage
             header = next(reader.values())
             if header.format_version != FORMAT_VERSION:
                 raise NewerVersionError(
@@ -311,7 +311,7 @@ def reading(path: Path, *, is_checkpoint: bool = False) -> Iterator[SnapshotRead
                 )
             if header.is_checkpoint != is_checkpoint:
                 names = ("the snapshot of a data directory", "a checkpoint")
-                raise ValueError(f"it is {names[header.is_checkpoint]}, expected {names[is_checkpoint]}")
+                raise ValueError(f"it is {names[header.is_checkpoint]}; expected {names[is_checkpoint]}")
             yield reader
     except NewerVersionError as error:
         raise NewerVersionError(f"{path} at byte {reader.last.at}: {error}", metadata={"path": str(path)}) from error
@@ -325,7 +325,7 @@ def reading(path: Path, *, is_checkpoint: bool = False) -> Iterator[SnapshotRead
 
 
 def write_state(writer: RecordWriter, snapshot: ServiceSnapshot) -> None:
-    """Write all partitions, policies, answers and puts of a state."""
+    """Write all partitions, policies, answers and puts in a state."""
     for partition in snapshot.partitions:
         for record in _partition_records(partition):
             write_record(writer, record)
@@ -365,7 +365,7 @@ def read_state(records: Iterable[Any]) -> ServiceSnapshot:
                 answers += record.answers
                 puts += record.puts
             case _:
-                raise ValueError(f"a {type(record).__name__} occurs within the state")
+                raise ValueError(f"a {type(record).__name__} record must not be part of the state")
     restored = [
         PartitionSnapshot(
             facts=header.facts,
@@ -378,7 +378,7 @@ def read_state(records: Iterable[Any]) -> ServiceSnapshot:
 
 
 def _with_puts(values: NDArray[Any], storages: dict[tuple[str, bytes], tuple[str, bytes]]) -> NDArray[Any]:
-    """Return objects, with tuples converted to puts; all puts of one storage service share one copy of its name."""
+    """Return the objects with tuples converted to puts; all puts in one storage service share one copy of its name."""
     puts = (
         Put(*storages.setdefault(each[:2], each[:2]), each[2]) if isinstance(each, tuple) else each
         for each in values.tolist()
@@ -387,7 +387,7 @@ def _with_puts(values: NDArray[Any], storages: dict[tuple[str, bytes], tuple[str
 
 
 def _table(size: int, parts: Mapping[str, Sequence[NDArray[Any]]]) -> TableSnapshot:
-    """Return a table whose columns are assembled from their parts."""
+    """Assemble columns from their parts, and return the table."""
     columns = {}
     for column, some in parts.items():
         values = np.concatenate(some) if some else np.empty(0)
@@ -398,7 +398,7 @@ def _table(size: int, parts: Mapping[str, Sequence[NDArray[Any]]]) -> TableSnaps
 
 
 def _column_parts(column: ColumnSnapshot) -> Iterator[NDArray[Any]]:
-    """Yield the values of a column in parts of tens of thousands of numbers, or fewer objects; at least one part."""
+    """Yield a column's values in at least one part; a part has tens of thousands of numbers, or fewer objects."""
     if not column.size:
         yield np.empty(0, column.dtype)
     yield from map(

@@ -1,17 +1,17 @@
-"""The state store: persists a controller's partitions, a storage engine's puts, or both, in a data directory.
+"""The state store, which persists a controller's partitions, a storage engine's puts, or both, in a data directory.
 
-The store appends changes to the log. When the log is long, it takes a snapshot, so that a start replays little.
+The store appends changes to the log. Once the log is long, the store takes a snapshot, which keeps later starts short.
 
     state machine, engine --append--> log --(when it is long)--> snapshot, and a new start of the log
     start: the newest intact snapshot, then the log after it, then append
 
 An answer is sent only after the state it reports is durable: the servicers await `wait_durable`.
 
-Both streams of the log share one order. A put becomes durable no later than the change that refers to it, because the
-engine appends its record before the put can be committed. A put is removed no earlier than the change that frees
-it, because the engine is notified of freed cells after that change was appended. If controller and storage service have
-separate logs, the order follows from their answers. A put is acknowledged only when it is durable, and cells are freed
-remotely only when the change that frees them is durable.
+Both streams in the log share one order. A put becomes durable no later than the change that refers to it, because the
+engine appends the put's record before the put can be committed. A put is removed no earlier than the change that frees
+it, because the engine is notified of freed cells only after that change has been appended. If the controller and the
+storage service have separate logs, their answers ensure the same order. A put is acknowledged only once it is durable,
+and cells are freed remotely only once the change that frees them is durable.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ _LAST_RETRY_SECONDS: Final = 600.0
 
 
 class Stream(enum.IntEnum):
-    """The source of a record in the log. The number of the stream is stored in the file.
+    """The source of a record in the log. Files contain the stream's number.
 
-    Both streams share one order. A put is therefore recorded before the change that refers to it. The end of a put is
-    recorded after the change that frees it. One sync makes both records durable.
+    Both streams share one order. A put is recorded before the change that refers to it, and the put's removal after the
+    change that frees it. One sync makes both records durable.
     """
 
     CHANGES = 1
     """Changes of the controller, without sample values. A record is smaller than 1 MiB unless one change is larger."""
     PUTS = 2
-    """Puts of a storage service, including the values of small puts. These records never leave the host."""
+    """A storage service's puts, including the values of small puts. These records never leave the host."""
 
 
-# Measured costs of replaying a record, and of restoring a sample from a snapshot.
+# Measured cost of replaying a record, and of restoring a sample from a snapshot.
 _RECORD_SECONDS: Final = {Stream.CHANGES: 40e-6, Stream.PUTS: 20e-6}
 _BYTE_SECONDS: Final = {Stream.CHANGES: 85e-9, Stream.PUTS: 1e-9}
 _FILE_SECONDS: Final = 1e-3
@@ -81,7 +81,7 @@ _RECORDS_A_TURN: Final = 64  # records that a standby applies before it yields t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """Counts of the contents recovered from the data directory, and the duration of the recovery."""
+    """Counts of the items recovered from the data directory, and the duration of the recovery."""
 
     partition_count: int
     sample_count: int
@@ -92,15 +92,15 @@ class Recovered:
 
 @dataclass(slots=True, kw_only=True)
 class StartCost:
-    """Estimates the duration of a start, and decides when a new snapshot should shorten it.
+    """Estimates how long a start would take, and decides when a new snapshot is needed to shorten it.
 
     A start restores the last snapshot and replays the log after it. A new snapshot is due before a start would take
-    longer than allowed. However, a snapshot is not due until replaying the log takes as much CPU time as writing a
-    snapshot, which grows with the state.
+    longer than allowed. However, it is due only once replaying the log takes as much CPU time as writing a snapshot,
+    which grows with the state.
 
     Attributes:
-        log_seconds: time to replay the current log.
-        restore_seconds: time to restore the last snapshot.
+        log_seconds: time needed to replay the current log.
+        restore_seconds: time needed to restore the last snapshot.
         snapshot_seconds: CPU time spent on writing the last snapshot.
     """
 
@@ -122,13 +122,13 @@ class StartCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogLag:
-    """How far the disk is behind the memory.
+    """How far the data on disk lags behind the state in memory.
 
     Attributes:
-        unflushed_count: number of appended records that are not durable yet.
-        replay_seconds: estimated time to replay the log at a start, in addition to restoring the last snapshot.
+        unflushed_count: number of appended records that are not yet durable.
+        replay_seconds: estimated time that a start needs to replay the log, after restoring the last snapshot.
         snapshot_age_seconds: time since the last snapshot, or since the start if this process has not written any.
-        is_failing: whether the last attempt to write failed.
+        is_failing: whether the last write attempt failed.
         is_disk_low: whether the disk is almost full.
     """
 
@@ -147,11 +147,11 @@ class StateStore:
     Confined to one event loop.
 
     Attributes:
-        data_dir: the open data directory; it is closed with the store.
-        is_failing: whether the last attempt to write failed.
+        data_dir: the open data directory, which is closed with the store.
+        is_failing: whether the last write attempt failed.
         is_shared: whether other controllers follow the log.
-        fatal: called with a reason and its cause if memory may differ from the log and the service must therefore stop.
-            The callback calls `abandon` before it returns.
+        fatal: function called with a reason and a cause when the service must stop because its memory may not match the
+            log. The function must call `abandon` before it returns.
     """
 
     def __init__(self, data_dir: DataDir, log: Log) -> None:
@@ -164,7 +164,7 @@ class StateStore:
         self._snapshot: asyncio.Task[None] | None = None
         self._retry_at, self._retry_seconds = 0.0, _FIRST_RETRY_SECONDS
         self._abandoned: TqError | None = None
-        self._next: int | None = None  # number of the next record that a standby applies; None: not a standby
+        self._next: int | None = None  # number of the next record that a standby applies; None if this is not a standby
         self._snapshot_at = time.monotonic()
         self.is_failing = False
         self.is_shared = False
@@ -176,12 +176,11 @@ class StateStore:
 
         Args:
             path: path of the directory.
-            sync: whether durable records survive a crash of the machine; if false, they survive only a crash of the
-                process.
-            accept_loss: whether to continue after damage in the journal, without the damaged record and all later ones.
+            sync: whether durable records survive a machine crash; if false, they survive only a process crash.
+            accept_loss: whether to continue if the journal is damaged, without the damaged record and all later ones.
 
         Raises:
-            DataDirError: another process uses the directory, or the directory is unusable.
+            DataDirError: another process uses the directory, or the directory cannot be used.
             DiskFullError: the disk has too little space for a journal.
         """
         data_dir = DataDir.open(path)
@@ -194,7 +193,7 @@ class StateStore:
     # Recovery
 
     def recover(self, *, catalog: Catalog | None = None, puts: PutJournal | None = None) -> Recovered:
-        """Recover the contents of the data directory, and log all later changes. Call this method once.
+        """Recover the contents of the data directory, and start logging changes. Call this method once.
 
         Args:
             catalog: receives the partitions, and the answers returned to retries; None in a service without a
@@ -204,13 +203,13 @@ class StateStore:
         Raises:
             JournalDamagedError: a record is damaged, or does not match the state before it.
             NewerVersionError: a newer version wrote the newest snapshot or a record.
-            DataDirError: the directory contains data of a role that this service does not have, and its next snapshot
+            DataDirError: the directory contains data for a role that this service does not have. The next snapshot
                 would lose this data.
         """
         self._catalog, self._puts = catalog, puts
         started_at = time.perf_counter()
         number, put_records = self._restore_newest()
-        self._cost.log_seconds += _FILE_SECONDS * len(segment_numbers(self.data_dir.path))  # each start adds a segment
+        self._cost.log_seconds += _FILE_SECONDS * len(segment_numbers(self.data_dir.path))  # every start adds a segment
         record_count = self._replay(self._log.read(number), put_records)
         self._quarantine_after(number)
         put_count = self._recover_puts(put_records)
@@ -225,7 +224,7 @@ class StateStore:
 
     def _quarantine_after(self, number: int) -> None:
         for damaged in snapshot_numbers(self.data_dir.path):
-            if damaged > number:  # otherwise, a damaged snapshot would count as a fallback
+            if damaged > number:  # otherwise, the damaged snapshot would later count as a fallback
                 quarantine(snapshot_path(self.data_dir.path, damaged), ".damaged")
 
     # A standby
@@ -234,12 +233,12 @@ class StateStore:
         """Restore the newest snapshot on a standby that will follow the log. Call this method once.
 
         Returns:
-            The number of the first record after the snapshot.
+            Number of the first record after the snapshot.
 
         Raises:
             SnapshotDamagedError: all snapshots are damaged.
             NewerVersionError: a newer version wrote the newest snapshot.
-            DataDirError: the snapshot contains puts of a storage service.
+            DataDirError: the snapshot contains a storage service's puts.
         """
         self._catalog = catalog
         number, puts = self._restore_newest()
@@ -249,10 +248,10 @@ class StateStore:
         return self._next
 
     async def follow(self, records: AsyncIterator[Record]) -> None:
-        """Apply the records that the leader appends to the log, until cancelled; write snapshots when they are due.
+        """Apply the records that the leader appends to the log, and write snapshots when due, until cancelled.
 
         Raises:
-            PreconditionError: the log no longer has the records that follow the snapshot.
+            PreconditionError: the log no longer contains the records that follow the snapshot.
             JournalDamagedError: a record is damaged, or does not match the state before it.
         """
         async with contextlib.aclosing(cast("AsyncGenerator[Record, None]", records)) as following:
@@ -264,10 +263,10 @@ class StateStore:
                     await asyncio.sleep(0)
 
     async def take_over(self) -> int:
-        """Apply the rest of the log as the new leader, and log all later changes.
+        """As the new leader, apply the rest of the log and start logging changes.
 
         Returns:
-            The number of records applied.
+            Number of applied records.
 
         Raises:
             SupersededError: another controller has become the leader.
@@ -284,7 +283,7 @@ class StateStore:
         """Restore the newest intact snapshot; return its number and its puts.
 
         A snapshot written by a newer version counts as intact, so the start fails with NewerVersionError. An older
-        snapshot would lack the changes since then.
+        snapshot would lack later changes.
         """
         damages: list[SnapshotDamagedError] = []
         for number in reversed(snapshot_numbers(self.data_dir.path)):
@@ -302,7 +301,7 @@ class StateStore:
                 raise self._of_another_role(f"{len(snapshot.partitions)} partitions of a controller")
             self._cost.restore_seconds = self._restore_seconds()
             return number, list(snapshot.puts)
-        if damages:  # records before the snapshots were removed, so the journal alone is not enough
+        if damages:  # the journal no longer has the records from before the snapshots
             raise damages[0]
         return 0, []
 
@@ -311,7 +310,7 @@ class StateStore:
             self._catalog.machine.log, self._catalog.machine.fatal = self, self.fatal
 
     def _replay(self, records: Iterable[Record], puts: list[bytes] | None = None) -> int:
-        """Replay records, or add them to `puts` if a storage engine wrote them; return the total number of records."""
+        """Replay records, but add those from a storage engine to `puts`; return the total number of records."""
         count = 0
         for record in records:
             count += 1
@@ -331,7 +330,7 @@ class StateStore:
 
     def _recover_puts(self, records: Iterable[bytes]) -> int:
         if self._puts is not None:
-            with no_collection():  # many new objects, none of them garbage
+            with no_collection():  # this creates many objects, none of them garbage
                 return self._puts.recover(records, self)
         if left_count := len(left_puts(records)):
             raise self._of_another_role(f"{left_count} puts of a storage service")
@@ -347,7 +346,7 @@ class StateStore:
     # The log of the state machine
 
     def check_open(self) -> None:
-        """Raise the error that was passed to `abandon`, if any."""
+        """Raise the error that was passed to `abandon`; do nothing if it was not called."""
         if self._abandoned is not None:
             raise self._abandoned
 
@@ -359,18 +358,18 @@ class StateStore:
     # The log of the storage engine
 
     def append_put(self, record: bytes, values: bytes | bytearray = b"") -> None:
-        """Append a record of a put or of its end, with the put's values if the put is small."""
+        """Append a record of a put or of its removal; the record of a small put includes its values."""
         self._append(Stream.PUTS, record, values)
 
     def after_durable(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when all records appended so far are durable: immediately, or later, in call order."""
+        """Call `callback` once all records appended so far are durable: immediately, or later and in call order."""
         self._log.after_durable(callback)
 
     def _append(self, stream: Stream, *parts: bytes | bytearray) -> None:
         try:
             self._log.append(stream, *parts)
             self._cost.add(stream, sum(map(len, parts)))
-            if self._flush is None:  # flushes changes that no call waits for, such as an expired lease
+            if self._flush is None:  # flushes changes that no call waits for, such as lease expirations
                 self._flush = asyncio.get_running_loop().create_task(self._flush_later())
             self._begin_snapshot_when_due()
         except Exception as error:
@@ -390,10 +389,10 @@ class StateStore:
     # Failure
 
     def abandon(self, error: TqError) -> None:
-        """Stop writing: discard records appended in this step of the event loop, and all later changes and snapshots.
+        """Stop writing: discard the records appended in this event-loop step, and all later changes and snapshots.
 
         Args:
-            error: error that every later change and every wait for durability raises.
+            error: error that all later changes and all waits for durability raise.
         """
         self._abandoned = error
         self.is_failing = True
@@ -407,7 +406,7 @@ class StateStore:
 
     @property
     def has_unflushed(self) -> bool:
-        """Whether any appended record is not durable yet."""
+        """Whether any appended record is not yet durable."""
         return self._log.has_unflushed
 
     @property
@@ -416,7 +415,7 @@ class StateStore:
         return self._log.backend.is_disk_low
 
     def lag(self) -> LogLag:
-        """Return how far the disk is behind the memory."""
+        """Return how far the data on disk lags behind the state in memory."""
         return LogLag(
             unflushed_count=self._log.unflushed_count,
             replay_seconds=self._cost.log_seconds,
@@ -431,8 +430,8 @@ class StateStore:
         Raises:
             DiskFullError: the log cannot be written until the disk has free space.
             JournalUnreachableError: the log cannot be written until etcd responds.
-            TqError: the records will never be durable, because the log was abandoned or has failed for another reason,
-                which is fatal.
+            TqError: the records will never be durable, because the log was abandoned or has failed otherwise, which is
+                fatal.
         """
         try:
             await self._log.wait_durable()
@@ -451,7 +450,7 @@ class StateStore:
         await self._flush_now()
 
     async def _flush_now(self) -> None:
-        with contextlib.suppress(TqError):  # the next call of `wait_durable` raises the error too
+        with contextlib.suppress(TqError):  # the next `wait_durable` call also raises the error
             await self.wait_durable()
 
     # Snapshots
@@ -466,12 +465,12 @@ class StateStore:
     async def take_snapshot(
         self, contents: Callable[[], ServiceSnapshot] | None = None, appear: Callable[[], None] = lambda: None
     ) -> None:
-        """Write a snapshot from which the log continues. The write continues even if the caller is cancelled.
+        """Write a snapshot from which the log continues. Writing continues even if the caller is cancelled.
 
         Args:
-            contents: returns the content, in the step of the event loop that takes the snapshot. None: the current
-                state of the service.
-            appear: called when the snapshot is durable, before the next snapshot can be taken.
+            contents: function that returns the content, called in the event-loop step that takes the snapshot. None:
+                the service's current state.
+            appear: function called once the snapshot is durable, before the next snapshot can be taken.
 
         Raises:
             OSError, DiskFullError: the disk has too little space. The journal continues as before.
@@ -486,17 +485,18 @@ class StateStore:
         restored: Callable[[ServiceSnapshot], ServiceSnapshot],
         appear: Callable[[], None],
     ) -> None:
-        """Write a snapshot that contains restored partitions, before these become visible in the catalog.
+        """Write a snapshot with restored partitions before these become visible in the catalog.
 
-        While this method runs, from the step that takes the snapshot to the call of `appear`, the catalog's partitions
-        must not change. In the log, such a change would follow a snapshot that it does not match.
+        The catalog's partitions must not change from the step that takes the snapshot until `appear` is called. In the
+        log, such a change would follow a snapshot that it does not match.
 
         Args:
-            restored: returns the new state, given the state in the step that takes the snapshot.
-            appear: makes the new state current; called when the snapshot is durable, before the next one can be taken.
+            restored: function that returns the new state, given the state in the step that takes the snapshot.
+            appear: function that makes the new state current, called once the snapshot is durable and before the next
+                one is taken.
 
         Raises:
-            DiskFullError: the disk has too little space. None of the new state was written.
+            DiskFullError: the disk has too little space; the restore has no effect.
         """
         try:
             await self.take_snapshot(lambda: restored(self._now()), appear)
@@ -518,17 +518,17 @@ class StateStore:
         except Exception:
             _log.exception(LogMessage("could not write a snapshot because of a bug; the journal keeps growing"))
         else:
-            # On a slow disk, let the log write without a competing snapshot, for half as long as the snapshot took.
+            # On a slow disk, leave the log without a competing snapshot for half as long as this snapshot took.
             ended_at = time.monotonic()
             self._retry_at, self._retry_seconds = ended_at + (ended_at - started_at) / 2, _FIRST_RETRY_SECONDS
 
     async def _write_snapshot(self, contents: Callable[[], ServiceSnapshot], appear: Callable[[], None]) -> None:
         try:
             number = self._log.rotate() if self._next is None else self._next
-            snapshot = contents()  # in the same step as `rotate`, so all later changes follow this number in the log
+            snapshot = contents()  # in the same step as `rotate`, so all later changes get higher numbers in the log
             restore_seconds, log_seconds, self._cost.log_seconds = self._restore_seconds(), self._cost.log_seconds, 0.0
             try:
-                if self._next is None:  # a standby applies only changes that are already durable
+                if self._next is None:  # a standby applies only durable changes
                     await self._log.wait_durable()
                 snapshot_seconds = await asyncio.to_thread(self._write_to_disk, number, snapshot)
             except BaseException:
@@ -536,12 +536,12 @@ class StateStore:
                 raise
             try:
                 if self.is_shared and contents != self._now and self._catalog is not None:
-                    # Controllers that follow the log do not have the content of this snapshot.
+                    # Controllers that follow the log lack the content of this snapshot.
                     self._catalog.machine.state.snapshot_number = number
                     self._catalog.machine.log_alone(StateReplaced(snapshot_number=number))
                 appear()
             except BaseException as error:
-                self.fatal("the state of a snapshot could not be made current", error)
+                self.fatal("could not switch to the state that a snapshot contains", error)
                 raise
             try:
                 await asyncio.to_thread(self.data_dir.remove_unneeded, self._log.backend, number)
@@ -561,9 +561,9 @@ class StateStore:
         )
 
     def _write_to_disk(self, number: int, snapshot: ServiceSnapshot) -> float:
-        """Write a snapshot (in a thread), and return the CPU time used, in seconds."""
+        """Write a snapshot in a thread; return the CPU time used, in seconds."""
         started_at = time.thread_time()
-        self._log.backend.sync_rotated(number)  # a start from this snapshot requires the segment
+        self._log.backend.sync_rotated(number)  # a start from this snapshot needs the segment
         write_snapshot(snapshot_path(self.data_dir.path, number), snapshot)
         return time.thread_time() - started_at
 
@@ -582,7 +582,7 @@ class StateStore:
 
 
 def _apply_again(catalog: Catalog, record: Record) -> None:
-    kind = "which cannot be read"
+    kind = "which cannot be decoded"
     try:
         at_seconds, changes = decode_group(record.data)
         for change in changes:

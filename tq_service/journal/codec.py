@@ -1,12 +1,12 @@
 """Encodes dataclasses to bytes and decodes them, based on their declared fields.
 
-A dataclass is encoded as a msgpack map of its fields by name. Fields that have their default value are omitted, and so
-are fields declared with `field(metadata={"is_encoded": False})`. Decoding follows the declared types, so a field with a
-default can be added while older data remains readable. If the data contains an unknown field, the error reports that a
-newer version wrote the data.
+A dataclass is encoded as a msgpack map from field names to values. Fields with their default value are omitted, as are
+fields declared with `field(metadata={"is_encoded": False})`. Decoding follows the declared types, so older data remains
+readable when a field with a default is added. If the data contains an unknown field, the error states that a newer
+version wrote the data.
 
-Arrays are encoded as bytes. A range that counts up by 1 is encoded as two numbers, regardless of its length. `compact`
-finds smaller encodings, but takes longer. Objects in arrays are strings, tuples or None.
+Arrays are encoded as bytes. A range that counts up by 1 is encoded as two numbers, whatever its length. `compact`
+produces smaller encodings, but takes longer. Object arrays may contain strings, tuples and None.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _LEAST_RANGE: Final = 16
 _BOUNDS: Final = struct.Struct("<qq")
 _RUN_BYTES: Final = 12
 _MOST_KEPT_BYTES: Final = 1 << 20
-_local = threading.local()  # one packer with a buffer per thread: creating a packer takes longer than packing a change
+_local = threading.local()  # one packer per thread, since creating a packer takes longer than packing a change
 
 
 def encode(value: Any) -> bytes:
-    """Encode a dataclass, or plain values that contain dataclasses.
+    """Encode a dataclass, or a plain value that contains dataclasses.
 
     Raises:
-        TypeError: the value contains an object that is neither a plain value, nor an array, nor a dataclass.
+        TypeError: the value contains an object that is not a plain value, an array or a dataclass.
         ValueError, OverflowError: msgpack cannot represent a number or a string in the value.
     """
     try:
@@ -56,12 +56,12 @@ def encode(value: Any) -> bytes:
 
 
 def unpack(data: bytes | memoryview) -> Any:
-    """Decode bytes to plain values and arrays; dataclasses become maps, and sequences become tuples."""
+    """Decode bytes into plain values and arrays; dataclasses become maps, and sequences become tuples."""
     return msgpack.unpackb(data, ext_hook=_array, strict_map_key=False, use_list=False)
 
 
 def unpack_each(data: bytes | memoryview) -> Iterator[Any]:
-    """Decode consecutive values one by one, each like `unpack`."""
+    """Decode consecutive values one by one, each as `unpack` does."""
     unpacker = msgpack.Unpacker(ext_hook=_array, strict_map_key=False, use_list=False, max_buffer_size=0)
     unpacker.feed(data)
     yield from unpacker
@@ -73,16 +73,16 @@ def encode_named(value: Any) -> bytes:
 
 
 def decode_named(kinds: Mapping[str, type[Value]], name: str, fields: object) -> Value:
-    """Create a dataclass of one of the given kinds from its class name and fields; its arrays are read-only.
+    """Create an instance of one of the given dataclasses from its class name and fields; its arrays are read-only.
 
     Raises:
-        NewerVersionError: the kind or one of its fields is unknown.
-        ValueError, TypeError, KeyError: the fields do not match the kind.
+        NewerVersionError: the class name or one of the fields is unknown.
+        ValueError, TypeError, KeyError: the fields do not match the dataclass.
     """
     kind: Any = kinds.get(name)
     if kind is None:
         raise NewerVersionError(
-            f"a record has the unknown kind {name!r}, because a newer version wrote it; install that version"
+            f"a record is of the unknown kind {name!r}, because a newer version wrote it; install that version"
         )
     value: Value = decoder(kind)(fields)
     return value
@@ -118,7 +118,7 @@ def _same(value: Any) -> Any:
 
 
 def _union_decoder(kinds: Sequence[Any]) -> Callable[[Any], Any]:
-    """Return the decoder for `X | None`, or for a union of plain types."""
+    """Return the decoder for `X | None` or for a union of plain types."""
     decoders = [decoder(kind) for kind in kinds if kind is not types.NoneType]
     special = next((each for each in decoders if each is not _same), None)
     if special is None:
@@ -151,12 +151,12 @@ def _dataclass_decoder(kind: Any) -> Callable[[Any], Any]:
 
 @cache
 def _encoded_fields(kind: Any) -> list[tuple[str, Any]]:
-    """Return the names and default values of a dataclass's encoded fields."""
+    """Return the name and default value of each encoded field of a dataclass."""
     return [(each.name, each.default) for each in dataclasses.fields(kind) if each.metadata.get("is_encoded", True)]
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value of a type that msgpack does not support to a value that it can pack."""
+    """Convert a value that msgpack cannot pack to one that it can pack."""
     if isinstance(value, np.ndarray):
         return _packed_array(value)
     if not dataclasses.is_dataclass(value):
@@ -185,10 +185,10 @@ def _packed_array(values: NDArray[Any]) -> msgpack.ExtType:
 
 
 def compact(values: NDArray[Any]) -> Any:
-    """Return an array `(n,)` in a form that `encode` writes in fewer bytes; decoding returns an equal array.
+    """Return a form of a one-dimensional array that `encode` writes in fewer bytes; decoding it returns an equal array.
 
-    Integers and booleans become either runs that count up by 1, or distances from the minimum. Distances take few bytes
-    each, or none if all values are equal. Other arrays are returned unchanged.
+    Integers and booleans become either runs that count up by 1, or distances from the minimum. Each distance takes a
+    few bytes, or none if all values are equal. Other arrays are returned unchanged.
     """
     if values.dtype.kind not in "iub" or not values.size:
         return values
@@ -209,11 +209,13 @@ def compact(values: NDArray[Any]) -> Any:
 
 
 def _array(code: int, data: bytes) -> NDArray[Any]:
-    """Decode a msgpack extension to the array that it contains."""
+    """Decode the array contained in a msgpack extension."""
     if code in _DTYPES:
         return np.frombuffer(data, _DTYPES[code])
     if code > _NEAR:
-        raise NewerVersionError(f"values have the unknown kind {code}; a newer version wrote them: install it")
+        raise NewerVersionError(
+            f"values are of the unknown kind {code}, because a newer version wrote them; install that version"
+        )
     values: NDArray[Any]
     content = _BOUNDS.unpack(data) if code == _RANGE else unpack(data)
     if code == _RANGE:

@@ -1,28 +1,28 @@
-"""The files of a data directory: names, durable writes, frames, record files, and the log as a chain of segments.
+"""The files in a data directory: names, durable writes, frames, record files, and the log as a chain of segments.
 
-Segments of the log, snapshots and checkpoints all consist of frames.
+Log segments, snapshots and checkpoints all consist of frames.
 
     frame:   header, body
     header:  size of the body (uint32), number of the frame (uint64), XXH3 of the body, seeded with that number
              (uint64), XXH32 of the header so far (uint32); all numbers are little-endian
 
-A reader knows the number of the next frame, so it detects a missing, repeated or misplaced frame.
+A reader knows the number of the next frame, and therefore detects missing, repeated and misplaced frames.
 
-A record file gets its final name only after it is complete and synced. A record file contains "tqrecs02", then one
-frame per record, numbered from 0, and a frame with an empty body.
+A record file gets its final name only after it is complete and synced. It consists of the string "tqrecs02", one frame
+per record, numbered from 0, and a final frame with an empty body.
 
-The log is a chain of segments. Each frame of a segment contains the records of one group.
+The log is a chain of segments. Each frame in a segment contains the records of one group.
 
     segment: "tqlog004", opening frame, frame ..., closing frame
 
-A new segment begins at each start, when the current segment is long, and with each snapshot. A snapshot has the number
-of the segment that begins with it, and later records are read from that segment on. Records are numbered across all
-segments. The number of a frame is the number of its first record.
+A new segment begins at each start, when the current segment is long, and with each snapshot. A snapshot has the same
+number as the segment that begins with it, and reading continues at that segment. Records are numbered across all
+segments. A frame has the number of its first record.
 
-The boundary between two segments also has a number. The closing frame of the earlier segment has this number and an
-empty body, and announces the next segment. The opening frame and the file name of the next segment contain the same
-number. The opening frame describes how the segment is written. If the process is killed, the segment ends with complete
-frames and at most one partial frame. Only a loss of power causes other damage.
+The boundary between two segments also has a number. It is the number of the earlier segment's closing frame, which has
+an empty body and announces the next segment. The next segment has the same number in its file name and its opening
+frame, which describes how the segment is written. After a kill of the process, the segment consists of complete frames,
+followed by at most one partial frame. Only a loss of power causes other damage.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ RESERVE_BYTES: Final = 4 * 2**20
 _RECORDS_MAGIC: Final = b"tqrecs02"
 _BUFFER_BYTES: Final = 1 << 20
 _SPARE_BYTES: Final = 2 * RESERVE_BYTES
-"""Disk space that must stay free for the log and for the emergency reserve."""
+"""Disk space that must stay free for the log and the emergency reserve, in bytes."""
 _WORK_SECONDS: Final = 0.0005
 _REST_SECONDS: Final = 0.0001
 _SEGMENT_MAGIC: Final = b"tqlog004"
@@ -78,7 +78,7 @@ T = TypeVar("T")
 
 
 def snapshot_path(directory: Path, number: int) -> Path:
-    """Return the path of the snapshot that contains all log records with lower numbers than the given one."""
+    """Return the path of the snapshot that covers all log records with numbers below the given one."""
     return directory / f"snapshot-{number:012d}.tqs"
 
 
@@ -88,7 +88,7 @@ def snapshot_numbers(directory: Path) -> list[int]:
 
 
 def numbers_in(directory: Path, pattern: re.Pattern[str]) -> list[int]:
-    """Return the numbers in the names of all files that match a pattern, in ascending order."""
+    """Return the numbers in all file names that match a pattern, in ascending order."""
     matches = (pattern.fullmatch(path.name) for path in directory.iterdir())
     return sorted(int(match[1]) for match in matches if match is not None)
 
@@ -99,7 +99,7 @@ def beside(path: Path, suffix: str) -> Path:
 
 
 def quarantine(path: Path, suffix: str) -> None:
-    """Rename a file to an unused name with a suffix, to exclude the file from later reads."""
+    """Exclude a file from later reads by renaming it to an unused name with a suffix."""
     target = beside(path, suffix)
     for count in range(2, 1000):
         if not target.exists():
@@ -109,10 +109,10 @@ def quarantine(path: Path, suffix: str) -> None:
 
 
 class FileWriter:
-    """Writes a file that gets its final name only when complete and synced, by `commit` or a successful `with` block.
+    """Writes a file that gets its final name only after `commit` or a successful `with` block has synced it.
 
     Attributes:
-        file: file object for writing the content.
+        file: file object to which the content is written.
     """
 
     def __init__(self, path: Path, buffering: int = -1) -> None:
@@ -129,8 +129,8 @@ class FileWriter:
         sync_path(self._path.parent)
 
     def abort(self) -> None:
-        """Remove the partial file; do nothing after `commit`."""
-        with contextlib.suppress(OSError):  # a full disk may prevent the write of buffered bytes
+        """Remove the incomplete file; do nothing after `commit`."""
+        with contextlib.suppress(OSError):  # buffered bytes may not fit on a full disk
             self.file.close()
         with contextlib.suppress(OSError):
             self._partial.unlink(missing_ok=True)
@@ -149,11 +149,11 @@ class FileWriter:
 
 
 def make_directory(path: Path, mode: int = 0o777) -> None:
-    """Create a directory and its missing parents durably: all of them survive a loss of power.
+    """Create a directory and its missing parents such that all of them survive a loss of power.
 
     Args:
         path: path of the directory.
-        mode: permissions of the directory. Its parents get default permissions.
+        mode: permissions of the directory; new parents get default permissions.
 
     Raises:
         OSError: the directory could not be created.
@@ -165,7 +165,7 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Sync a file or the entries of a directory, which then survive a loss of power."""
+    """Sync a file, or the entries of a directory, to let it survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -183,7 +183,7 @@ class Break(Exception):  # noqa: N818  (caught by the reader, which raises an er
     """The expected frame is missing or damaged.
 
     Attributes:
-        is_torn: whether the file ends like after a kill during a write.
+        is_torn: whether the file ends as it would after a kill during a write.
     """
 
     def __init__(self, problem: str, *, is_torn: bool = False) -> None:
@@ -192,14 +192,14 @@ class Break(Exception):  # noqa: N818  (caught by the reader, which raises an er
 
 
 def frame(number: int, parts: Iterable[bytes | bytearray | memoryview]) -> tuple[bytes, bytes]:
-    """Return the header and the body of a frame; the body is a copy of the parts."""
+    """Return a frame's header and body; the body is a copy of the parts."""
     body = b"".join(parts)
     checked = _CHECKED.pack(len(body), number, xxhash.xxh3_64_intdigest(body, number))
     return checked + _CHECKSUM.pack(xxhash.xxh32_intdigest(checked)), body
 
 
 def read_frame(file: BinaryIO, number: int) -> bytes:
-    """Return the body of the next frame in a file; raise Break unless the frame is intact and has the given number."""
+    """Return the body of a file's next frame; raise Break unless the frame is intact and has the given number."""
     header = file.read(_HEADER.size)
     if len(header) < _HEADER.size:
         raise Break("ends within a frame", is_torn=True)
@@ -217,7 +217,7 @@ def read_frame(file: BinaryIO, number: int) -> bytes:
 
 
 class Pace:
-    """Makes a thread that runs Python code sleep briefly every half millisecond to let the event loop run.
+    """Makes a thread sleep briefly after every half millisecond of running Python code, to let the event loop run.
 
     Without these pauses, the interpreter switches threads only every 5 ms, which would delay each step of the loop.
     """
@@ -233,10 +233,10 @@ class Pace:
 
 
 class RecordWriter(FileWriter):
-    """Writes records in order, from a thread that pauses regularly to let the event loop run.
+    """Writes records in order; the writing thread pauses regularly to let the event loop run.
 
     Raises:
-        OSError: the file could not be written, or too little space would remain free on the disk.
+        OSError: the file could not be written, or too little disk space would remain free.
     """
 
     def __init__(self, path: Path) -> None:
@@ -244,7 +244,7 @@ class RecordWriter(FileWriter):
         self.file.write(_RECORDS_MAGIC)
         self.count = 0
         self._pace = Pace()
-        self._unchecked_bytes = 0  # bytes written since the last check of the free space
+        self._unchecked_bytes = 0  # bytes written since free space was last checked
 
     def write(self, *parts: bytes | memoryview) -> None:
         """Append a record, given as one or more parts."""
@@ -267,7 +267,7 @@ class RecordWriter(FileWriter):
 
 
 class Found(NamedTuple):
-    """A record, its number, and its byte position in the file."""
+    """A record with its number and its byte position in the file."""
 
     at: int
     number: int
@@ -275,7 +275,7 @@ class Found(NamedTuple):
 
 
 def read_records(path: Path, at: int = 0, number: int = 0) -> Iterator[Found]:
-    """Yield the records of a record file.
+    """Yield the records in a record file.
 
     Args:
         path: path of the file.
@@ -289,7 +289,7 @@ def read_records(path: Path, at: int = 0, number: int = 0) -> Iterator[Found]:
     with path.open("rb", buffering=_BUFFER_BYTES) as file:
         try:
             if file.read(len(_RECORDS_MAGIC)) != _RECORDS_MAGIC:
-                raise Break("does not begin like a file of records")
+                raise Break("does not begin like a record file")
             at = at or len(_RECORDS_MAGIC)
             file.seek(at)
             while body := read_frame(file, number):
@@ -317,7 +317,7 @@ def gathered(values: Iterable[Each], least: int, size_of: Callable[[Each], int] 
 
 
 def damaged(path: Path, at: int, problem: str) -> SnapshotDamagedError:
-    """Return the error for a file that is damaged at a byte position."""
+    """Return the error that reports damage at a byte position in a file."""
     return SnapshotDamagedError(
         f"{path} is damaged at byte {at}: {problem}. Use an older file, or restore a checkpoint.",
         metadata={"path": str(path), "byte": str(at)},
@@ -339,7 +339,7 @@ def segment_numbers(directory: Path) -> list[int]:
 
 @cache
 def machine_boot_id() -> str:
-    """Return an id that changes at each reboot of the machine, or ""; only a reboot can lose unsynced bytes."""
+    """Return an id that changes when the machine reboots, or "" if unknown; only a reboot can lose unsynced bytes."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -362,7 +362,7 @@ class SegmentWriter:
         os.ftruncate(self._descriptor, end)
 
     def append(self, number: int, records: Sequence[NewRecord]) -> None:
-        """Pass a frame to the kernel in one call, or undo the write on failure; no records: close the segment."""
+        """Pass a frame to the kernel in one call, or undo the write on failure; no records: a closing frame."""
         self.write(*frame(number, packed(records)))
 
     def write(self, head: bytes, body: bytes) -> None:
@@ -370,7 +370,7 @@ class SegmentWriter:
         size = len(head) + len(body)
         try:
             written = os.pwritev(self._descriptor, [head, body], self._end)
-            if written < size:  # the disk is full, or the write was too large for one call; the next call shows which
+            if written < size:  # either the disk is full, or one call cannot write this much
                 rest = memoryview(head + body)
                 while written < size:
                     written += os.pwrite(self._descriptor, rest[written:], self._end + written)
@@ -401,12 +401,12 @@ class FoundSegment:
         number: number in the file name.
         path: path of the file.
         size: size of the file in bytes.
-        end: number of intact bytes read so far, without the closing frame.
+        end: number of intact bytes read so far, not counting the closing frame.
         last_number: number of the last record before `end`.
         is_closed: whether the closing frame follows at `end`.
-        flaw: the problem at `end`, or None.
+        flaw: the problem found at `end`, or None.
         is_synced: whether the process that wrote the segment synced each frame.
-        machine_boot_id: `machine_boot_id()` of the machine when the segment was created.
+        machine_boot_id: result of `machine_boot_id()` when the segment was created.
     """
 
     def __init__(self, directory: Path, number: int) -> None:
@@ -422,7 +422,7 @@ class FoundSegment:
             with self._opened(0) as file:
                 magic = file.read(len(_SEGMENT_MAGIC))
                 if magic != _SEGMENT_MAGIC:
-                    raise Break("does not begin like a file of the journal", is_torn=_SEGMENT_MAGIC.startswith(magic))
+                    raise Break("does not begin like a journal file", is_torn=_SEGMENT_MAGIC.startswith(magic))
                 opening = read_frame(file, number)
                 self.is_synced, self.machine_boot_id, self.end = bool(opening[0]), opening[1:].decode(), file.tell()
         except Break as flaw:
@@ -435,7 +435,7 @@ class FoundSegment:
 
     @property
     def may_lose_tail(self) -> bool:
-        """Whether a loss of power may have destroyed any of the last bytes, in any order."""
+        """Whether a loss of power may have destroyed any of the last bytes, not only the end of the file."""
         return self.is_begun and not self.is_synced and self.machine_boot_id != machine_boot_id()
 
     @property
@@ -448,11 +448,11 @@ class FoundSegment:
         """Whether the flaw cannot be explained by a killed process or a loss of power."""
         if self.flaw is None or self.flaw.is_torn or self.may_lose_tail:
             return False
-        # A loss of power may destroy any part of the unsynced bytes. These bytes belong to the last commit.
+        # A loss of power may destroy any part of the unsynced bytes, which belong to the last commit.
         return self.machine_boot_id == machine_boot_id() or self.has_frame_after_flaw()
 
     def records(self) -> Iterator[Record]:
-        """Yield the records before the closing frame, a flaw or the file's end; raise OSError if the read fails."""
+        """Yield the records up to the closing frame, a flaw or the file's end; raise OSError if reading fails."""
         try:
             with self._opened(self.end) as file:
                 while file.peek(1):
@@ -460,7 +460,7 @@ class FoundSegment:
                     if not body:
                         self.is_closed = True
                         if file.peek(1):
-                            raise Break("continues after its closing")
+                            raise Break("continues after its closing frame")
                         return
                     self.end += HEADER_BYTES + len(body)
                     for record in unpacked(body, self.last_number + 1):
@@ -470,10 +470,11 @@ class FoundSegment:
             self.flaw = flaw
 
     def has_frame_after_flaw(self) -> bool:
-        """Whether an intact later frame follows the flaw, which proves that the damaged bytes had been synced."""
+        """Whether the flaw is followed by a later intact frame, which proves that the damaged bytes had been synced."""
         data = self.path.read_bytes()[self.end + 1 :]
         file = io.BytesIO(data)
-        # At each byte, the number of a frame that would begin there; the padding covers frames at the last bytes.
+        # For each byte, the number that a frame beginning there would have; the padding allows frames at the last
+        # bytes.
         numbers = np.ndarray(len(data), "<u8", data + bytes(HEADER_BYTES), _NUMBER_OFFSET, (1,))
         most = self.last_number + 2 + len(data) // _LEAST_RECORD_BYTES
         for at in np.flatnonzero((numbers > self.last_number) & (numbers < most)).tolist():
@@ -496,19 +497,21 @@ class FoundSegment:
 
 
 class FileBackend:
-    """A log backend that writes each group of records as one frame of a segment file.
+    """A log backend that writes each group of records as one frame in a segment file.
 
-    Without `sync`, a durable record has been passed to the operating system, so it survives any end of the process. A
-    loss of power may destroy the last records, but never a record before a surviving one. The event loop writes these
-    frames directly, because passing them to a thread takes longer. With `sync`, a durable record is on the disk.
+    Without `sync`, a record is durable once the operating system has received it, so it survives any end of the
+    process. A loss of power may destroy the last records, but never a record before a surviving one. The event loop
+    writes these frames directly, because passing them to a thread would take longer. With `sync`, a record is durable
+    once it is on the disk.
 
     Args:
         directory: existing directory for the files; no other process may write to it.
         sync: whether to sync each write.
-        accept_loss: whether `read` skips a damaged record and all later ones instead of raising an error.
+        accept_loss: whether `read` discards a damaged record and all later ones instead of raising an error.
 
     Attributes:
-        last_number: number of the last record or opening frame read; the next written record gets the next number.
+        last_number: number of the last record or opening frame that was read; the next written record gets the next
+            number.
     """
 
     group_bytes = 8 * 2**20
@@ -520,7 +523,7 @@ class FileBackend:
         self._directory = directory
         self._accept_loss = accept_loss
         self.last_number = 0
-        self._last_found: FoundSegment | None = None  # the last segment, which must be closed; None in an empty log
+        self._last_found: FoundSegment | None = None  # the last segment, still to be closed; None: the log is empty
         self._reserve = EmergencyDiskReserve(directory / "reserve")
         self._reserve.fill()
         self._look_at = 0.0
@@ -529,11 +532,11 @@ class FileBackend:
         self._background = ThreadPoolExecutor(1, thread_name_prefix="tq-log")
 
     def read(self, number: int) -> Iterator[Record]:
-        """Yield the records from the segment with this number on, or all records if the number is 0.
+        """Yield all records starting at the segment with this number, or all records if the number is 0.
 
         Raises:
             JournalDamagedError: a record is damaged or missing.
-            DiskFullError: a file could not be read because a resource of the system is exhausted.
+            DiskFullError: a file could not be read because a system resource is exhausted.
         """
         try:
             found = [FoundSegment(self._directory, each) for each in segment_numbers(self._directory) if each >= number]
@@ -551,7 +554,7 @@ class FileBackend:
                     self._lose(following)
                     return
         except OSError as error:
-            # Accepting a loss here would discard records that are not damaged, but temporarily unreadable.
+            # Accepting a loss here would discard records that are undamaged and only temporarily unreadable.
             raise DiskFullError(
                 f"{error.filename or self._directory} could not be read ({error}): the disk of the data directory is "
                 "full, or this process lacks file descriptors or permissions. No data is lost. Fix the cause and "
@@ -560,7 +563,7 @@ class FileBackend:
             ) from error
 
     def _has_beginning(self, found: Sequence[FoundSegment], number: int) -> bool:
-        """Whether the log has all records from its beginning; raise an error if only damage explains a gap."""
+        """Whether no records are missing at the log's beginning; raise an error if only damage can explain a gap."""
         first = found[0] if found else None
         if first is None or first.number != (number or 1):
             if number:
@@ -576,13 +579,13 @@ class FileBackend:
         return first.is_begun
 
     def _continues(self, segment: FoundSegment, following: Sequence[FoundSegment]) -> bool:
-        """Whether the next segment begins where this one ends; raise an error if only damage explains a gap."""
+        """Whether the next segment begins where this one ends; raise an error if only damage can explain a gap."""
         number = segment.last_number + 1
         continues = bool(following) and following[0].is_begun and following[0].number == number
         if segment.flaw is not None:
             if not continues and segment.is_damaged:
                 self._report(segment.path, segment.end, f"{segment.flaw}")
-                try:  # copy the bytes before their truncation, to let an operator inspect them
+                try:  # copy the bytes before truncating them, so an operator can inspect them
                     shutil.copyfile(segment.path, beside(segment.path, _LOST_SUFFIX))
                 except OSError as error:
                     name = segment.path.name
@@ -596,7 +599,7 @@ class FileBackend:
                     after_record=segment.last_number,
                 )
             )
-        # A process that started after a reboot created its segment after it had seen which bytes the loss of power
+        # A process started after a reboot creates its segment only after it has seen which bytes the loss of power
         # destroyed.
         is_of_later_run = bool(following) and following[0].machine_boot_id not in ("", segment.machine_boot_id)
         if continues or (segment.may_lose_tail and not is_of_later_run):
@@ -616,7 +619,7 @@ class FileBackend:
         return False
 
     def _lose(self, segments: Sequence[FoundSegment]) -> None:
-        for segment in reversed(segments):  # in reverse, so that a kill in between leaves the gap at the same position
+        for segment in reversed(segments):  # in reverse order, so a kill in between does not move the gap
             if segment.was_being_made:
                 _log.warning(LogMessage("removed a segment without records", file=segment.path.name))
                 segment.path.unlink()
@@ -625,7 +628,7 @@ class FileBackend:
                 quarantine(segment.path, _LOST_SUFFIX)
 
     def _report(self, path: Path, at: int, problem: str) -> None:
-        """Raise JournalDamagedError, or log the damage if its loss is accepted."""
+        """Raise JournalDamagedError, or log the damage if losing records is accepted."""
         place = f"{path}, byte {at}," if at else f"{path}"
         if not self._accept_loss:
             raise JournalDamagedError(
@@ -640,7 +643,7 @@ class FileBackend:
     # Writing
 
     def write(self, number: int, records: Sequence[NewRecord]) -> None:
-        """Write a frame with records; without records, begin a segment.
+        """Write a frame with the given records; without records, begin a segment.
 
         Raises:
             DiskFullError: the disk is full; a retry may succeed.
@@ -658,14 +661,14 @@ class FileBackend:
             reason = "is full" if error.errno == errno.ENOSPC else f"does not accept writes ({error})"
             path = segment_path(self._directory, number) if segment is None else segment.path
             raise DiskFullError(
-                f"the disk of the data directory {reason}: {path.name} cannot grow; no acknowledged data is lost; free "
-                "space, and the service resumes",
+                f"the disk of the data directory {reason}: {path.name} cannot grow; no acknowledged data is lost. Free "
+                "some space; the service then resumes",
                 retry_after_seconds=_RETRY_SECONDS,
                 metadata={"path": str(path)},
             ) from error
         if not self.is_blocking:
             return
-        try:  # no retry, because after a failed sync the system treats the lost bytes as written
+        try:  # do not retry, since the system treats the lost bytes as written after a failed sync
             segment.sync()
         except OSError as error:
             self._failure = UnavailableError(
@@ -679,7 +682,7 @@ class FileBackend:
     def _begin_segment(self, number: int) -> None:
         before, is_first = self._segment, self._segment is None
         if is_first:
-            for each in segment_numbers(self._directory) if self.is_blocking else ():  # written by a run without sync
+            for each in segment_numbers(self._directory) if self.is_blocking else ():  # a run without sync wrote them
                 sync_path(segment_path(self._directory, each))
             if (found := self._last_found) is not None:
                 before = SegmentWriter(found.path, end=found.end)
@@ -692,7 +695,7 @@ class FileBackend:
             self._background.submit(before.close)
 
     def _create(self, number: int, before: SegmentWriter | None, *, sync: bool) -> SegmentWriter:
-        """Create a segment and close its predecessor; on failure, do neither."""
+        """Create a segment and close its predecessor; if this fails, leave both undone."""
         segment = SegmentWriter(segment_path(self._directory, number), os.O_CREAT | os.O_EXCL)
         try:
             head, body = frame(number, (bytes([self.is_blocking]), machine_boot_id().encode()))
@@ -708,7 +711,7 @@ class FileBackend:
         return segment
 
     def _with_reserve(self, write: Callable[[], T]) -> T:
-        """Call `write`; if the call fails, release the reserved space and call `write` once more."""
+        """Call `write`; if it fails, release the reserved space and call it once more."""
         try:
             return write()
         except OSError:
@@ -718,7 +721,7 @@ class FileBackend:
 
     @property
     def is_disk_low(self) -> bool:
-        """Whether the disk was full and still has little space, which is kept for records that free space."""
+        """Whether the disk was full and still has little space, which is reserved for records that free space."""
         if self._reserve.is_filled:
             return False
         if time.monotonic() >= self._look_at and self._segment is not None:
@@ -727,12 +730,12 @@ class FileBackend:
         return True
 
     def sync_rotated(self, number: int) -> None:
-        """Sync a new segment and its directory; the segment then survives a loss of power."""
+        """Sync a new segment and its directory, to let the segment survive a loss of power."""
         sync_path(segment_path(self._directory, number))
         sync_path(self._directory)
 
     def truncate_before(self, number: int) -> None:
-        """Remove all segments that contain only records with lower numbers than the given one."""
+        """Remove all segments whose records all have numbers below the given one."""
         for each, following in pairwise(segment_numbers(self._directory)):
             if following <= number:
                 segment_path(self._directory, each).unlink()
@@ -746,12 +749,12 @@ class FileBackend:
 
 
 class EmergencyDiskReserve:
-    """A file that reserves disk space. The file is removed when the disk is full, so that clears can still be recorded.
+    """A file that reserves disk space. It is removed when the disk is full, which lets clears still be recorded.
 
     Safe to use from several threads.
 
     Attributes:
-        is_filled: whether the file currently reserves the space.
+        is_filled: whether the file exists and reserves the space.
     """
 
     def __init__(self, path: Path) -> None:
@@ -760,7 +763,7 @@ class EmergencyDiskReserve:
         self.is_filled = path.exists() and path.stat().st_size == RESERVE_BYTES
 
     def fill(self) -> None:
-        """Reserve the space, unless too little space would remain free."""
+        """Reserve the space, unless too little disk space would remain free."""
         with self._lock:
             try:
                 if self.is_filled or free_bytes(self._path.parent) < 2 * RESERVE_BYTES:
@@ -781,8 +784,8 @@ class EmergencyDiskReserve:
         if was_filled:
             _log.error(
                 LogMessage(
-                    "the disk of the data directory is full: free space; released the reserve, so clears can still be "
-                    "written",
+                    "the disk of the data directory is full: free some space. Released the reserve, so clears can "
+                    "still be written",
                     released_mib=RESERVE_BYTES >> 20,
                 )
             )

@@ -1,9 +1,9 @@
-"""The log: numbered records in one order, committed in groups through a backend that stores them in files or in etcd.
+"""The log: an ordered sequence of numbered records, committed in groups through a backend that uses files or etcd.
 
     read -> append ... wait_durable ... rotate -> close
 
-The records that one step of the event loop appends form a group, which becomes durable as a unit. Groups are queued
-until a caller waits for one of them. All queued groups are then written together, because each write has a fixed cost.
+The records appended in one event-loop step form a group, which becomes durable as a unit. Groups are queued until a
+caller waits for one of them. All queued groups are then written together, because each write has a fixed cost.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _RECORD: Final = struct.Struct("<IB")
 _PAUSE_SECONDS: Final = 0.05
 
 NewRecord: TypeAlias = tuple[int, Sequence[bytes | bytearray]]
-"""A record to write: its stream, and its bytes in one or more parts."""
+"""A record to write: its stream number, and its bytes in one or more parts."""
 
 
 class Record(NamedTuple):
     """A record read from the log.
 
     Attributes:
-        number: position of the record in the log. Numbers ascend, and a few numbers are not used by any record.
-        stream: number of the stream that the record belongs to.
+        number: position of the record in the log. Numbers increase, but not every number belongs to a record.
+        stream: number of the record's stream.
         data: contents of the record.
     """
 
@@ -43,14 +43,14 @@ class Record(NamedTuple):
 
 
 def packed(records: Sequence[NewRecord]) -> Iterator[bytes | bytearray]:
-    """Yield the bytes of a group: the size (uint32), stream (uint8) and data of each record."""
+    """Yield the bytes of a group: for each record its size (uint32), stream (uint8) and data."""
     for stream, parts in records:
         yield _RECORD.pack(sum(map(len, parts)), stream)
         yield from parts
 
 
 def unpacked(body: bytes, number: int) -> Iterator[Record]:
-    """Yield the records of a group, given the number of its first record."""
+    """Yield the records in a group, given the number of the first one."""
     at = 0
     while at < len(body):
         size, stream = _RECORD.unpack_from(body, at)
@@ -63,10 +63,10 @@ class LogBackend(Protocol):
     """Stores the groups of one log and reads them back.
 
     Attributes:
-        is_blocking: whether `write` waits for a disk or a network and must therefore be called in a thread.
-        group_bytes: maximum size of queued groups that are joined into one write.
+        is_blocking: whether `write` waits for a disk or the network, and must therefore be called in a thread.
+        group_bytes: maximum size of the groups joined into one write.
         segment_bytes: segment size that triggers an automatic rotation.
-        patience_seconds: how long writes to an unreachable backend are retried before callers get an error.
+        patience_seconds: time for which writes to an unreachable backend are retried before callers get an error.
     """
 
     is_blocking: bool
@@ -76,16 +76,16 @@ class LogBackend(Protocol):
 
     @property
     def last_number(self) -> int | None:
-        """Last number in use, available after `read` is exhausted; None if this process may not write."""
+        """Last number in use, available once `read` is exhausted; None if this process may not write."""
         ...
 
     @property
     def is_disk_low(self) -> bool:
-        """Whether writes that enlarge the state should be rejected because space is low."""
+        """Whether writes that enlarge the state should be rejected because little space is left."""
         ...
 
     def read(self, number: int) -> Iterator[Record]:
-        """Yield the records from the rotation with this number on, or all records if the number is 0.
+        """Yield all records starting at the rotation with this number, or all records if the number is 0.
 
         Raises:
             JournalDamagedError: a record is damaged or missing.
@@ -93,20 +93,20 @@ class LogBackend(Protocol):
         ...
 
     def write(self, number: int, records: Sequence[NewRecord]) -> None:
-        """Make a group durable or, without records, begin a segment; a retry passes equal arguments.
+        """Make a group durable, or begin a segment if there are no records; retries pass equal arguments.
 
         Raises:
             DiskFullError, JournalUnreachableError: the write failed, but a retry may succeed.
-            TqError: the write failed permanently. The group may or may not have been written.
+            TqError: the write failed permanently; the group may or may not have been written.
         """
         ...
 
     def sync_rotated(self, number: int) -> None:
-        """Block until no loss of power can destroy data that readers need to start from this rotation."""
+        """Block until the data needed to read from this rotation would survive a loss of power."""
         ...
 
     def truncate_before(self, number: int) -> None:
-        """Delete records that only readers from lower numbers need; this call blocks."""
+        """Delete records that are needed only for reading from lower numbers; this call blocks."""
         ...
 
     def close(self) -> None:
@@ -115,10 +115,10 @@ class LogBackend(Protocol):
 
 
 class Log:
-    """A log with group commit over a backend. Confined to one event loop; a blocking backend is called from one thread.
+    """A log with group commit on a backend. Confined to one event loop; a blocking backend is called from one thread.
 
-    The log writes only when a caller waits. A group that could not be written keeps its place in the queue and is
-    retried unchanged.
+    The log writes only when a caller waits. A group that could not be written keeps its place in the queue, and the
+    write is retried with the same group.
 
     Args:
         backend: stores the groups; closed with the log.
@@ -131,27 +131,28 @@ class Log:
         self.backend = backend
         self._is_open = False
         self._abandoned: TqError | None = None
-        self._appended = self._durable = 0  # last appended and last durable number, as known to the event loop
-        self._group: list[NewRecord] = []  # records appended in this step of the loop
+        self._appended = self._durable = 0  # last appended and last durable number, as the event loop knows them
+        self._group: list[NewRecord] = []  # records appended in this event-loop step
         self._group_bytes = 0
         self._rotated_bytes = 0  # bytes queued since the last rotation
         self._futures: deque[tuple[int, asyncio.Future[None]]] = deque()  # each with the number it waits for
         self._callbacks: deque[tuple[int, Callable[[], None]]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
-        # The event loop appends groups to the queue, and an empty group for each rotation. The committer (the loop, or
-        # the worker of a blocking backend) removes them. Only the committer uses `_taken` and `_committed`.
+        # The event loop appends groups to the queue, including an empty group for each rotation. The committer (the
+        # event loop, or a worker thread for a blocking backend) removes them. Only the committer uses `_taken` and
+        # `_committed`.
         self._queue: deque[tuple[list[NewRecord], int]] = deque()  # each group with its size in bytes
         self._committing: Future[None] | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tq-log")
-        self._taken: list[NewRecord] | None = None  # the group being written, or whose write has failed
+        self._taken: list[NewRecord] | None = None  # the group that is being written, or whose write failed
         self._committed = 0
 
     def read(self, number: int) -> Iterator[Record]:
-        """Yield the records from the rotation with this number on (0: all records), and then accept new records.
+        """Yield the records starting at the rotation with this number (0: all records), then accept new records.
 
         Raises:
             JournalDamagedError: a record is damaged or missing.
-            TqError: the first segment of this process could not be written.
+            TqError: this process could not write its first segment.
         """
         if self._is_open:
             return
@@ -170,7 +171,7 @@ class Log:
 
     @property
     def has_unflushed(self) -> bool:
-        """Whether any appended record is not durable yet, or never will be."""
+        """Whether any appended record is not durable, or never will be."""
         return self._durable != self._appended or self._abandoned is not None
 
     @property
@@ -179,7 +180,7 @@ class Log:
         return self._appended - self._durable
 
     def append(self, stream: int, *parts: bytes | bytearray) -> int:
-        """Append a record to the group of this step, and return its number. The parts must not change afterwards.
+        """Append a record to this step's group and return its number. The caller must not change the parts afterwards.
 
         Raises:
             RuntimeError: `read` was not exhausted, this process may not write, or the log is closed.
@@ -194,9 +195,9 @@ class Log:
         return self._appended
 
     def rotate(self) -> int:
-        """Return a number for a snapshot of the current state; `read` with this number yields all later records.
+        """Return the number for a snapshot of the current state; `read` with this number yields all later records.
 
-        The snapshot may replace its predecessor only after `wait_durable` and `backend.sync_rotated` have returned.
+        The snapshot may replace the previous one only after `wait_durable` and `backend.sync_rotated` have returned.
         """
         self._check_open()
         self._end_group()
@@ -206,12 +207,12 @@ class Log:
         return self._appended
 
     def abandon(self, error: TqError) -> None:
-        """Stop writing, and discard the records appended in this step of the loop, because memory may differ from them.
+        """Stop writing, and discard the records appended in this event-loop step, since memory may not match them.
 
-        Earlier groups may still be written, but their callers get the error.
+        Earlier groups may still be written, but callers waiting for them get the error.
 
         Args:
-            error: error raised to all callers that append or wait from now on.
+            error: error that all current and later appends and waits raise.
         """
         if self._abandoned is None:
             self._abandoned = error
@@ -220,10 +221,10 @@ class Log:
             self._wake(error)
 
     def close(self) -> None:
-        """Flush the log unless it was abandoned, and close the backend.
+        """Flush the log, unless it was abandoned, and close the backend.
 
         Raises:
-            TqError: the last records could not be made durable. The log is closed in any case.
+            TqError: the last records could not be made durable. The log is closed nevertheless.
         """
         try:
             if self._is_open and self.has_unflushed and self._abandoned is None:
@@ -252,21 +253,21 @@ class Log:
 
         Raises:
             DiskFullError, JournalUnreachableError: the write failed, and the next call retries it.
-            TqError: the records will never be durable. Memory is ahead of the log, so the process must end.
+            TqError: the records will never be durable. The process must end, because its memory is ahead of the log.
         """
         number = self._appended if number is None else number
         if self._durable >= number and self._abandoned is None:
             return
-        self._loop = asyncio.get_running_loop()  # set before the worker can notify the loop
+        self._loop = asyncio.get_running_loop()  # set before the worker can notify the event loop
         if self._commit_soon() is not None:
             done: asyncio.Future[None] = self._loop.create_future()
             self._futures.append((number, done))
             await done
 
     def after_durable(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when all appended records are durable: immediately, or later in the order of these calls.
+        """Call `callback` once all appended records are durable: immediately, or later and in call order.
 
-        A later `wait_durable` calls it. After `abandon` it is never called.
+        A later `wait_durable` runs the callback. After `abandon`, it is never run.
         """
         if not self.has_unflushed:
             callback()
@@ -274,7 +275,7 @@ class Log:
             self._callbacks.append((self._appended, callback))
 
     def flush(self) -> None:
-        """Block until all appended records are durable; raise errors like `wait_durable`."""
+        """Block until all appended records are durable; raises the same errors as `wait_durable`."""
         committing = self._commit_soon()
         if committing is not None:
             try:
@@ -283,7 +284,7 @@ class Log:
                 self._wake()
 
     def _wake(self, error: BaseException | None = None) -> None:
-        """Wake callers whose records are durable (on the event loop); with an error, end all other callers with it."""
+        """Wake callers whose records are durable (on the event loop); fail all other callers if an error is given."""
         self._durable = self._committed
         while self._futures and (error is not None or self._futures[0][0] <= self._durable):
             _, done = self._futures.popleft()
@@ -303,14 +304,14 @@ class Log:
     # Committing
 
     def _commit_soon(self) -> Future[None] | None:
-        """Commit the queue or, with a blocking backend, return the future of the job that commits it."""
+        """Commit the queue; with a blocking backend, return the future of the job that commits it."""
         self._check_open()
         self._end_group()
         if not self.backend.is_blocking:
             self._commit_queue()
             return None
         job = self._committing
-        if job is None or job.running() or job.done():  # otherwise, the job has not read the queue yet
+        if job is None or job.running() or job.done():  # otherwise, the pending job will still read the queue
             job = self._committing = self._worker.submit(self._commit_queue)
         return job
 
@@ -327,7 +328,7 @@ class Log:
             raise
 
     def _join_groups(self) -> list[NewRecord]:
-        """Join the next groups in the queue, up to a rotation or the maximum size."""
+        """Join the next groups in the queue, up to the next rotation or the maximum size."""
         records, size = self._queue.popleft()
         while records and size < self.backend.group_bytes and self._queue and self._queue[0][0]:
             group, group_bytes = self._queue.popleft()

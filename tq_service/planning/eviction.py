@@ -1,11 +1,11 @@
-"""Selection of units to evict: samples that a claim's `where` excludes, and groups with too few members left.
+"""Selection of the units to evict: samples excluded by a claim's `where`, and groups with too few members left.
 
-If the task keeps groups together, entire groups are evicted. If the task accepts incomplete groups, excluded members
-are evicted individually. The group is evicted when no members, or fewer than `least_members`, are left. A group is not
-evicted while more members may be put, or while a member is held, leased, or delivered to the task.
+A task that keeps groups together evicts entire groups. A task that accepts incomplete groups evicts excluded members
+individually, and the rest of the group if fewer than `least_members` or none are left. A group is not evicted while
+more members may be put, or while a member is held, leased, or delivered to the task.
 
-`small_groups` finds candidates and may take a long time. `units` makes the decision in the step that evicts the
-candidates. `lowest_units` finds the units that new samples replace (`Admission.overflow`).
+`small_groups` finds candidates, which may take a long time. `units` decides which candidates to evict, in the step that
+evicts them. `lowest_units` finds the units that new samples replace (`Admission.overflow`).
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _MOST_GROUPS_ON_LOOP: Final = 1 << 17
 
 
 class EvictionSearch:
-    """Finds the units that a claim evicts.
+    """Finds the units that a claim must evict.
 
     Args:
         partition: partition of the task.
         task: ledger of the claiming task.
-        excluded: returns a mask of the live, unconsumed rows that `where` excludes.
-        grouping: the groups requested by the sampler. If None, or if groups may begin anywhere, samples are evicted
-            individually.
+        excluded: function that returns a mask of the live, unconsumed rows that `where` excludes.
+        grouping: the groups requested by the sampler. Samples are evicted individually if it is None or if groups may
+            begin anywhere.
         least_members: minimum number of members of a group; see `BatchSpec`.
-        clears: whether evicted samples are cleared. The failed samples of their groups are then also cleared, so that
-            the group names can be reused.
+        clears: whether evicted samples are cleared. Failed samples in their groups are then also cleared, which makes
+            the group names available again.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class EvictionSearch:
     # Candidates
 
     def small_groups(self, left: Callable[[], Indexes], *, is_on_loop: bool) -> Indexes:
-        """Return the positions of all members of groups that may be too small.
+        """Return the positions of all members in groups that may be too small.
 
         Args:
-            left: returns the positions of the task's unconsumed rows.
+            left: function that returns the positions of the task's unconsumed rows.
             is_on_loop: whether the search runs in a step of the event loop.
 
         Raises:
@@ -90,10 +90,10 @@ class EvictionSearch:
     # Units
 
     def units(self, candidates: Indexes) -> Evicted | None:
-        """Return the units to evict now, from the first candidates that must be evicted, or None.
+        """Return the units to evict now, from the first candidates that must be evicted; None if there are none.
 
         Args:
-            candidates: global indexes of candidates, without repetition.
+            candidates: global indexes of candidates, without duplicates.
         """
         positions = self._partition.table.find(candidates)
         positions = positions[positions >= 0]
@@ -105,7 +105,7 @@ class EvictionSearch:
         return None
 
     def _samples(self, positions: Indexes) -> Evicted | None:
-        """Return the excluded samples, each as a unit, or None if there are none."""
+        """Return the excluded samples as one unit each, or None if there are none."""
         positions = positions[self._excluded(positions)]
         positions = positions[~self._partition.is_leased(positions)]
         count = positions.size
@@ -119,7 +119,7 @@ class EvictionSearch:
         )
 
     def _groups(self, grouping: Grouping, positions: Indexes) -> Evicted | None:
-        """Return the groups of the given samples, or members of these groups, that must be evicted, or None."""
+        """Return the given samples' groups, or members of these groups, that must be evicted; None if none must."""
         members = grouping.members_of(np.unique(grouping.ids(positions)))
         members = members[self._partition.state[members] != CLEARED]
         state, claims = self._partition.state[members], self._task.claim[members]
@@ -142,7 +142,7 @@ class EvictionSearch:
 
         excluded_counts, left_counts = count(excluded), count(is_left)
         has_excluded = excluded_counts > 0
-        if grouping.kept is None:  # an incomplete group is delivered if it is large enough
+        if grouping.kept is None:  # incomplete groups are delivered if they are large enough
             least_left = np.maximum(least, has_excluded)
             goes_whole = is_free & (count_units(is_left & ~excluded) < least_left)
             is_unmatched = has_excluded & (excluded_counts == left_counts)
@@ -168,9 +168,9 @@ class EvictionSearch:
 
     @staticmethod
     def unit_by_unit(units: Indexes, is_chosen: NDArray[np.bool_]) -> tuple[Indexes, Indexes]:
-        """Return the indexes of the chosen elements, ordered by unit, and the unit number of each.
+        """Return the indexes of the chosen elements, ordered by unit, and each element's unit number.
 
-        Units are ordered by their first chosen element, and numbered from 0 in this order.
+        Units are ordered by their first chosen elements and numbered from 0 in this order.
         """
         chosen = np.flatnonzero(is_chosen)
         _, first, units = np.unique(units[chosen], return_index=True, return_inverse=True)
@@ -188,9 +188,9 @@ def lowest_units(
     Args:
         partition: partition of the task.
         task: ledger of the task.
-        admission: admission of the task.
+        admission: the task's admission.
         count: maximum number of units.
-        kept: global indexes of rows that must not be evicted.
+        kept: global indexes of the rows that must not be evicted.
     """
     table, groups, unit = partition.table, partition.groups, admission.unit
     positions = np.flatnonzero(task.is_pending(slice(0, table.count)))
@@ -230,13 +230,13 @@ def lowest_units(
 
 
 def _unit_ids(partition: Partition, positions: Indexes, unit: BatchUnit) -> Indexes:
-    """Return the slot of each row's group or rollout, or a unique negative number for a row without one."""
+    """Return the slot of each row's group or rollout; for a row without it, a unique negative number."""
     slots = partition.groups.of_unit(unit, positions)
     return np.where(slots < 0, -1 - positions, slots)
 
 
 def _priorities(partition: Partition, column: str, positions: Indexes) -> NDArray[np.float64]:
-    """Return the priority of each row `(n,)`; infinity for a row without a number in the priority column."""
+    """Return each row's priority, of shape `(n,)`; infinity for a row without a number in the priority column."""
     values, present = partition.meta.typed(column, positions)
     if not column or values.dtype.kind not in "bif":
         return np.full(positions.size, np.inf)

@@ -1,6 +1,6 @@
-"""Groups and orders: the members of a group, the groups that can be delivered, and the order set by `order_by`.
+"""Groups and orders: group members, the groups that can be delivered, and the order defined by `order_by`.
 
-No state is kept between claims. The first rows in an order are found by selection; all rows are ordered by sorting.
+No state is kept between claims. A selection algorithm finds the first rows in an order, and sorting orders all rows.
 Strings are compared a few thousand at a time, because comparing strings, unlike numbers, holds the interpreter lock.
 """
 
@@ -27,7 +27,7 @@ _TEXTS_AT_ONCE: Final = 1 << 12  # strings per sort, which takes a few milliseco
 
 
 def run_lengths(indexes: Indexes) -> tuple[Indexes, Indexes]:
-    """Return the place (from 0) of each ascending index in its run of consecutive indexes `(n,)`, and run lengths."""
+    """Return each index's place (from 0) in its run of consecutive indexes, of shape `(n,)`, and the run lengths."""
     places = np.arange(indexes.size)
     is_first = np.ones(indexes.size, np.bool_)
     is_first[1:] = np.diff(indexes) != 1
@@ -38,10 +38,11 @@ def run_lengths(indexes: Indexes) -> tuple[Indexes, Indexes]:
 
 
 def groups_in_runs(indexes: Indexes, size: int) -> Indexes:
-    """Return the first index of the group that each ascending index belongs to `(n,)`, or -1 if it is in no group.
+    """Return the first index of each index's group, of shape `(n,)`, or -1 if it is in no group.
 
-    A group has `size` consecutive indexes and starts as early as possible. For example, with indexes 1, 2, 3, 5, 6 and
-    size 2, the groups are (1, 2) and (5, 6). Later indexes do not change a group.
+    Indexes must be ascending. A group consists of `size` consecutive indexes and starts as early as possible. For
+    example, indexes 1, 2, 3, 5, 6 and size 2 result in the groups (1, 2) and (5, 6). Later indexes do not change a
+    group.
     """
     place, length = run_lengths(indexes)
     start = place - place % size
@@ -49,15 +50,16 @@ def groups_in_runs(indexes: Indexes, size: int) -> Indexes:
 
 
 class Grouping:
-    """The groups of a partition, as requested by one sampler.
+    """A partition's groups, as requested by one sampler.
 
-    If a group or rollout was ever named, the groups are the named ones, and each unnamed row is its own group. If
-    nothing was named, the groups are blocks of `block_size` consecutive indexes, or single rows without a block size.
+    If any group or rollout was ever named, the groups are the named ones, and each row without a name is its own group.
+    Otherwise, the groups are blocks of `block_size` consecutive indexes, or single rows if no block size is given.
 
-    With the unit "rollout", the groups are the rollouts and the rows that have none, never blocks.
+    With the unit "rollout", the groups are the rollouts, and each row without a rollout is its own group; blocks are
+    not used.
 
-    Members that failed, were cleared, or were dead-lettered by the task are lost to their group. The remaining members
-    are delivered only if `take_incomplete` is set.
+    Members that have failed, were cleared, or were dead-lettered by the task count as lost. The remaining members are
+    delivered only if `take_incomplete` is set.
     """
 
     blocks: ClassVar[Blocks] = "aligned"
@@ -92,11 +94,11 @@ class Grouping:
 
     @classmethod
     def of_code(cls, partition: Partition, task: TaskLedger, code: int) -> Grouping:
-        """Create a grouping from a value of `code`."""
+        """Create the grouping that corresponds to a value of `code`."""
         return cls(partition, task, max(code, 0) or None, unit="rollout" if code == KEPT_ROLLOUTS else "group")
 
     def check(self) -> None:
-        """Raise InvalidArgumentError if blocks would separate samples that were put together."""
+        """Raise InvalidArgumentError if blocks would separate samples from the same put."""
         size, step = self.block_size, self._partition.insert_size_gcd
         if size is not None and not self._groups.in_use and step % size:
             raise InvalidArgumentError(
@@ -117,11 +119,11 @@ class Grouping:
     def members(self, positions: Indexes) -> Indexes:
         """Return the positions of the given rows and of all other members of their groups."""
         if self._groups.in_use:
-            # Copy the slots, because rows of new groups may be added while a different thread reads.
+            # Copy the slots, because rows with new groups may be added while another thread reads.
             slots = self._groups.of_unit(self.unit, slice(0, self._partition.table.count)).copy()
             is_met = np.zeros(
                 int(slots.max(initial=NO_GROUP)) + 2, np.bool_
-            )  # the last element is for rows without a group
+            )  # the last element stands for rows without a group
             is_met[slots[positions]] = True
             is_met[NO_GROUP] = False
             return np.concatenate([positions[slots[positions] == NO_GROUP], np.flatnonzero(is_met[slots])])
@@ -147,7 +149,7 @@ class Grouping:
         return np.sort(found[found >= 0])
 
     def whole(self, ready: Indexes, *, no_more: bool) -> tuple[Indexes, Indexes]:
-        """Return the ready rows of all groups that can be delivered, and the sizes of these groups.
+        """Return the ready rows in all groups that can be delivered, and the group sizes.
 
         Args:
             ready: positions of ready rows in batch order; groups are ordered by their first members.
@@ -169,17 +171,17 @@ class Grouping:
         return ((needed < 0) | (self.left(ids) < needed))[group_of]
 
     def needed(self, ids: Indexes, *, no_more: bool) -> Indexes:
-        """Return how many ready members each group needs to be delivered, -1 for an incomplete group.
+        """Return how many ready members each group needs to be delivered, or -1 for an incomplete group.
 
         Args:
             ids: ids of groups.
-            no_more: whether no new rows will be inserted, so that groups of unknown size are complete.
+            no_more: whether no new rows will be inserted. If so, groups of unknown size are complete.
         """
         needed = self.left(ids) if self._take_incomplete else self._sizes(ids)
         return np.where(self.is_complete(ids, no_more=no_more), needed, -1) if self._groups.in_use else needed
 
     def is_complete(self, ids: Indexes, *, no_more: bool) -> NDArray[np.bool_]:
-        """Return a mask of the groups that receive no further members; for `no_more`, see `needed`."""
+        """Return a mask of the groups that will not receive further members; for `no_more`, see `needed`."""
         if self._groups.in_use:
             return self._groups.is_complete(np.maximum(ids, 0), self.block_size, no_more=no_more) | (ids < 0)
         if self.block_size is None or no_more:
@@ -187,13 +189,13 @@ class Grouping:
         return (ids + 1) * self.block_size <= self._partition.inserted_count
 
     def _sizes(self, ids: Indexes) -> Indexes:
-        """Return the number of members of each group, including lost members."""
+        """Return the number of members in each group, including lost members."""
         if self._groups.in_use:
             return np.where(ids < 0, 1, self._groups.members[np.maximum(ids, 0)])
         return np.full(ids.size, self.block_size or 1)
 
     def left(self, ids: Indexes) -> Indexes:
-        """Return the number of members of each group that are not lost."""
+        """Return the number of members in each group that are not lost."""
         if self._groups.in_use:
             slots = np.maximum(ids, 0)
             lost = (
@@ -208,7 +210,7 @@ class Grouping:
         return left
 
     def counted_as(self, positions: Indexes) -> Indexes:
-        """Return the id of the unit that each row belongs to within its group: its rollout, or the row itself.
+        """Return the id of each row's unit within its group: the rollout, or the row itself.
 
         With the unit "rollout", each row is its own unit.
         """
@@ -218,9 +220,9 @@ class Grouping:
         return np.where(rollouts < 0, -2 - positions, rollouts)
 
     def left_units(self, ids: Indexes) -> Indexes:
-        """Return the number of units (see `counted_as`) of each group that are not lost.
+        """Return the number of units (see `counted_as`) in each group that are not lost.
 
-        A rollout is lost when its first sample is lost, unless its remaining samples are still delivered.
+        A rollout is lost once any of its samples is lost, unless its remaining samples are still delivered.
         """
         left = self.left(ids)
         if self.unit == "rollout" or not self._groups.has_rollouts:
@@ -241,17 +243,17 @@ class Grouping:
         return (rollouts >= 0) & (self._lost_of_rollouts(np.maximum(rollouts, 0)) > 0)
 
     def _lost_of_rollouts(self, slots: Indexes) -> Indexes:
-        """Return the number of lost members of each rollout."""
+        """Return the number of lost members in each rollout."""
         lost: Indexes = self._groups.failed[slots] + self._groups.cleared[slots]
         return lost + self._dead_lettered_counts(slots, "rollout")
 
     def _find_blocks(self, blocks: Indexes, size: int) -> Indexes:
-        """Return the positions of the rows in blocks `(n, size)`, -1 for missing rows."""
+        """Return the positions of the rows in each block, of shape `(n, size)`; -1 for missing rows."""
         indexes = blocks[:, None] * size + np.arange(size)
         return self._partition.table.find(indexes.ravel()).reshape(indexes.shape)
 
     def _dead_lettered_counts(self, slots: Indexes, unit: BatchUnit) -> Indexes:
-        """Return the number of dead-lettered members of each named group, without members that have failed since."""
+        """Return the number of dead-lettered members in each named group, except members that failed later."""
         positions = self._task.dead_lettered()
         positions = positions[is_open(self._partition.state[positions])]
         lost = np.sort(self._groups.of_unit(unit, positions))
@@ -261,11 +263,11 @@ class Grouping:
 class Runs(Grouping):
     """Groups of `block_size` ready rows with consecutive indexes, which may start at any index.
 
-    The group of a row is not fixed, because it depends on which neighbouring rows are ready.
+    A row's group is not fixed, because it depends on which neighbouring rows are ready.
     """
 
     blocks: ClassVar[Blocks] = "anywhere"
-    kept: ClassVar[int | None] = None  # groups are determined only when they are delivered
+    kept: ClassVar[int | None] = None  # groups are formed only on delivery
 
     def __init__(self, partition: Partition, task: TaskLedger, block_size: int) -> None:
         super().__init__(partition, task, block_size)
@@ -275,22 +277,22 @@ class Runs(Grouping):
         """Accept all partitions."""
 
     def ids(self, positions: Indexes) -> Indexes:
-        """Return the group id of each row, with groups formed among the given rows."""
+        """Return each row's group id, with groups formed from the given rows."""
         by_index = np.argsort(positions)
         ids = np.empty_like(positions)
         ids[by_index] = groups_in_runs(self._partition.table.index[positions[by_index]], self._size)
         return np.where(ids < 0, -2 - positions, ids)
 
     def members(self, positions: Indexes) -> Indexes:
-        """Return the positions of all rows, because any row may belong to the group of any other row."""
+        """Return the positions of all rows, because any two rows may belong to the same group."""
         return np.arange(self._partition.table.count)
 
     def needed(self, ids: Indexes, *, no_more: bool) -> Indexes:
-        """Return the size of each group, -1 for a row that is in no group."""
+        """Return the size of each group, or -1 for a row that is in no group."""
         return np.where(ids < 0, -1, self._size)
 
     def is_dead(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the rows with too few remaining neighbours to form a group, if no new rows are inserted."""
+        """Return a mask of the rows that can no longer be part of a group if no new rows are inserted."""
         count = self._partition.table.count
         left = self._task.is_left(slice(0, count))
         lengths = np.zeros(count, np.int64)
@@ -313,18 +315,18 @@ def grouping_of(
     return Grouping(partition, task, block_size, take_incomplete=take_incomplete, unit=unit)
 
 
-# A function that returns the values of a column at positions, and a mask of the positions that have a value.
+# A function that returns a column's values at given positions, and a mask of the positions that have a value.
 ValuesOf: TypeAlias = Callable[[str, Indexes], tuple[NDArray[Any], NDArray[np.bool_]]]
 
 
 def first_in_order(values_of: ValuesOf, orders: tuple[Order, ...], positions: Indexes, count: int | None) -> Indexes:
-    """Return the first `count` of the given rows in the order of columns, or all rows if `count` is None.
+    """Return the first `count` of the given rows, ordered by columns, or all rows if `count` is None.
 
-    Rows without a value are last. Rows with equal values in all columns are ordered by index.
+    Rows without a value come last. Rows with equal values in all columns are ordered by index.
 
     Args:
-        values_of: returns the column values to compare.
-        orders: columns that determine the order, most significant first.
+        values_of: function that returns the column values to compare.
+        orders: columns to order by, most significant first.
         positions: positions of the rows, in ascending order.
         count: maximum number of rows to return.
     """
@@ -355,9 +357,9 @@ def in_order(values_of: ValuesOf, orders: tuple[Order, ...], positions: Indexes)
 def _may_precede(
     values_of: ValuesOf, orders: tuple[Order, ...], positions: Indexes, last: Indexes
 ) -> NDArray[np.bool_]:
-    """Return a mask of the rows that may precede the row `last`, whose index is lower than theirs.
+    """Return a mask of the rows that may precede the row `last`, which has a lower index than these rows.
 
-    Only the first column is compared, so the mask is True if the comparison leaves the order open, as with NaN.
+    Only the first column is compared. The mask is True if this comparison does not decide the order, as with NaN.
     """
     column, is_descending = orders[0].column, orders[0].descending
     bound, is_bounded = values_of(column, last)
@@ -374,7 +376,7 @@ def _may_precede(
 
 
 def _order_of(values: NDArray[Any], descending: bool) -> Indexes:
-    """Return the indexes that stably sort the values, like argsort; NaN is the largest value."""
+    """Return the indexes that stably sort the values, like argsort; NaN sorts as the largest value."""
     if descending:
         backwards: Indexes = values.size - 1 - _order_of(values[::-1], descending=False)
         return backwards[::-1]

@@ -1,8 +1,8 @@
-"""The ratio of samples delivered to a task to samples inserted, bounded in both directions.
+"""The ratio of deliveries to inserts for a task, bounded in both directions.
 
-The ratio counts samples inserted into a partition after the first `min_size_to_sample`. The target is
-`samples_per_insert` deliveries per insert. The task may be up to `error_buffer` deliveries ahead or behind. The bound
-corresponds to Reverb's `SampleToInsertRatio` (https://github.com/google-deepmind/reverb) for batches.
+The first `min_size_to_sample` inserted samples do not count. The target is `samples_per_insert` delivered samples per
+inserted sample. The task may be up to `error_buffer` deliveries ahead or behind. The bound corresponds to Reverb's
+`SampleToInsertRatio` (https://github.com/google-deepmind/reverb), applied to batches.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tq_service.state.partition import Partition
 
 @dataclass(frozen=True, slots=True)
 class InsertRatio:
-    """The current delivery ratio of one task."""
+    """A task's current delivery ratio."""
 
     partition: Partition
     task: TaskLedger
     admission: Admission
 
     def exceeded_by(self, count: int) -> bool:
-        """Whether `count` more deliveries exceed the bound; never in a sealed partition, since no inserts follow."""
+        """Whether `count` more deliveries would exceed the bound; never in a sealed partition (no inserts follow)."""
         if self.partition.sealed:
             return False
         admission, counted = self.admission, self.partition.inserted_count - self.admission.min_size_to_sample
@@ -33,7 +33,7 @@ class InsertRatio:
         return counted < 0 or self.task.delivered_count + count > most
 
     def inserts_left(self) -> int:
-        """Return how many samples may be inserted before the next delivery; negative if there are too many already."""
+        """Return how many samples may be inserted before the next delivery; negative if already exceeded."""
         admission, delivered = self.admission, self.task.delivered_count
         if self.partition.inserted_count < admission.min_size_to_sample:  # no batch is delivered before these inserts
             return self.most_at_once
@@ -42,30 +42,30 @@ class InsertRatio:
 
     @property
     def most_at_once(self) -> int:
-        """Maximum number of samples that can ever be inserted without a delivery in between."""
+        """Maximum number of samples that can be inserted between two deliveries."""
         admission = self.admission
         return admission.min_size_to_sample + math.floor(2 * admission.error_buffer / admission.samples_per_insert)
 
     @property
     def waits_for(self) -> str:
-        """A clause that explains why batches or puts wait for the ratio."""
+        """Clause that explains why the ratio makes batches or puts wait."""
         admission = self.admission
         return (
             f"task {self.task.name!r} received {self.task.delivered_count} samples, and "
             f"{self.partition.inserted_count} were inserted into partition {self.partition.partition_id!r}; the "
-            f"admission has samples_per_insert {admission.samples_per_insert:g} after {admission.min_size_to_sample} "
-            f"samples, with an error_buffer of {admission.error_buffer}"
+            f"admission sets samples_per_insert to {admission.samples_per_insert:g} after "
+            f"{admission.min_size_to_sample} samples, and error_buffer to {admission.error_buffer}"
         )
 
 
 def insert_ratio(partition: Partition, task: TaskLedger) -> InsertRatio | None:
-    """Return the ratio of a task, or None if its admission does not set one."""
+    """Return a task's delivery ratio, or None if its admission does not bound the ratio."""
     admission = None if task.outstanding is None else task.outstanding.admission
     return InsertRatio(partition, task, admission) if admission is not None and admission.samples_per_insert else None
 
 
 def check_batch(ratio: InsertRatio, count: int) -> None:
-    """Reject a batch size that could never be delivered, since ranks and producers would wait for each other forever.
+    """Reject a batch size that can never be delivered, because ranks and producers would wait for each other.
 
     Raises:
         InvalidArgumentError: `count` is more than twice `error_buffer`.

@@ -1,14 +1,14 @@
-"""Bounded staleness: the rule for selecting the units of a plan, which ensures that all are trained in time.
+"""Bounded staleness: the rule for selecting a plan's units, which ensures that all units are trained in time.
 
-The task's admission defines a unit: a sample, a rollout or a group. The deadline of a unit is its `start_version` plus
-`max_staleness`. A plan is trained at version `V` or earlier. `V` is the published version plus the number of planned
-batches that no publication has reported as trained. Each plan contains `B` units. For every `j`, at most `j * B` of the
-outstanding units not in the plan may be due by `V + j`. Ready units and units still being generated both count.
-docs/asynchronous_rl.md, section "The bound", proves that this rule bounds staleness.
+The task's admission defines whether a unit is a sample, a rollout or a group. A unit's deadline is its `start_version`
+plus `max_staleness`. A plan is trained at version `V` at the latest. `V` is the published version plus the number of
+planned batches that no publication has reported as trained. Each plan contains `B` units. The rule: for every `j`, at
+most `j * B` outstanding units outside the plan may be due by `V + j`. Ready units and units still being generated both
+count. The section "The bound" in docs/asynchronous_rl.md proves that this rule bounds staleness.
 
-The rule limits the number of units due after `V`, after `V + 1`, and so on, in a plan. The permitted plans are
-therefore the independent sets of a laminar matroid. A greedy choice in any order finds a largest set (Schrijver,
-"Combinatorial Optimization", 2003, section 40.1).
+The rule limits how many units in a plan may be due after `V`, after `V + 1`, and so on. The permitted plans are
+therefore the independent sets of a laminar matroid. Hence, a greedy choice in any order finds a largest plan
+(Schrijver, "Combinatorial Optimization", 2003, section 40.1).
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from tq_service.state.plan import ClaimRequest, Indexes
 
 
 class DueUnits:
-    """The units of a task that are not planned yet, with their deadlines.
+    """A task's unplanned units and their deadlines.
 
     After a trainer restarts from an old checkpoint, more units may be due than plans can include in time. A plan then
     includes as many of the earliest-due units as possible.
 
     Args:
-        deadlines: latest permitted training version of each unit `(n,)`.
+        deadlines: latest permitted training version of each unit, of shape `(n,)`.
         version: latest possible training version of the next plan.
         max_staleness: maximum staleness; see `Admission`.
         batch_size: number of units per plan.
 
     Attributes:
-        due_in: number of versions from `version` to each unit's deadline `(n,)`, clipped to 0 to `max_staleness`.
+        due_in: number of versions from `version` to each unit's deadline, of shape `(n,)`, clipped to the range from 0
+            to `max_staleness`.
     """
 
     def __init__(self, deadlines: Indexes, version: int, max_staleness: int, batch_size: int) -> None:
@@ -50,18 +51,18 @@ class DueUnits:
         self._most_left = np.maximum(planned, self._due - batch_size)
 
     def _due_counts(self, is_counted: NDArray[np.bool_], max_staleness: int) -> Indexes:
-        """Return how many of the counted units are due by `version`, `version + 1`, ... `(max_staleness + 1,)`."""
+        """Return how many counted units are due by `version`, by `version + 1`, ...: `max_staleness + 1` numbers."""
         return np.cumsum(np.bincount(self.due_in[is_counted], minlength=max_staleness + 1))
 
     def choose(self, units: Sequence[int] | Indexes) -> Indexes:
-        """Select units for a plan: at most `batch_size` of the given ones, in their order, as the rule permits.
+        """Select at most `batch_size` of the given units for a plan, in the given order and as the rule permits.
 
         Args:
             units: the ready units, in order of preference.
         """
         chosen = np.asarray(units, np.int64)
-        # For each of the next versions except the last: how many units due after that version the plan may still
-        # include.
+        # The number of units due after a version that the plan may still include, for each next version except the
+        # last.
         most_later = (self._batch_size - (self._due - self._most_left))[:-1].tolist()
         if min(most_later, default=self._batch_size) >= self._batch_size:
             return chosen[: self._batch_size]
@@ -77,13 +78,13 @@ class DueUnits:
         return np.asarray(taken, np.int64)
 
     def permits(self, units: Indexes) -> bool:
-        """Whether a plan may include these units and leave all others unplanned."""
+        """Whether a plan may consist of these units and leave all other units unplanned."""
         is_left = np.ones(self.due_in.size, np.bool_)
         is_left[units] = False
         return bool((self._due_counts(is_left, self._due.size - 1) <= self._most_left).all())
 
     def waits_for(self, ready: Indexes) -> Indexes:
-        """Return the unready units that block plans because they are due before any unit that could replace them."""
+        """Return the unready units that block plans, because they are due before all units that could replace them."""
         chosen = self.choose(ready)
         if chosen.size == self._batch_size and self.permits(chosen):
             return chosen[:0]
@@ -96,10 +97,10 @@ class DueUnits:
 
 
 def check_bounded_claim(request: ClaimRequest, admission: Admission) -> None:
-    """Reject a claim of a task with `max_staleness` unless its batches have the size and unit given in the admission.
+    """Reject a claim for a task with `max_staleness` unless batches have the size and unit defined in the admission.
 
     Raises:
-        InvalidArgumentError: the claim is from a queue worker, requests a different number or type of units, or reuses
+        InvalidArgumentError: the claim is from a queue worker, requests a different number or kind of units, or reuses
             samples.
     """
     spec, wanted = request.batch_spec, request.plan_request
@@ -111,12 +112,12 @@ def check_bounded_claim(request: ClaimRequest, admission: Admission) -> None:
         )
     if spec.max_uses != 1:
         raise InvalidArgumentError(
-            f"{whose} requires each sample to be trained once, got max_uses {spec.max_uses}; omit max_uses",
+            f"{whose} requires each sample to be trained once, but got max_uses {spec.max_uses}; omit max_uses",
             field="max_uses",
         )
     if wanted.batch_unit != unit or wanted.total_size != size:
         raise InvalidArgumentError(
-            f"{whose} counts batches of {size} {unit}s over all ranks, got {wanted.batch_size} {wanted.batch_unit}s "
+            f"{whose} counts batches of {size} {unit}s over all ranks; got {wanted.batch_size} {wanted.batch_unit}s "
             f"for each of {wanted.rank_count} ranks; use batch_unit {unit!r} and a batch_size that yields {size}, or "
             f"create the partition with a different global_batch",
             field="batch_size",
@@ -125,19 +126,19 @@ def check_bounded_claim(request: ClaimRequest, admission: Admission) -> None:
 
 
 class StalenessBound:
-    """The rows that the staleness bound permits in plans of one task, computed at the first query and then cached.
+    """The rows that the staleness bound permits in a task's plans, computed at the first query and then cached.
 
-    While the table is pinned, threads other than the event loop's may also query it.
+    While the table is pinned, other threads than the event loop's may also query this object.
 
     Args:
         partition: partition of the task.
         task: ledger of the task.
-        admission: admission of the task.
-        left: returns the positions of all rows that the task has not consumed; may include other rows.
-        is_ready: returns a mask of the rows that are ready if the staleness bound is ignored.
-        in_order: sorts rows by preference.
-        no_more: whether no new rows will be inserted. Groups without a declared size are then complete, and a plan may
-            be short.
+        admission: the task's admission.
+        left: function that returns the positions of all rows that the task has not consumed, possibly with other rows.
+        is_ready: function that returns a mask of the rows that are ready apart from the staleness bound.
+        in_order: function that sorts rows by preference.
+        no_more: whether no new rows will be inserted. If so, groups without a declared size are complete, and a plan
+            may be short.
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class StalenessBound:
         return None if policy is None else policy.version + len(self._task.delivered_units)
 
     def _units(self, version: int) -> tuple[DueUnits, Indexes, Indexes]:
-        """Return the unplanned units, the positions of their rows, and the index of each row's unit."""
+        """Return the unplanned units, the positions of their rows, and each row's unit index."""
         positions = self._left()
         positions = positions[self._task.is_pending(positions)]
         ids, unit_of = np.unique(self._ids(positions), return_inverse=True)
@@ -178,18 +179,18 @@ class StalenessBound:
         return DueUnits(deadlines, version, staleness, self._admission.global_batch), positions, unit_of
 
     def _ids(self, positions: Indexes) -> Indexes:
-        """Return the id of each row's unit."""
+        """Return each row's unit id."""
         slots = self._slots(positions)
         return np.where(slots < 0, -2 - positions, slots)
 
     def _slots(self, positions: Indexes) -> Indexes:
-        """Return the slot of the group or rollout that each row belongs to, or -1 for a row that is itself a unit."""
+        """Return the slot of each row's group or rollout, or -1 for a row that is itself a unit."""
         if self._admission.unit == "sample" or not self._partition.groups.in_use:
             return np.full(positions.size, -1)
         return self._partition.groups.of_unit(self._admission.unit, positions)
 
     def _ready_units(self, positions: Indexes, unit_of: Indexes) -> Indexes:
-        """Return the complete units whose rows are all ready, in order of preference."""
+        """Return the complete units in which all rows are ready, in order of preference."""
         is_ready, slots = self._is_ready(positions), self._slots(positions)
         if (named := slots[slots >= 0]).size:
             is_ready[slots >= 0] &= self._partition.groups.is_complete(named, None, no_more=self._no_more)
@@ -201,7 +202,7 @@ class StalenessBound:
         return ready[np.argsort(first)]
 
     def allows(self, rows: slice | Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the rows that the next plan may include: the rows of a full batch, or no rows."""
+        """Return a mask of the rows that the next plan may include: enough for a full batch, or none."""
         if self._allowed is None:
             self._allowed = self._choose()
         positions = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
@@ -216,12 +217,12 @@ class StalenessBound:
         return positions[np.isin(unit_of, chosen)] if is_whole else positions[:0]
 
     def permits(self, plan: RecordedPlan, taken: Indexes, sampler: str, *, is_last: bool) -> bool:
-        """Whether the staleness bound permits this plan now, given the rows that the plan leaves unplanned.
+        """Whether the staleness bound permits this plan now, considering the rows that it leaves unplanned.
 
         Args:
             plan: the plan to check.
-            taken: table positions of `plan.named`.
-            sampler: name of the sampler that made the plan.
+            taken: table positions of the rows in `plan.named`.
+            sampler: name of the sampler that returned the plan.
             is_last: whether the plan may contain fewer units than a full batch.
 
         Raises:
@@ -230,8 +231,8 @@ class StalenessBound:
         unit, expected, count = self._admission.unit, self._admission.global_batch, np.unique(self._ids(taken)).size
         if plan.is_reusing or (count != expected and not (is_last and count < expected)):
             raise SamplerError(
-                f"sampler {sampler!r} selected {count} {unit}s for a batch of task {self._task.name!r}, expected "
-                f"{expected}, each once, since the task's max_staleness counts batches of global_batch {unit}s. Use a "
+                f"sampler {sampler!r} selected {count} {unit}s for a batch of task {self._task.name!r}; expected "
+                f"{expected}, none twice, since the task's max_staleness counts batches of global_batch {unit}s. Use a "
                 f"sampler that selects batch_size for each rank, such as 'sequential'",
                 metadata={"sampler": sampler},
             )
@@ -241,9 +242,9 @@ class StalenessBound:
         return due.permits(np.unique(unit_of[np.isin(positions, taken)]))
 
     def staleness_of(self, planned: Indexes) -> int | None:
-        """Return the maximum staleness that the rows of the latest plan will have when they are trained.
+        """Return the maximum staleness of the latest plan's rows at the time when they will be trained.
 
-        Returns None if the rows no longer exist or no version is published.
+        Return None if the rows no longer exist or no version is published.
         """
         starts, present = self._partition.meta.typed(START_VERSION, planned[planned >= 0])
         version = self._version
@@ -264,7 +265,7 @@ class StalenessBound:
         return positions[by_unit], np.unique(unit_of[by_unit], return_counts=True)[1], ready.size
 
     def late(self) -> Evicted | None:
-        """Return the late units that must be evicted before a batch can be planned, or None."""
+        """Return the late units that must be evicted before a batch can be planned; None if there are none."""
         if self._admission.late == "wait":
             return None
         positions, sizes, ready_count = self._awaited()

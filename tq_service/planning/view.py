@@ -1,6 +1,6 @@
-"""One search for a claim's next plan: the ready rows, the sampler's view of them, and the checked result.
+"""The search for a claim's next plan: the ready rows, the sampler's view of them, and the checked result.
 
-`Readiness` tests rows, `Scan` finds the first ready ones, and `PartitionView` presents them to the sampler. `Search`
+`Readiness` tests rows, `Scan` finds the first ready rows, and `PartitionView` presents them to the sampler. `Search`
 checks the sampler's plan, or counts the samples at the end of the task.
 """
 
@@ -43,22 +43,23 @@ from tq_service.state.table import CLEARED, FAILED, HELD, LAST_RESERVED, LIVE, S
 _MOST_IN_GROUPS_ON_LOOP = 1 << 15  # maximum number of ready rows searched for complete groups on the event loop
 _MOST_NAMED = 3  # maximum number of samples listed in an error
 
-# Determines which rows are ready for a kind of claim: data fields, conditions, the length source of its sampler, and
-# whether it claims held rows. "excluded" in place of a length source selects the rows that the conditions exclude.
+# The properties of a claim that determine which rows are ready for it: data fields, conditions, the sampler's length
+# source, and whether it claims held rows. "excluded" instead of a length source selects the rows that the conditions
+# exclude.
 ScanKey: TypeAlias = tuple[tuple[str, ...], tuple[Condition, ...], LengthSource | Literal["excluded"] | None, bool]
 
 _AT_ONCE = 1 << 14
 _LEAST_CHUNK = 1024
-_MOST_SCANNED_ON_LOOP = 1 << 20  # rows, scanned in 3 ms without conditions; with conditions see `Readiness.at_once`
+_MOST_SCANNED_ON_LOOP = 1 << 20  # rows; scanned in 3 ms without conditions. For conditions, see `Readiness.at_once`
 _MOST_ORDERED_ON_LOOP = 1 << 15  # maximum number of rows searched on the event loop for the first rows in an order
-_WIDE_GAP = 1024  # number of unready rows between two ready ones
+_WIDE_GAP = 1024  # number of unready rows between two ready rows
 _MOST_APART = 1 << 12
 _MOST_SCAN_STARTS = 64
 _MOST_SCAN_START_BYTES = 2**20
 _VALUE_BYTES = 64  # overhead per value in addition to its text
-_LEFT: ScanKey = ((), (), None, False)  # unconsumed rows, ready or not; claims for live rows always have fields
+_LEFT: ScanKey = ((), (), None, False)  # unconsumed rows, ready or not; claims for live rows always specify fields
 
-# The global index where a scan starts, and the few lower indexes whose rows may be ready, in ascending order.
+# The global index at which a scan starts, and the few lower indexes whose rows may also be ready, in ascending order.
 Start: TypeAlias = tuple[int, Indexes]
 _NONE: Final = np.zeros(0, np.int64)
 _NO_START: Final = (0, _NONE)
@@ -67,12 +68,12 @@ Rows: TypeAlias = slice | Indexes  # a range of the table, or an array of positi
 
 
 class Requirement(NamedTuple):
-    """A condition that a live row must meet to be ready for a task, in addition to being unconsumed by the task.
+    """A condition that a live row, which the task has not consumed, must meet to be ready for the task.
 
     Attributes:
         lack: the reason reported for rows that do not meet the condition.
         name: name of the field or column.
-        is_met: returns a mask of the rows that meet the condition `(n,)`.
+        is_met: function that returns a mask of the rows that meet the condition, of shape `(n,)`.
     """
 
     lack: Lack
@@ -81,13 +82,14 @@ class Requirement(NamedTuple):
 
 
 class Readiness:
-    """The requirements of one kind of claim, tested against the current rows of a partition.
+    """The requirements of one kind of claim, tested against a partition's current rows.
 
     While the table is pinned, another thread may also test rows.
 
     Attributes:
-        requirements: conditions that every row in a plan must meet; explanations count the rows that do not meet them.
-        bound: the staleness bound that plans must also respect, or None.
+        requirements: conditions that every row in a plan must meet; explanations count the rows that fail each
+            condition.
+        bound: the staleness bound that plans must respect, or None.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class Readiness:
         self.values_of = partition.meta.typed
         where = partition.resolved(batch_spec.where)
         self.key = (batch_spec.data_fields, where, length, batch_spec.held)
-        # Samplers that do not need lengths receive the lengths in the column for statistics.
+        # If a sampler does not need lengths, the statistics use the lengths in this column.
         self._length = LengthSource(key=TOTAL_LENGTHS) if length is None else length
         self._state = HELD if batch_spec.held else LIVE
         self._may_hold_later = [condition.may_hold_later(partition.policies) for condition in batch_spec.where]
@@ -114,15 +116,15 @@ class Readiness:
 
     @property
     def at_once(self) -> int:
-        """Number of rows that the event loop can test in one step; a condition on text takes 0.1 us per row."""
+        """Number of rows that the event loop may test in one step; a condition on text takes 0.1 us per row."""
         return _AT_ONCE // max(1, len(self.key[1]))
 
     def ready(self, rows: Rows) -> NDArray[np.bool_]:
-        """Return a mask of the ready rows `(n,)`."""
+        """Return a mask of the ready rows, of shape `(n,)`."""
         return self.ready_but_for(rows)
 
     def ready_but_for(self, rows: Rows, *lacks: Lack) -> NDArray[np.bool_]:
-        """Return a mask of the rows that are ready, or would be ready but for the given lacks `(n,)`."""
+        """Return a mask of the rows that are ready, or lack nothing but the given requirements, of shape `(n,)`."""
         mask: NDArray[np.bool_] = self.partition.state.data[rows] == self._state
         mask &= self.task.claim.data[rows] == UNCLAIMED
         for each in self.requirements:
@@ -133,7 +135,7 @@ class Readiness:
         return mask
 
     def excluded(self, rows: Rows) -> NDArray[np.bool_]:
-        """Return a mask of the rows that `where` excludes for good, by a value or a missing value despite data."""
+        """Return a mask of the rows with data that `where` excludes permanently, by a value or a missing value."""
         mask = np.zeros(self.table.index[rows].size, np.bool_)
         for condition, may_hold_later in zip(self.key[1], self._may_hold_later, strict=True):
             holds, present = self.partition.meta.holds(condition, rows)
@@ -142,24 +144,24 @@ class Readiness:
         return mask
 
     def evictable(self, rows: Rows) -> NDArray[np.bool_]:
-        """Return a mask of the live rows that the task has not consumed and `where` excludes for good."""
+        """Return a mask of the live rows that the task has not consumed and `where` excludes permanently."""
         mask: NDArray[np.bool_] = self.partition.state.data[rows] == LIVE
         mask &= self.task.claim.data[rows] == UNCLAIMED
         return mask & self.excluded(rows) if self.key[1] else np.zeros(mask.size, np.bool_)
 
     @property
     def lacks_sequences(self) -> bool:
-        """Whether samples have data in all requested fields, but none of these fields contains sequences."""
+        """Whether samples have data in all requested fields, none of which contains sequences."""
         cells, names = self.partition.cells, self.key[0]
         known = [cells.fields.get(name) for name in names]
         is_put = all(field is not None and field.produced_count for field in known)
         return is_put and not cells.sequence_fields(names)
 
     def has_length(self, rows: Rows) -> NDArray[np.bool_]:
-        """Return a mask of the rows with a length for the sampler; an invalid length counts.
+        """Return a mask of the rows that have a length for the sampler, including invalid lengths.
 
-        An invalid token count fails only the claims that would deliver its row; see `lengths`. If a row lacks
-        a requested field and therefore its length, the missing length is not counted as a second reason.
+        An invalid token count fails only claims that would deliver its row; see `lengths`. If a row lacks its length
+        because it lacks a requested field, the missing length is not counted as a second reason.
         """
         source = self._length
         if source.is_longest_sequence and not self.lacks_sequences:
@@ -171,7 +173,7 @@ class Readiness:
         return has_length if texts is None else has_length | (texts != None)  # noqa: E711  (elementwise)
 
     def lengths(self, rows: Rows) -> Indexes:
-        """Return the token counts from the sampler's length source, -1 where unknown.
+        """Return the token counts from the sampler's length source, with -1 for unknown counts.
 
         Raises:
             InvalidArgumentError: the length of a row is not a token count.
@@ -182,7 +184,7 @@ class Readiness:
         return lengths
 
     def counts(self, rows: Rows) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-        """Return the token counts in the length source's column `(m,)`, and a mask of the rows with a value `(n,)`.
+        """Return the token counts in the length source's column, and a mask of shape `(n,)` of the rows that have one.
 
         Raises:
             InvalidArgumentError: the length of a row is not a token count.
@@ -199,7 +201,7 @@ class Readiness:
         return values, present
 
     def _row_lengths(self, rows: Rows) -> Indexes:
-        """Return row lengths computed from fields, -1 where unknown."""
+        """Return row lengths computed from fields, with -1 for unknown lengths."""
         if not self._length.is_longest_sequence:
             return self.field_lengths(self._length.field, rows)
         lengths = np.full(self.table.index[rows].size, -1)
@@ -218,7 +220,7 @@ class Readiness:
         )
 
     def known_lengths(self, rows: Indexes) -> Indexes | None:
-        """Return the token counts of rows, or None if any count is unknown or invalid."""
+        """Return the rows' token counts, or None if any count is unknown or invalid."""
         with contextlib.suppress(InvalidArgumentError):
             lengths = self.lengths(rows)
             if bool((lengths >= 0).all()):
@@ -226,7 +228,7 @@ class Readiness:
         return None
 
     def field_lengths(self, name: str | None, rows: Rows) -> Indexes:
-        """Return the row lengths of a field (see `Field.lengths`), -1 for rows that do not have the field."""
+        """Return a field's row lengths (see `Field.lengths`), with -1 for rows that lack the field."""
         field = None if name is None else self.partition.cells.fields.get(name)
         return np.full(self.table.index[rows].size, -1) if field is None else field.lengths(rows)
 
@@ -235,7 +237,7 @@ class Readiness:
 
 
 def _is_token_count(values: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return a mask of the values in a custom_meta column that are token counts; integral floats count too."""
+    """Return a mask of the values in a custom_meta column that are token counts, which may be integral floats."""
     if values.dtype.kind not in "if":
         return np.zeros(values.size, np.bool_)
     is_count: NDArray[np.bool_] = values >= 0
@@ -246,11 +248,11 @@ def _is_token_count(values: NDArray[Any]) -> NDArray[np.bool_]:
 
 @dataclass(slots=True, eq=False)
 class ScanWatch:
-    """Tracks row changes while scans run off the event loop or over several of its steps.
+    """Tracks row changes during scans that run off the event loop or in several event-loop steps.
 
     Attributes:
         found: start positions for later scans, as found by the watched scans.
-        lowest: lowest global index of the rows that were written or reopened during the watched scans, or None.
+        lowest: lowest global index among the rows written or reopened during the watched scans; None if there are none.
     """
 
     found: dict[ScanKey, Start] = field(default_factory=dict)
@@ -258,12 +260,12 @@ class ScanWatch:
 
 
 class ScanStarts:
-    """The start positions of scans for a task's ready rows, per kind of claim; derived from the rows alone.
+    """The start positions of scans for a task's ready rows, for each kind of claim; derived from the rows alone.
 
-    With these positions, the cost of a claim depends on its batch and not on the partition size. At most a few ready
-    rows precede a start, with many unready rows in between. Examples are members of a group that never completes, or
-    the few rows that pass `where`. A write to a row moves the start back to that row. The number of entries is bounded,
-    so unused kinds of claims do not accumulate.
+    With these positions, a claim's cost depends on its batch and not on the partition size. A few ready rows may
+    precede a start, with many unready rows in between. Examples are members of a group that never becomes complete, or
+    the few rows that satisfy `where`. A write to an earlier row moves the start back to that row. The number of entries
+    is bounded, so entries for unused kinds of claims do not accumulate.
     """
 
     def __init__(self, partition: Partition, task_name: str) -> None:
@@ -281,7 +283,7 @@ class ScanStarts:
         self._partition.on_reset.remove(self._on_reset)
 
     def _on_reset(self, task_name: str) -> None:
-        """Let scans start at the first row again, because a reset makes rows ready without a write."""
+        """Make scans start at the first row again, because a reset makes rows ready without writing them."""
         if task_name == self._task_name:
             self._clear()
             self._lower(0)
@@ -301,7 +303,7 @@ class ScanStarts:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[ScanWatch]:
-        """Save the starts found by scans in the `with` block, moved back to the first row that changed since."""
+        """Save the starts found by scans in the `with` block, moved back to the first row changed since then."""
         watch = ScanWatch()
         self._watches.append(watch)
         try:
@@ -312,11 +314,11 @@ class ScanStarts:
                 self.set(key, start if watch.lowest is None else _lowered(start, watch.lowest))
 
     def get(self, key: ScanKey) -> Start:
-        """Return the start of a scan, and the rows before it that must also be tested."""
+        """Return a scan's start, and the earlier rows that it must also test."""
         return self._starts.get(key, _NO_START)
 
     def set(self, key: ScanKey, start: Start) -> None:
-        """Set the start for later scans."""
+        """Set the start of later scans."""
         if key not in self._starts:
             size = sum(_VALUE_BYTES + len(str(value)) for condition in key[1] for value in condition.values)
             if len(self._starts) >= _MOST_SCAN_STARTS or self._used_bytes + size > _MOST_SCAN_START_BYTES:
@@ -326,21 +328,21 @@ class ScanStarts:
 
 
 def _lowered(start: Start, first: int) -> Start:
-    """Return a start at or before the row `first`."""
+    """Return a start moved back to the row `first` if necessary."""
     return start if first >= start[0] else (first, start[1][: np.searchsorted(start[1], first)])
 
 
 class Scan:
-    """A search for ready rows that stops as early as possible and starts at the first row found by an earlier scan.
+    """A search for ready rows that starts at the first row found by an earlier scan and stops as early as possible.
 
-    On the event loop, a scan is one step and raises `MustBeAwaited` if it would take too long. Off the event loop, it
-    works in parts, because each part holds the interpreter lock.
+    On the event loop, a scan runs in one step and raises `MustBeAwaited` if it would take too long. Off the event loop,
+    it runs in parts and releases the interpreter lock between them.
 
     Attributes:
-        rows: tests whether rows are ready.
+        rows: object that tests whether rows are ready.
         count: number of rows in the table when the scan was created.
         is_on_loop: whether the scan runs in one step of the event loop.
-        at_once: number of rows per part; on the event loop, the maximum number of rows scanned.
+        at_once: number of rows per part; on the event loop, the maximum number of rows to scan.
         seen_count: number of ready rows found so far.
         exhausted: whether all rows have been tested.
     """
@@ -358,13 +360,13 @@ class Scan:
         """Prepare a scan.
 
         Args:
-            rows: tests whether rows are ready.
+            rows: object that tests whether rows are ready.
             starts: start positions of scans.
-            orders: columns that order the ready rows, most significant first.
-            watch: tracks rows that change during the scan; None if the scan runs in one step of the event loop.
-            look_past: number of ready rows to skip at the beginning, which are left to other claims.
-            of: rows to find: "ready"; "left": all unconsumed rows of the task, ready or not; or "evictable": rows that
-                a claim may evict because `where` excludes them.
+            orders: columns by which ready rows are ordered, most significant first.
+            watch: object that tracks rows that change during the scan; None if the scan runs in one event-loop step.
+            look_past: number of ready rows to skip at the beginning and leave to other claims.
+            of: which rows to find: "ready"; "left": all rows that the task has not consumed, ready or not; or
+                "evictable": rows that a claim may evict because `where` excludes them.
         """
         self._key: ScanKey = rows.key
         self._mask: Callable[[Rows], NDArray[np.bool_]] = rows.ready
@@ -389,13 +391,13 @@ class Scan:
         self._loop_budget = self.at_once
 
     def has(self, count: int) -> bool:
-        """Whether at least `count` rows are ready; also False if testing them on the event loop would take too long."""
+        """Whether at least `count` rows are ready; False if testing them on the event loop would take too long."""
         with contextlib.suppress(MustBeAwaited):
             return any(found.size >= count for found, _ in self.first(count))
         return False
 
     def first(self, least: int | None) -> Iterator[tuple[Indexes, bool]]:
-        """Yield growing arrays with the positions of the first ready rows, in order, and whether the array is the last.
+        """Yield growing arrays with the ordered positions of the first ready rows, and whether the array is the last.
 
         Args:
             least: approximate size of the first array; None for all rows.
@@ -431,7 +433,7 @@ class Scan:
             size *= 2
 
     def _first_in_order(self, least: int | None) -> Iterator[tuple[Indexes, bool]]:
-        """Find all ready rows, and yield growing arrays of the first rows in order."""
+        """Find all ready rows, then yield growing arrays of the first rows in order."""
         if self.is_on_loop and self.count - self._first_candidates()[1] > _MOST_ORDERED_ON_LOOP:
             raise MustBeAwaited
         ((ready, _),) = self._first(None)
@@ -443,7 +445,7 @@ class Scan:
             least *= 4
 
     def _first_candidates(self) -> tuple[Indexes, int]:
-        """Return the positions of the ready rows before the scan's start, and the start position."""
+        """Return the positions of the ready rows before the scan's start, and the position of the start."""
         start, apart = self._starts.get(self._key)
         if apart.size:
             apart = self.rows.table.find(apart)
@@ -452,11 +454,11 @@ class Scan:
         return apart, self.rows.table.position_from(start)
 
     def _move_start(self, found: Indexes, end: int) -> None:
-        """Move the start of later scans to the first ready row, or past the last wide gap among the first ready rows.
+        """Move the start of later scans to the first ready row, or past the last wide gap between the first such rows.
 
         Args:
             found: positions of all ready rows before `end`, in ascending order.
-            end: end position of the tested rows.
+            end: position after the last tested row.
         """
         if not self._moves_start:
             return
@@ -489,15 +491,15 @@ class Scan:
 
 
 class PartitionView:
-    """The rows of a partition from the perspective of one task; implements `tq_service.state.plan.View`.
+    """A partition's rows as one task sees them; implements `tq_service.state.plan.View`.
 
     On the event loop, the view shows the current state and raises `MustBeAwaited` if a call would take too long. Off
-    the event loop, values may change while the view is used, so each plan is checked again when it is recorded.
-    Positions do not change while the table is pinned.
+    the event loop, values may change while the sampler uses the view, so each plan is checked again when it is
+    recorded. Positions do not change while the table is pinned.
 
     Attributes:
         scan: the scan that finds ready rows.
-        no_more: whether no new rows will be inserted, which completes groups without a declared size.
+        no_more: whether no new rows will be inserted. If so, groups without a declared size are complete.
         plan_count: see `View`.
         grouping: the groups that the sampler requested last, or None.
     """
@@ -520,7 +522,7 @@ class PartitionView:
         return self._rows.table.index[found]
 
     def _check_lengths(self, positions: Indexes) -> None:
-        """Raise InvalidArgumentError if the length of a row is not a token count."""
+        """Raise InvalidArgumentError if a row's length is not a token count."""
         if self._rows.key[2] is not None:
             self._rows.counts(positions)
 
@@ -529,7 +531,7 @@ class PartitionView:
         """Return complete groups; see `View.ready_groups`.
 
         Raises:
-            MustBeAwaited: the members of groups are far apart, so the search would block the event loop.
+            MustBeAwaited: group members are too far apart, so the search would block the event loop.
         """
         self.grouping = grouping_of(
             self._rows.partition,
@@ -540,8 +542,7 @@ class PartitionView:
             unit="rollout" if unit == "rollout" else "group",
         )
         self.grouping.check()
-        # Groups that may begin anywhere are found among all ready rows, because the groups must not depend on the
-        # order.
+        # Groups that may begin anywhere must not depend on the order, so they are formed from all ready rows.
         is_whole_scan = limit is None or (self.grouping.blocks == "anywhere" and bool(self.scan.orders))
         for found, is_last in self.scan.first(None if is_whole_scan else max(_LEAST_CHUNK, limit or 0)):
             if self.scan.is_on_loop and found.size > _MOST_IN_GROUPS_ON_LOOP:
@@ -573,7 +574,7 @@ class PartitionView:
         return self._at(rows, self._rows.lengths, -1)
 
     def field_lengths(self, field: str, rows: Indexes) -> Indexes:
-        """Return row lengths of a field; see `View.field_lengths`."""
+        """Return a field's row lengths; see `View.field_lengths`."""
         return self._at(rows, partial(self._rows.field_lengths, field), -1)
 
     def values(self, column: str, rows: Indexes) -> tuple[NDArray[Any], NDArray[np.bool_]]:
@@ -583,11 +584,11 @@ class PartitionView:
         return values, present & (positions >= 0)
 
     def group_names(self, rows: Indexes) -> list[str | None]:
-        """Return the explicit group name of each row; see `View.group_names`."""
+        """Return each row's explicit group name; see `View.group_names`."""
         return self._names(rows, self._rows.partition.groups.names_of)
 
     def rollout_names(self, rows: Indexes) -> list[str | None]:
-        """Return the rollout name of each row; see `View.rollout_names`."""
+        """Return each row's rollout name; see `View.rollout_names`."""
         return self._names(rows, self._rows.partition.groups.rollout_names_of)
 
     def _names(self, rows: Indexes, names_of: Callable[[Indexes], list[str | None]]) -> list[str | None]:
@@ -602,7 +603,7 @@ class PartitionView:
         return self._at(rows, self._rows.task.uses.data.__getitem__, 0)
 
     def states(self, rows: Indexes) -> list[str]:
-        """Return the state of each row; see `View.states`."""
+        """Return each row's state; see `View.states`."""
         return [STATE_NAMES[code] for code in self._at(rows, self._rows.partition.state.data.__getitem__, CLEARED)]
 
     def rows(self) -> Indexes:
@@ -624,11 +625,11 @@ class Planned:
 
     Attributes:
         plan: the plan to record.
-        positions: current table positions of `plan.named`.
-        grouping: the groups in the plan; None if its sampler did not request groups.
+        positions: current table positions of the rows in `plan.named`.
+        grouping: the groups that the sampler requested for the plan; None if it did not request groups.
         readiness: the requirements that all rows of the plan meet.
-        evicted: units that the claim evicts together with the plan, none of whose rows are in the plan; or None.
-        lengths: token counts of `plan.rows`; None if unknown or if a queue worker claims.
+        evicted: units that the claim evicts when the plan is recorded, or None. The plan contains none of their rows.
+        lengths: token counts of the rows in `plan.rows`; None if unknown or if the claim is from a queue worker.
     """
 
     plan: RecordedPlan
@@ -641,17 +642,18 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """The result of a search without a plan. Another search is useless until the state changes.
+    """The result of a search that found no plan. Another search is useless until the state changes.
 
-    Misses avoid a scan per inserted row while a partition fills, and a scan per waiting claim at its end.
+    Without recorded misses, each row inserted into a partition would cause a scan, and so would each claim waiting at
+    its end.
 
     Attributes:
         state_version: state version of the partition when the search started.
         row_version: row version that the partition must reach before a search can succeed.
-        consumed: numbers of rows consumed and leased by the task when the search started; None if these numbers do not
-            affect the end.
-        leased: number of rows leased by all tasks when the search started; None if no leased row may be evicted after
-            its lease.
+        consumed: numbers of rows that the task had consumed and leased when the search started; None if these numbers
+            do not affect whether the task ends.
+        leased: number of rows leased by all tasks when the search started; None if no leased row may be evicted when
+            its lease ends.
     """
 
     state_version: int = -1
@@ -660,7 +662,7 @@ class Miss:
     leased: int | None = None
 
     def is_current(self, partition: Partition, task: TaskLedger) -> bool:
-        """Whether too little has changed for a new search to succeed."""
+        """Whether too little has changed since the search for a new one to succeed."""
         return (
             partition.state_version == self.state_version
             and partition.row_version < self.row_version
@@ -670,20 +672,20 @@ class Miss:
 
 
 def leased_by_all(partition: Partition) -> int:
-    """Return the number of leased rows in a partition, counting a row once per task that leases it."""
+    """Return the number of leased rows in a partition, counting each row once for every task that leases it."""
     return sum(task.leased_count for task in partition.tasks.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndFound(Miss):
-    """The task has reached its end: no plan follows unless the state changes."""
+    """The end of a task: no plan follows unless the state changes."""
 
     end: EndCounts
 
 
 Found: TypeAlias = Planned | Miss
 
-NOT_LOOKED = Miss()  # never current: no search was made, or a claim or change invalidated its result
+NOT_LOOKED = Miss()  # never current: either no search was made, or a claim or change has invalidated the result
 
 
 class Search:
@@ -697,9 +699,9 @@ class Search:
 
     If the claim evicts units that can never be delivered to it, call `look_for_evicted` before `conclude`.
 
-    A search only reads the state, and does not run the sampler. If the search takes one step of the event loop, its
-    result is consistent. If it takes several steps, its plan is valid while all rows of the plan are ready. An end is
-    then valid only if nothing has changed.
+    A search only reads the state, and does not run the sampler. The result is consistent if the search takes one
+    event-loop step. If it takes several steps, a plan is valid while all its rows are ready, and an end is valid only
+    if nothing has changed.
 
     Attributes:
         view: the sampler's view of the partition.
@@ -718,7 +720,7 @@ class Search:
         watch: ScanWatch | None = None,
         look_past: int = 0,
     ) -> None:
-        """Start a search. `length` is the length source for the sampler; for `watch` and `look_past` see `Scan`."""
+        """Start a search. `length` is the sampler's length source; for `watch` and `look_past`, see `Scan`."""
         self._partition = partition
         self._task = task
         self._request = request
@@ -740,7 +742,7 @@ class Search:
 
     @property
     def _marks(self) -> tuple[int, int, int, int, int]:
-        """Versions of all state that plans depend on; equal versions mean that nothing has changed."""
+        """Versions of everything that plans depend on; if the versions are equal, nothing has changed."""
         partition, task = self._partition, self._task
         return *partition.version, task.serial, task.leased_count, task.epoch
 
@@ -756,13 +758,13 @@ class Search:
 
     @property
     def kept_groups(self) -> int | None:
-        """The `TaskFacts.kept_groups` value for the groups requested by the sampler."""
+        """Value of `TaskFacts.kept_groups` for the groups that the sampler requested."""
         return None if self.view.grouping is None else self.view.grouping.kept
 
     # The end
 
     def begins_last(self) -> bool:
-        """Switch to the last batch, which may be short, if no more rows can become ready; return whether this happened.
+        """Switch to the last batch, which may be short, if no more rows can become ready; return whether it switched.
 
         Raises:
             MustBeAwaited: the test would take too long on the event loop.
@@ -781,10 +783,10 @@ class Search:
         return True
 
     def _bound_staleness(self, *, no_more: bool) -> None:
-        """Limit plans to the rows that the task's admission permits, if the admission bounds staleness.
+        """If the task's admission bounds staleness, limit plans to the rows that it permits.
 
         Raises:
-            InvalidArgumentError: the claim does not request batches of the size and unit given in the admission.
+            InvalidArgumentError: the claim does not request batches of the size and unit that the admission defines.
         """
         outstanding, rows, orders = self._task.outstanding, self._rows, self._spec.order_by
         if outstanding is None or outstanding.admission.max_staleness is None:
@@ -809,7 +811,7 @@ class Search:
 
     @property
     def _unready_count(self) -> int:
-        """Number of unconsumed rows that were not ready; valid only after an exhausted scan."""
+        """Number of unconsumed rows that were not ready; valid only after the scan is exhausted."""
         return self._task.backlog + self._task.skipped_count - self.view.scan.seen_count
 
     def _count_end(self) -> EndCounts | None:
@@ -826,7 +828,7 @@ class Search:
         failed = excluded = left_count = 0
         ready = [np.zeros(0, np.int64)]
         at_once = self.view.scan.at_once if self._is_plain else rows.at_once
-        for some in self.view.scan.stretches(_LEAST_CHUNK, at_once):  # often the first range has an unready row
+        for some in self.view.scan.stretches(_LEAST_CHUNK, at_once):  # the first range often has an unready row
             left = some.start + np.flatnonzero(rows.task.is_left(some))
             kept = left[~rows.excluded(left)]
             is_ready = rows.ready_but_for(kept, Lack.OLDER)
@@ -870,10 +872,10 @@ class Search:
         )
 
     def look_for_evicted(self) -> None:
-        """Find candidates for eviction by the claim. Call this after the sampler, which may request groups.
+        """Find the samples that the claim may evict. Call this after the sampler has run, since it may request groups.
 
         Raises:
-            MustBeAwaited: the search, or the eviction of that many rows in one step, would block the event loop.
+            MustBeAwaited: searching, or evicting that many rows in one step, would block the event loop.
         """
         if not self._spec.evicts:
             return
@@ -893,11 +895,11 @@ class Search:
     # Results
 
     def conclude(self, plan: Plan | None) -> Found:
-        """Return a plan to record in this step of the event loop, the end, or a miss if there is neither.
+        """Return a plan to record in this event-loop step, or the end of the task, or a miss if neither was found.
 
         Raises:
             InvalidArgumentError: see `check_batch`.
-            SamplerError: a row of the plan was not ready, although nothing has changed.
+            SamplerError: a row in the plan was not ready, although nothing has changed.
             MissingLengthError: see `_check_length_source`.
             InvalidArgumentError: see `with_totals`.
         """
@@ -911,7 +913,7 @@ class Search:
             if self._end is None:
                 return self._miss()
             return self._end if self.is_current else NOT_LOOKED
-        if self._task.epoch != self._begun_at[-1]:  # the search was for rows of another epoch
+        if self._task.epoch != self._begun_at[-1]:  # the search was for rows in another epoch
             return NOT_LOOKED
         recorded = RecordedPlan.of(plan, self._spec.micro_batch_size)
         if self._end is None and self._ratio is not None and self._ratio.exceeded_by(recorded.rows.size):
@@ -920,7 +922,7 @@ class Search:
         positions = self._rows.table.find(recorded.named)
         known = Lack.WHERE, Lack.LENGTH, Lack.OLDER
         if bool((positions < 0).any()) or not bool(self._rows.ready_but_for(positions, *known).all()):
-            state_version, _, *others = self._begun_at  # ignore the row version, since a write leaves rows ready
+            state_version, _, *others = self._begun_at  # ignore the row version, since writes leave rows ready
             if (state_version, *others) != (self._marks[0], *self._marks[2:]):
                 return NOT_LOOKED
             sampler = self._request.sampler.name
@@ -933,7 +935,7 @@ class Search:
         if bound is not None and not bound.permits(recorded, positions, name, is_last=is_last):
             return NOT_LOOKED  # slots were created during the search
         if self.evicted is not None and bool(np.isin(recorded.named, self.evicted.rows).any()):
-            return NOT_LOOKED  # the plan contains rows of a group that is evicted because it is too small
+            return NOT_LOOKED  # the plan contains rows from a group that is evicted because it is too small
         if self._spec.max_uses > 1 or recorded.is_reusing:
             recorded = self._task.using_up(recorded, self._spec.max_uses)
             positions = self._rows.table.find(recorded.named)
@@ -941,9 +943,9 @@ class Search:
         return Planned(recorded, positions, self.view.grouping, self._rows, self.evicted, lengths)
 
     def _with_totals(self, recorded: RecordedPlan, positions: Indexes) -> tuple[RecordedPlan, Indexes | None]:
-        """Add totals to a rank's batch; return the batch and its row lengths, or None if any length is unknown.
+        """Add totals to a batch for ranks; return the batch and its row lengths (None if any is unknown).
 
-        A queue worker's claim is returned unchanged.
+        The plan for a queue worker is returned unchanged.
 
         Raises:
             InvalidArgumentError: see `with_totals`.
@@ -956,12 +958,12 @@ class Search:
         return with_totals(recorded, self._partition, positions, lengths, self._spec.totals), lengths
 
     def _miss(self) -> Miss:
-        """Return a miss that specifies how many rows must be written before another search can succeed."""
+        """Return a miss that states how many rows must be written before another search can succeed."""
         self._check_length_source()
-        missing, is_closed = 1, self._partition.sealed or self._spec.finite  # a first sample may soon close it
-        # Read from the class, to run no code of the sampler.
+        missing, is_closed = 1, self._partition.sealed or self._spec.finite  # the first sample may soon close it
+        # Read from the class, which runs none of the sampler's code.
         needs_min_size = type(self._request.sampler).plans_below_min_size is not True
-        if self._spec.evicts or self._rows.bound is not None:  # one row may be evicted or awaited
+        if self._spec.evicts or self._rows.bound is not None:  # a single row may be evicted or awaited
             needs_min_size = False
         if needs_min_size and self.view.scan.exhausted and self.wanted.batch_unit == "sample":
             missing = self.wanted.min_size - self.view.scan.seen_count
@@ -976,9 +978,9 @@ class Search:
         )
 
     def _check_length_source(self) -> None:
-        """Raise an error if the fields can never have lengths and no sample has a length in custom_meta.
+        """Raise MissingLengthError if the fields can never have lengths and no sample has a length in custom_meta.
 
-        Otherwise, the claim waits, because a put or SetCustomMeta can still add the missing lengths.
+        In all other cases the claim waits, because a put or SetCustomMeta can still add the missing lengths.
         """
         rows = self._rows
         source = rows.key[2]
@@ -1006,7 +1008,7 @@ class Search:
         )
 
     def _why_no_lengths(self, source: LengthSource) -> str:
-        """Return the reason why the fields of a length source have no lengths."""
+        """Return the reason why a length source's fields have no lengths."""
         if source.is_longest_sequence:
             names = ", ".join(map(repr, self._spec.data_fields)) or "none"
             return f"data_fields is {names}, without a field of one-dimensional rows that may differ in length"

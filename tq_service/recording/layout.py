@@ -1,12 +1,12 @@
-"""The objects of a recording and their format.
+"""The objects in a recording and their format.
 
     steps/000000000017-9f3c1a2b      one step: its plan, the metadata of its samples, the locations of its puts
     puts/9f3c1a2b-41                 tables and values of several puts that were in memory, in order
     puts/9f3c1a2b-42.seg             one put: a file of the data directory, linked under this name
 
 Step numbers continue after a restart. `9f3c1a2b` identifies one start of the service, so no name is used twice. A put
-is stored once, even if several steps reference it, and before the first of these steps. Every stored step is therefore
-complete, even if the service was killed, and its claims can be answered without other steps.
+is stored only once, before the first step that references it. Every stored step is therefore complete, even if the
+service was killed, and its claims can be answered without other steps.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class PutPlace:
     """The location of a put's bytes in a recording.
 
     Attributes:
-        record: the put, with the size and the checksum of its bytes.
+        record: record of the put, including the size and checksum of its bytes.
         names: names of the objects whose concatenation contains the bytes.
-        start: offset of the bytes in the concatenation.
+        start: offset of the bytes within the concatenation.
     """
 
     record: PutStored
@@ -45,20 +45,20 @@ class PutPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """A recorded step: one batch as planned for the ranks of a task.
+    """A recorded step: one batch, as planned for a task's ranks.
 
     Attributes:
         number: number of the step in the recording, starting at 1.
         version: version of the service that recorded the step.
-        partition_id, incarnation: partition of the batch.
+        partition_id, incarnation: the partition that the batch is from.
         task_name, epoch, batch_index: identity of the batch in its partition.
         recorded_at: time of recording, in seconds since 1970.
-        plan: the plan of the batch for all ranks.
-        batch_spec: the arguments that the ranks requested.
-        policies: pairs of policy name and published version.
-        meta: serialized `BatchMeta` of all ranks' samples in the order of `plan.rows`, with the fields that every
-            sample has.
-        empty_fields: serialized `FieldSpec`s for a rank without samples; empty if each rank has samples.
+        plan: the batch's plan for all ranks.
+        batch_spec: the claim arguments that the ranks passed.
+        policies: each policy's name and published version, as pairs.
+        meta: serialized `BatchMeta` for all ranks' samples, in the order of `plan.rows`, with the fields that all
+            samples have.
+        empty_fields: serialized `FieldSpec`s for ranks without samples; empty if every rank has samples.
         puts: locations of the puts that `meta` references.
         format: format version of this record.
     """
@@ -123,12 +123,12 @@ def decode_step(name: str, data: memoryview) -> RecordedStep:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Pack:
-    """A set of objects that contain puts and are removed together.
+    """A set of objects that contain puts, and that are removed together.
 
     Attributes:
         names: names of the objects.
         size: total size of the puts in the objects, in bytes.
-        put_count: number of puts in the objects that at least one step references.
+        put_count: number of puts in the objects that are referenced by at least one step.
     """
 
     names: tuple[str, ...]

@@ -1,8 +1,8 @@
-"""Storage of recordings: a directory, which may share files with a data directory, or an object store.
+"""Places that store recordings: a directory, which may share files with a data directory, or an object store.
 
-Both kinds of storage contain named objects. An object is written once and atomically, with a header that contains its
-size and checksum, so damaged bytes are detected. A file shared with a data directory has no header, so its bytes are
-verified with the checksum of the put.
+Both kinds of places store named objects. An object is written once and atomically. Its header contains its size and
+checksum, so damage is detected. A file shared with a data directory has no header, so its bytes are verified with the
+put's checksum.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _LOCK: Final = "lock"
 _PART_SUFFIX: Final = ".part"
 _MOST_BUFFERS: Final = 512  # maximum number of buffers per writev call; the system limit is 1,024
 _SLACK_SHARE: Final = 16
-"""A linked file is truncated only if its unused part exceeds 1/16 of the used part, since truncation is slow."""
+"""A linked file is truncated only if its unused part exceeds 1/16 of its used part, because truncation is slow."""
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _CANNOT_LINK: Final = frozenset({errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.EACCES, errno.ENOSYS})
 
 
 class Place(ABC):
-    """Storage for the named objects of one recording. Use it from one event loop only; no method blocks the loop.
+    """Storage for one recording's named objects. Use it on one event loop only; no method blocks the loop.
 
     Attributes:
         name: path or URL as shown to users, without passwords.
@@ -65,29 +65,30 @@ class Place(ABC):
         """Open the place for reading or, with `for_writing`, also for writing.
 
         Raises:
-            DataDirError: the directory is not a recording, cannot be used, or is being written to by another service.
+            DataDirError: the directory is not a recording or cannot be used, or another service is writing to it.
             InvalidArgumentError, UnavailableError: the object store cannot be used.
         """
 
     @abstractmethod
     async def write(self, name: str, parts: Sequence[Buffer]) -> None:
-        """Write an object under a name that was never used before.
+        """Write an object under a name that has never been used before.
 
         Raises:
             TqError: the object cannot be written.
         """
 
     async def link(self, files: Sequence[tuple[str, Path, int]]) -> bool:
-        """Link existing files into this place, and truncate files with much unused space.
+        """Link existing files into this place, and truncate those with much unused space.
 
         Args:
-            files: name in this place, path, and number of used bytes of each file, which must no longer be written to.
+            files: for each file its name in this place, its path, and its number of used bytes. The files must no
+                longer be written to.
 
         Returns:
-            False if the place does not support links to these files.
+            False if the place cannot contain links to these files.
 
         Raises:
-            TqError: the files cannot be linked now.
+            TqError: the files cannot be linked at the moment.
         """
         return False
 
@@ -101,7 +102,7 @@ class Place(ABC):
 
     @abstractmethod
     async def read_part(self, name: str, start: int, size: int) -> memoryview:
-        """Read `size` bytes of an object from offset `start`; the caller must verify them, since they may be damaged.
+        """Read `size` bytes of an object from offset `start`. They may be damaged, so the caller must verify them.
 
         Raises:
             DataLossError: the object is missing or too short.
@@ -109,11 +110,11 @@ class Place(ABC):
 
     @abstractmethod
     async def remove(self, names: Sequence[str]) -> None:
-        """Remove objects, ignoring names of objects that do not exist."""
+        """Remove objects; ignore names that do not exist."""
 
     @abstractmethod
     async def names(self, prefix: str) -> list[str]:
-        """Return the sorted names of all objects whose names begin with `prefix`, which must end with a slash."""
+        """Return the names of all objects that begin with `prefix`, sorted. `prefix` must end with a slash."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -124,11 +125,11 @@ class Directory(Place):
     """A recording in a directory.
 
     Args:
-        path: path of the directory, which is created when it is opened for writing.
-        sync: whether to sync each written object to disk, rather than let the operating system write it later.
+        path: path of the directory, which is created when the place is opened for writing.
+        sync: whether to sync each written object to disk instead of letting the operating system write it later.
         least_free_bytes: free disk space that the recording must leave, in bytes.
-        segments: store that reuses files of the data directory after their removal from the recording; None: the files
-            are deleted.
+        segments: store that reuses the data directory's files after they are removed from the recording; None: the
+            files are deleted.
     """
 
     def __init__(
@@ -331,7 +332,7 @@ class Objects(Place):
         self._objects: ObjectStore = make_object_store(url)
         if not self._objects.abilities.lists_names:
             raise InvalidArgumentError(
-                f"{self.name}: this object store cannot list names, which is required to find the steps of a "
+                f"{self.name}: this object store cannot list names, which is necessary to find the steps of a "
                 "recording; use a directory, or an object store such as s3, gs, az or file",
                 field="record",
             )
@@ -354,7 +355,7 @@ class Objects(Place):
         return data
 
     async def remove(self, names: Sequence[str]) -> None:
-        await self._objects.remove(names)  # the recorder removes any objects that remain when it next opens the place
+        await self._objects.remove(names)  # the recorder removes remaining objects when it next opens the place
 
     async def names(self, prefix: str) -> list[str]:
         return sorted([name async for name in self._objects.list_names(prefix)])
@@ -364,7 +365,7 @@ class Objects(Place):
 
 
 def place_of(where: str, *, sync: bool = False, segments: SegmentBlobs | None = None) -> Place:
-    """Create the place for a path or object store URL; `sync` and `segments` apply only to directories.
+    """Create the place for a path or an object store URL; `sync` and `segments` apply only to directories.
 
     Raises:
         InvalidArgumentError: the URL does not match any object store, or the object store cannot store a recording.

@@ -1,4 +1,4 @@
-"""Reading of recordings: the list of steps, single steps, the part of one rank, and the bytes of puts."""
+"""Reads recordings: the list of steps, single steps, one rank's part of a step, and the bytes of puts."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _NO_PLAN: Final = RecordedPlan(rows=np.zeros(0, np.int64), sizes=())
 
 
 async def read_step(place: Place, name: str) -> tuple[RecordedStep, int]:
-    """Read a step; return the step and the size of its object in bytes.
+    """Read a step; return it together with the size of its object in bytes.
 
     Raises:
         DataLossError: the step is missing or damaged.
         NewerVersionError: a newer version recorded the step.
-        UnavailableError: the step cannot be read now.
+        UnavailableError: the step cannot be read at the moment.
     """
     data = await place.read(name)
 
@@ -56,10 +56,10 @@ async def read_step(place: Place, name: str) -> tuple[RecordedStep, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A selection of recorded steps. An attribute that is None matches any value.
+    """A selection of recorded steps. An attribute set to None matches any value.
 
     Attributes:
-        incarnation: first hexadecimal digits of the partition's incarnation.
+        incarnation: leading hexadecimal digits of the partition's incarnation.
     """
 
     task_name: str | None = None
@@ -69,7 +69,7 @@ class Asked:
     incarnation: str | None = None
 
     def means(self, step: RecordedStep) -> bool:
-        """Return whether a step matches the selection."""
+        """Whether a step matches the selection."""
         return (
             self.task_name in {None, step.task_name}
             and self.batch_index in {None, step.batch_index}
@@ -90,11 +90,11 @@ class Asked:
 
 
 class Recording:
-    """The steps of a recording, loaded into memory without the bytes of their puts. Use it from one event loop only.
+    """A recording's steps, loaded into memory without the bytes of their puts. Use it on one event loop only.
 
     Attributes:
-        place: storage of the recording.
-        steps: steps sorted by number; if a batch was recorded twice, only the last step.
+        place: place where the recording is stored.
+        steps: steps sorted by number. If a batch was recorded twice, only its last step is included.
         damaged: error message for each damaged step, by object name.
     """
 
@@ -107,8 +107,8 @@ class Recording:
         """Open the place and read all steps.
 
         Args:
-            wanted: steps whose plans and metadata to keep in memory; None: all steps. For other steps, plans and
-                metadata are discarded, since a recording may have thousands of steps.
+            wanted: the steps whose plans and metadata are kept in memory; None: all steps. Plans and metadata of other
+                steps are discarded, since a recording may contain thousands of steps.
 
         Raises:
             TqError: the place is not a recording, or cannot be read.
@@ -131,13 +131,13 @@ class Recording:
             raise
 
     def select(self, asked: Asked) -> list[RecordedStep]:
-        """Return the selected steps, whose plans and metadata must have been `wanted` by `open`.
+        """Return the selected steps, all of which must match the `wanted` argument of `open`.
 
-        If the selected steps of a task are from several incarnations or epochs, only steps of the last incarnation and
+        If a task's selected steps are from several incarnations or epochs, only steps from the last incarnation and
         epoch are returned.
 
         Raises:
-            NotFoundError: no step was found.
+            NotFoundError: no step matches.
         """
         found = [step for step in self.steps if asked.means(step)]
         if not found:
@@ -150,11 +150,11 @@ class Recording:
         return [step for step in found if (step.incarnation, step.epoch) == last[step.partition_id, step.task_name]]
 
     def one(self, asked: Asked) -> RecordedStep:
-        """Return the selected step, of which there must be exactly one.
+        """Return the only step that matches a selection.
 
         Raises:
-            NotFoundError: no step was found.
-            InvalidArgumentError: several steps were found.
+            NotFoundError: no step matches.
+            InvalidArgumentError: several steps match.
         """
         found = self.select(asked)
         if len(found) > 1:
@@ -165,11 +165,11 @@ class Recording:
         return found[0]
 
     async def read_put(self, place: PutPlace) -> memoryview:
-        """Read the tables and values of a put and verify the checksum.
+        """Read a put's tables and values, and verify their checksum.
 
         Raises:
             DataLossError: the bytes are missing or damaged.
-            UnavailableError: the bytes cannot be read now.
+            UnavailableError: the bytes cannot be read at the moment.
         """
         size, at, parts = place.record.size_bytes, place.start, []
         left = size
@@ -190,12 +190,12 @@ class Recording:
         return data
 
     async def close(self) -> None:
-        """Close the storage of the recording."""
+        """Close the place where the recording is stored."""
         await self.place.close()
 
 
 def summary_of(steps: Sequence[RecordedStep]) -> str:
-    """Summarize steps by task, partition and epoch for a message."""
+    """Summarize steps for a message, by task, partition and epoch."""
     by_task: dict[tuple[str, str, int], list[int]] = {}
     for step in steps:
         by_task.setdefault((step.task_name, step.partition_id, step.epoch), []).append(step.batch_index)
@@ -210,7 +210,7 @@ def summary_of(steps: Sequence[RecordedStep]) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Format ascending numbers as in "0 to 3, 5"."""
+    """Format ascending numbers as ranges, for example "0 to 3, 5"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -227,10 +227,10 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class RecordedPuts(Backing[PutPlace]):
-    """Puts of recorded steps, which are read-only; a put is loaded from the recording when it is first needed.
+    """The puts of recorded steps, which are read-only. Each put is loaded from the recording when it is first needed.
 
     Args:
-        recording: the recording that contains the bytes of the puts.
+        recording: the recording that contains the puts' bytes.
     """
 
     is_volatile = False
@@ -240,7 +240,7 @@ class RecordedPuts(Backing[PutPlace]):
         self._recording = recording
 
     def add(self, steps: Sequence[RecordedStep]) -> None:
-        """Add the puts of steps. This object must already be the backing of a storage engine."""
+        """Add the puts of the given steps. This object must already be the backing of a storage engine."""
         places = {place.record.put_id: place for step in steps for place in step.puts}
         self._unfetched.update(places)
         self.on_recovered(
@@ -248,7 +248,7 @@ class RecordedPuts(Backing[PutPlace]):
         )
 
     def partition_of(self, put_id: bytes) -> str | None:
-        """Return the partition of a put that has not been loaded yet; None for any other put."""
+        """Return the partition of a put that has not been loaded yet; None for other puts."""
         place = self._unfetched.get(put_id)
         return None if place is None else place.record.partition_id
 
@@ -266,18 +266,18 @@ class RecordedPuts(Backing[PutPlace]):
             self.on_fetched(source.record, data)
 
 
-# The part of a rank
+# One rank's part
 
 
 def samples_of(
     meta: metadata_pb2.BatchMeta, positions: Indexes, empty_fields: Sequence[bytes] = ()
 ) -> metadata_pb2.BatchMeta:
-    """Reduce an answer to the selected samples.
+    """Return an answer reduced to the selected samples.
 
     Args:
         meta: the answer, with all metadata of its samples.
-        positions: positions of the selected samples in the answer.
-        empty_fields: serialized field specs to return if no samples are selected.
+        positions: positions of the selected samples within the answer.
+        empty_fields: serialized field specs to return if no sample is selected.
     """
     indexes = read_indexes(meta)
     part = metadata_pb2.BatchMeta(
@@ -322,7 +322,7 @@ def _locations_of(locations: metadata_pb2.Locations, positions: Indexes) -> meta
 
 
 def only_fields(meta: metadata_pb2.BatchMeta, names: Sequence[str]) -> None:
-    """Reduce an answer to the named fields, in the given order.
+    """Reduce an answer to the named fields, in the order given.
 
     Raises:
         FieldNotFoundError: the answer does not contain one of the fields.
@@ -351,11 +351,11 @@ def only_fields(meta: metadata_pb2.BatchMeta, names: Sequence[str]) -> None:
 
 
 def positions_of_rank(step: RecordedStep, dp_rank: int) -> Indexes:
-    """Return the positions `(n,)` of the samples of a rank within a step."""
+    """Return the positions of a rank's samples within a step."""
     start = sum(step.plan.sizes[:dp_rank])
     return np.arange(start, start + step.plan.sizes[dp_rank])
 
 
 def parts_of(step: RecordedStep) -> Iterator[RankPlan]:
-    """Yield the part of a step's plan for each rank."""
+    """Yield each rank's part of a step's plan."""
     return (step.plan.part(dp_rank) for dp_rank in range(step.dp_size))

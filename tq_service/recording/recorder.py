@@ -1,9 +1,9 @@
-"""The recorder, which writes the steps that a service plans to a recording and removes the oldest steps.
+"""The recorder, which writes each step planned by a service to a recording, and removes the oldest steps.
 
     planned -> taken (bytes pinned, files kept) -> puts written or linked -> step written -> removed by retention
 
-A step is taken when it is planned, in the same iteration of the event loop and without copying its bytes. Steps are
-written later, in order. A recording never stops the service: a step is skipped if too many bytes are waiting to be
+A step is taken as soon as it is planned, in the same event-loop iteration and without copying its bytes. Steps are
+written later, in order. Recording never stops the service: a step is skipped if too many bytes are waiting to be
 written, and a persistent error ends the recording. Skipped steps and errors are logged and reported in the status.
 """
 
@@ -35,20 +35,20 @@ from tq_service.storage.mirror.layout import cut
 
 _log = logging.getLogger(__name__)
 MOST_PENDING_BYTES: Final = 1 << 30
-"""Maximum bytes of puts in memory that wait to be written. They count towards the storage service's quota."""
+"""Maximum bytes of puts in memory that may wait to be written; they count towards the storage quota."""
 
 _PAUSES_SECONDS: Final = (0.2, 1.0, 3.0)  # pause before each retry if the place is unavailable
 _CLOSE_SECONDS: Final = 10.0
 T = TypeVar("T")
 TaskEpoch: TypeAlias = tuple[bytes, str, int]
-"""Incarnation of a partition, name of a task, and number of an epoch of the task."""
+"""Partition incarnation, task name and epoch number."""
 
-_COMPRESSION: Final = 1  # zlib level for steps; the lowest is sufficient, since the records of puts are very similar
+_COMPRESSION: Final = 1  # zlib level for steps; the lowest is sufficient because put records are very similar
 
 
 @dataclass(slots=True, eq=False)
 class _Put:
-    """A put that has been recorded, or will be recorded with a waiting step.
+    """A put that has been recorded, or that will be recorded with a waiting step.
 
     Attributes:
         place: location of the put's bytes; None until the bytes are written.
@@ -68,8 +68,8 @@ class _Waiting:
     Attributes:
         step: the step, without its number and the locations of its puts.
         put_ids: ids of the puts that the step references.
-        kept: puts of the step that no earlier step references, by id.
-        size: size of the puts in `kept` in memory, in bytes.
+        kept: puts that no earlier step references, by id.
+        size: memory used by the puts in `kept`, in bytes.
     """
 
     step: RecordedStep
@@ -84,7 +84,7 @@ class _Waiting:
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """A stored step: the name and size of its object, and the ids of the puts that it references."""
+    """A stored step: its object's name and size, and the ids of the puts that it references."""
 
     name: str
     size: int
@@ -92,13 +92,14 @@ class _Step:
 
 
 class Recorder:
-    """Records the steps of a service. Use it from one event loop only.
+    """Records the steps that a service plans. Use it on one event loop only.
 
     Args:
-        place: storage of the recording, which `close` closes.
+        place: place where the recording is stored; closed by `close`.
         most_steps: maximum number of stored steps; None: unlimited.
-        most_bytes: maximum bytes of stored steps, except that the last step is always kept; None: unlimited.
-        most_pending_bytes: maximum bytes in memory that wait to be written; steps beyond this limit are skipped.
+        most_bytes: maximum size of all stored steps, in bytes; None: unlimited. The last step is always kept.
+        most_pending_bytes: maximum number of bytes in memory that wait to be written; steps beyond this limit are
+            skipped.
         run: name that identifies this start of the service in object names; None: a random name.
     """
 
@@ -128,7 +129,7 @@ class Recorder:
         self._error = ""
 
     def status(self) -> RecordingStatus:
-        """Return the status of the recording."""
+        """Return the recording's status."""
         return RecordingStatus(
             place=self._place.name,
             is_recording=not self._error,
@@ -148,7 +149,7 @@ class Recorder:
         """Open the place, read the existing steps, and remove objects that no step references.
 
         Returns:
-            The last recorded batch_index of each epoch of each task.
+            Last recorded batch_index for each task epoch.
 
         Raises:
             TqError: the place cannot be used.
@@ -176,7 +177,7 @@ class Recorder:
         return last
 
     def _take_over(self, name: str, size: int, step: RecordedStep) -> None:
-        """Register a step that was recorded before this start of the service."""
+        """Register a step that an earlier run of the service recorded."""
         packs: dict[tuple[str, ...], Pack] = {}
         for place in step.puts:
             known = self._puts.get(place.record.put_id)
@@ -194,13 +195,13 @@ class Recorder:
     def take(
         self, step: RecordedStep, put_ids: Sequence[bytes], keep: Callable[[bytes], KeptPut | None]
     ) -> Callable[[], None]:
-        """Take a step with the current bytes of its puts; return a callback that queues the step for writing.
+        """Take a step and the current bytes of its puts; return a callback that queues the step for writing.
 
         Args:
             step: the step; its number and the locations of its puts are set when it is written.
             put_ids: ids of the puts that the step references, without duplicates.
-            keep: function that pins the bytes of a put until they are released; returns None if the bytes are not in
-                this process.
+            keep: function that pins a put's bytes until they are released; returns None if the bytes are not in this
+                process.
         """
         kept: dict[bytes, KeptPut] = {}
         for put_id in put_ids:
@@ -235,7 +236,7 @@ class Recorder:
         self._is_idle.clear()
 
     def count_seconds(self, seconds: float) -> None:
-        """Add CPU time spent on taking steps to the status."""
+        """Add CPU time that was spent on taking steps to the status."""
         self._processor_seconds += seconds
 
     @property
@@ -244,7 +245,7 @@ class Recorder:
         return not self._error
 
     def skip(self, reason: str) -> None:
-        """Count a step that was not recorded, and log some of these steps."""
+        """Count a step that was not recorded; log only some of these steps."""
         self._skipped_count += 1
         if self._skipped_count & (self._skipped_count - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
             _log.warning(LogMessage("a step was not recorded", reason=reason, skipped_steps=self._skipped_count))
@@ -267,7 +268,7 @@ class Recorder:
     # Writing
 
     async def run(self) -> None:
-        """Write steps until the task is cancelled; an error ends the recording but is not raised."""
+        """Write steps until cancelled; an error ends the recording but is not raised."""
         while True:
             await self._has_waiting.wait()
             self._has_waiting.clear()
@@ -311,7 +312,7 @@ class Recorder:
         self._recorded_count += 1
 
     async def _link(self, kept: Mapping[bytes, KeptPut]) -> None:
-        """Link the data directory's files of puts into the recording, if the place supports links."""
+        """Link put files from the data directory into the recording, if the place supports links."""
         names = {put_id: self._new_name() + LINKED_SUFFIX for put_id in kept}
         files = [(names[put_id], each.file, each.record.size_bytes) for put_id, each in kept.items() if each.file]
         if not files or not await self._place.link(files):
@@ -334,7 +335,7 @@ class Recorder:
             start += record.size_bytes
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Run `work` in a thread, add its CPU time to the status, and return its result."""
+        """Run `work` in a thread and return its result; add its CPU time to the status."""
 
         def timed() -> tuple[T, float]:
             began_at = time.thread_time()
@@ -362,7 +363,7 @@ class Recorder:
         self._bytes += written.size
 
     async def _remove_old(self) -> None:
-        """Remove the oldest steps while a limit is exceeded, and puts that no remaining step references."""
+        """Remove the oldest steps while a limit is exceeded; also remove puts that no remaining step references."""
         while len(self._steps) > 1 and (
             (self._most_steps is not None and len(self._steps) > self._most_steps)
             or (self._most_bytes is not None and self._bytes > self._most_bytes)
@@ -370,12 +371,12 @@ class Recorder:
             oldest = self._steps.popleft()
             self._bytes -= oldest.size
             self._removed_count += 1
-            await self._place.remove([oldest.name])  # the step first and then its puts, so stored steps are complete
+            await self._place.remove([oldest.name])  # the step before its puts, so stored steps are always complete
             if unneeded := list(self._forget(oldest.puts)):
                 await self._place.remove(unneeded)
 
     def _forget(self, put_ids: Sequence[bytes]) -> Iterator[str]:
-        """Remove the references of a step to its puts; yield the names of objects that are no longer needed."""
+        """Remove a step's references to its puts; yield the names of objects that are no longer needed."""
         for put_id in put_ids:
             entry = self._puts[put_id]
             entry.step_count -= 1
@@ -388,7 +389,7 @@ class Recorder:
                 yield from entry.pack.names
 
     async def close(self) -> None:
-        """Wait at most a few seconds for waiting steps to be written, and close the place; then cancel `run`."""
+        """Wait a few seconds for waiting steps to be written, then close the place. Cancel `run` afterwards."""
         try:
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await self._is_idle.wait()
@@ -398,7 +399,7 @@ class Recorder:
 
 
 def _packed(puts: Sequence[KeptPut]) -> Iterator[list[KeptPut]]:
-    """Split puts into lists, one per object, each with at most `LARGEST_OBJECT_BYTES` or a single larger put."""
+    """Split puts into one list per object, each with at most `LARGEST_OBJECT_BYTES` or with a single larger put."""
     some: list[KeptPut] = []
     size = 0
     for put in puts:
@@ -412,7 +413,7 @@ def _packed(puts: Sequence[KeptPut]) -> Iterator[list[KeptPut]]:
 
 
 def _contents(puts: Sequence[KeptPut]) -> tuple[list[Buffer], list[PutStored]]:
-    """Return the bytes of puts, and the records of the puts with checksums of the bytes."""
+    """Return the bytes of puts, and the put records with checksums of these bytes."""
     parts: list[Buffer] = []
     records = []
     for put in puts:

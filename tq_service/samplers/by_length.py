@@ -1,4 +1,4 @@
-"""Samplers that use token counts: they balance ranks, fill token budgets, or pack samples."""
+"""Samplers that use token counts to balance ranks, fill token budgets, or pack samples."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tq_service.errors import InvalidArgumentError
 from tq_service.samplers.by_order import GroupSampler, rows_of_ranks, take_groups
 from tq_service.state.plan import Groups, Indexes, LengthSource, Pack, Plan, PlanRequest, RankPlan, View
 
-# Batches within these limits are planned in less than a millisecond, so they are planned on the event loop: groups to
-# balance, groups to assign within a budget, samples to pack, and optimizer steps over all ranks.
+# Batches within these limits take less than a millisecond to plan, so they are planned on the event loop. The limits
+# are on groups to balance, groups to assign within a budget, samples to pack, and optimizer steps over all ranks.
 _QUICK_BALANCED_GROUPS = 128
 _QUICK_BUDGET_GROUPS = 32
 _QUICK_PACKED_SAMPLES = 32
 _QUICK_STEPS = 8
-# Maximum number of packs of a plan, over all ranks. Empty packs are included, since they cost as much as full ones.
+# Maximum number of packs in a plan, over all ranks. Empty packs are included, because they cost as much as full packs.
 _MOST_PACKS = 1 << 16
 
 
@@ -32,12 +32,13 @@ class LengthSampler(GroupSampler):
     """A group sampler that uses token counts; samples without a token count are not ready.
 
     Attributes:
-        length_key: custom_meta column with the token count of each sample. A sample without a value is not ready,
-            unless `length_field` is also set. null: the column `total_lengths`, if the sample has a value there.
-        length_field: field whose row length is the token count of samples without a value in the column. null: if
-            `length_key` is not set, the longest one-dimensional row among `data_fields`, except fields declared dense.
-        align: token counts are rounded up to multiples of this number, to match the padding of `PackOptions(align=)`.
-        cost: quantity to balance over the ranks: tokens, or attention, which is 24576 L + L**2 for a sample of L
+        length_key: custom_meta column with each sample's token count. A sample without a value is not ready, unless
+            `length_field` is also set. null: the column `total_lengths`, for samples that have a value in it.
+        length_field: field whose row length is the token count of samples without a value in the column. null: unless
+            `length_key` is set, the length of the longest one-dimensional row in `data_fields`, ignoring fields
+            declared dense.
+        align: number to whose multiples token counts are rounded up, to match the padding of `PackOptions(align=)`.
+        cost: quantity to balance over the ranks: "tokens", or "attention", which is 24576 L + L**2 for a sample of L
             tokens.
     """
 
@@ -55,11 +56,11 @@ class LengthSampler(GroupSampler):
 
     @property
     def length(self) -> LengthSource:
-        """The source of the token counts."""
+        """Source of the token counts."""
         return LengthSource(key=self.length_key, field=self.length_field)
 
     def read_lengths(self, view: View, rows: Indexes) -> Indexes:
-        """Return the token counts `(n,)` of the given rows.
+        """Return the token counts of the given rows, of shape `(n,)`.
 
         Raises:
             InvalidArgumentError: a token count is negative.
@@ -76,16 +77,16 @@ class LengthSampler(GroupSampler):
         return lengths
 
     def aligned(self, lengths: Indexes) -> Indexes:
-        """Return token counts `(n,)` rounded up to multiples of `align`."""
+        """Return the given token counts rounded up to multiples of `align`."""
         return -(-lengths // self.align) * self.align
 
     def check_aligned(self, name: str, value: int) -> None:
-        """Raise ValueError if an option is not a multiple of `align`."""
+        """Raise ValueError if the value of an option is not a multiple of `align`."""
         if value % self.align:
             raise ValueError(f"{name}: got {value} with align {self.align}, expected a multiple of align")
 
     def refuse_micro_batch_size(self, request: PlanRequest, option: str) -> None:
-        """Raise InvalidArgumentError if the request has a micro-batch size, which would conflict with `option`."""
+        """Raise InvalidArgumentError if the request sets micro_batch_size, which would conflict with `option`."""
         if request.micro_batch_size is not None:
             raise InvalidArgumentError(
                 f"micro_batch_size: got {request.micro_batch_size} for sampler {self.name!r}, which splits "
@@ -96,17 +97,18 @@ class LengthSampler(GroupSampler):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeqlenBalancedSampler(LengthSampler):
-    """Takes complete groups and distributes them over the ranks, balancing the ranks' token totals.
+    """Takes complete groups, and distributes them over the ranks such that token totals are balanced.
 
-    Takes one batch for all ranks, in the order of the groups' first members. The Karmarkar-Karp algorithm splits the
+    One batch is taken for all ranks, in the order of the groups' first members. The Karmarkar-Karp algorithm splits the
     batch by the groups' token totals, and swaps refine the result. The numbers of groups per rank differ by at most
-    one, so if groups have equal size each rank gets `batch_size` samples. Within a rank, groups keep their order.
+    one. If groups have equal size, each rank therefore gets `batch_size` samples. Within a rank, groups keep their
+    order.
     """
 
     name: ClassVar[str] = "seqlen_balanced"
 
     def runs_inline(self, request: PlanRequest) -> bool:
-        """Return True if the batch has few groups to balance."""
+        """Return whether the batch has only a few groups to balance."""
         group_size = self.n_samples_per_prompt if request.batch_unit == "sample" else 1
         return request.total_size <= _QUICK_BALANCED_GROUPS * (group_size or 1)
 
@@ -130,20 +132,21 @@ class SeqlenBalancedSampler(LengthSampler):
 class TokenBudgetSampler(LengthSampler):
     """Fills the token budget of each rank with ready samples, in complete groups.
 
-    Takes groups in the order of their first members until the next group does not fit. Token totals, or costs, are
-    balanced over the ranks. With equal costs the token totals differ, so fewer groups fit. `batch_size` is the maximum
+    Groups are taken in the order of their first members until the next group does not fit. Token totals, or costs, are
+    balanced over the ranks. Balancing costs makes token totals differ, so fewer groups fit. `batch_size` is the maximum
     number of samples (or groups) per rank. The sampler waits until the next ready group would not fit, `batch_size` is
     reached, or no more samples can arrive.
 
     Attributes:
         tokens_per_rank: maximum number of tokens per rank.
-        tokens_per_micro_batch: maximum number of tokens per micro-batch; each rank's share is split evenly into the
-            same number of micro-batches. null: micro-batches are split by micro_batch_size.
-        packs_multiple_of: number that divides each rank's number of micro-batches; requires `tokens_per_micro_batch`.
-        overlong: handling of samples that exceed the token limit of a rank or micro-batch, and of groups that exceed
-            that of a rank. error refuses the batch. truncate plans for the first `tokens_per_micro_batch` tokens of a
-            sample and refuses what still does not fit. drop permanently excludes the sample or group: its samples are
-            listed in `RankPlan.dropped`, count as skipped, and count towards `batch_size`.
+        tokens_per_micro_batch: maximum number of tokens per micro-batch. Each rank's share is split evenly into the
+            same number of micro-batches. null: micro_batch_size determines the micro-batches.
+        packs_multiple_of: number that must divide each rank's number of micro-batches; requires
+            `tokens_per_micro_batch`.
+        overlong: handling of samples that exceed the token limit for a rank or micro-batch, and of groups that exceed
+            the limit for a rank. "error" rejects the batch. "truncate" plans only the first `tokens_per_micro_batch`
+            tokens of a sample, and rejects the batch if it still does not fit. "drop" permanently excludes the sample
+            or group: its samples are listed in `RankPlan.dropped`, count as skipped, and count towards `batch_size`.
     """
 
     name: ClassVar[str] = "token_budget"
@@ -165,29 +168,29 @@ class TokenBudgetSampler(LengthSampler):
         needing = "packs_multiple_of" if self.packs_multiple_of > 1 else "overlong" if is_cut else ""
         if needing and self.tokens_per_micro_batch is None:
             raise ValueError(
-                f"{needing}: got {getattr(self, needing)!r} without tokens_per_micro_batch, expected both options, "
-                "since micro-batches are otherwise split by micro_batch_size"
+                f"{needing}: got {getattr(self, needing)!r} without tokens_per_micro_batch; expected both options, "
+                "because micro-batches are otherwise split by micro_batch_size"
             )
         if is_cut:
             self.check_aligned("tokens_per_micro_batch", self.tokens_per_micro_batch or 0)
 
     def check(self, request: PlanRequest) -> None:
-        """Raise InvalidArgumentError if micro-batches have two limits (samples and tokens) or are too many."""
+        """Raise InvalidArgumentError if both samples and tokens limit micro-batches, or if there are too many."""
         if self.tokens_per_micro_batch is not None:
             self.refuse_micro_batch_size(request, "tokens_per_micro_batch")
         _check_pack_count(request, self.packs_multiple_of)
 
     def runs_inline(self, request: PlanRequest) -> bool:
-        """Return True if the batch has few groups to assign and is not split by tokens."""
+        """Return whether the batch has only a few groups to assign and is not split by tokens."""
         return self.tokens_per_micro_batch is None and request.total_size <= _QUICK_BUDGET_GROUPS
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
-        """Return each rank's samples, or None if the budget is not used up and more samples may arrive.
+        """Return each rank's samples, or None if the budget is not exhausted and more samples may arrive.
 
         Raises:
-            InvalidArgumentError: a token count is negative, or the first group has more than `batch_size` samples.
-                With `overlong="error"` also if the group has more than `tokens_per_rank` tokens, or one of its samples
-                has more than `tokens_per_micro_batch`.
+            InvalidArgumentError: a token count is negative, or the first group has more than `batch_size` samples. With
+                `overlong="error"`, also if the group has more than `tokens_per_rank` tokens, or one of its samples has
+                more than `tokens_per_micro_batch` tokens.
         """
         self.check(request)
         is_full = True
@@ -217,20 +220,20 @@ class TokenBudgetSampler(LengthSampler):
             # The token counts of each rank's samples, in the order of the rank's rows.
             lengths_of_ranks = rows_of_ranks(Groups(rows=true_lengths[~is_dropped], sizes=kept.sizes), assignment)
             plan = self._split(plan, lengths_of_ranks, self.tokens_per_micro_batch)
-        # Overlong samples behind the first group that did not fit stay in the partition; a later batch drops them.
+        # Overlong samples after the first group that did not fit stay in the partition; a later batch drops them.
         goes = is_dropped & (group_of < kept_ids[taken_count:].min(initial=len(groups)))
         dropped = _dropped_by_rank(groups, group_of, np.flatnonzero(goes), [kept_ids[part] for part in assignment])
         return Plan(ranks=tuple(replace(part, dropped=rows) for part, rows in zip(plan.ranks, dropped, strict=True)))
 
     def _assign(self, groups: Groups, lengths: Indexes, request: PlanRequest) -> list[Indexes]:
-        """Assign the longest prefix of the groups that fits to the ranks; return the group positions of each rank.
+        """Assign as many of the first groups as fit to the ranks; return each rank's group positions.
 
-        Tokens, or costs, are balanced. The lower bound on the number of groups comes from assigning groups one by one
-        to the least loaded rank, the upper bound from the total budget of all ranks. Between these bounds, a binary
-        search finds the largest number of groups that fits after balancing.
+        Tokens, or costs, are balanced. Assigning groups one by one to the least loaded rank yields a lower bound on the
+        number of groups; the total budget of all ranks yields an upper bound. Between these bounds, a binary search
+        finds the largest number of groups that fits after balancing.
 
         Raises:
-            InvalidArgumentError: the first group does not fit any rank.
+            InvalidArgumentError: the first group does not fit on any rank.
         """
         if not len(groups):
             return [groups.sizes] * request.rank_count
@@ -251,7 +254,7 @@ class TokenBudgetSampler(LengthSampler):
         least = sum(part.size for part in best)
         best = self._balance(costs[:least], tokens, units, request) or best
         low, high = least + 1, most
-        count = most  # try the upper bound first: it is almost always the result
+        count = most  # try the upper bound first, since it is almost always the result
         while low <= high:
             found = self._balance(costs[:count], tokens, units, request)
             if found is None:
@@ -264,7 +267,7 @@ class TokenBudgetSampler(LengthSampler):
     def _assign_one_by_one(
         self, costs: Indexes, tokens: Indexes, units: Indexes, request: PlanRequest
     ) -> list[Indexes]:
-        """Assign groups in order, each to the rank with the lowest cost, until a group does not fit there."""
+        """Assign groups in order, each to the rank with the lowest cost, until a group does not fit on that rank."""
         ranks: list[list[int]] = [[] for _ in range(request.rank_count)]
         loads = [(0, 0, 0, rank) for rank in range(request.rank_count)]
         for position, (cost, size, count) in enumerate(
@@ -297,14 +300,14 @@ class TokenBudgetSampler(LengthSampler):
         return dropped
 
     def _oversized(self, groups: Groups, lengths: Indexes, batch_size: int) -> InvalidArgumentError:
-        """Return the error to raise when the first group does not fit any rank."""
+        """Return the error to raise if the first group does not fit on any rank."""
         size = int(groups.sizes[0])
         total, longest = int(lengths[:size].sum()), int(lengths[:size].max())
         within_tokens = total <= self.tokens_per_rank and longest <= (self.tokens_per_micro_batch or longest)
         if within_tokens:
             return InvalidArgumentError(
-                f"batch_size: got {batch_size} samples, expected at least {size}, the size of the group of sample "
-                f"{groups.rows[0]}, since groups are not split; raise batch_size or count groups with batch_unit group",
+                f"batch_size: got {batch_size} samples; expected at least {size}, the size of the group with sample "
+                f"{groups.rows[0]}, because groups are not split. Raise batch_size, or set batch_unit to 'group'",
                 field="batch_size",
             )
         if total > self.tokens_per_rank:
@@ -315,7 +318,7 @@ class TokenBudgetSampler(LengthSampler):
             limit = f"tokens_per_micro_batch ({self.tokens_per_micro_batch})"
         rounded = f", each sample rounded up to a multiple of {self.align}" if self.align > 1 else ""
         return InvalidArgumentError(
-            f"length: {what} sample {groups.rows[0]}{rounded}, expected at most {limit}; raise this limit, "
+            f"length: {what} sample {groups.rows[0]}{rounded}, expected at most {limit}; raise the limit, "
             "clear the sample, or choose overlong 'drop'",
             field="sampler_config",
             metadata={"column": self.length.column},
@@ -340,7 +343,7 @@ class TokenBudgetSampler(LengthSampler):
 def _dropped_by_rank(
     groups: Groups, group_of: Indexes, dropped: Indexes, groups_of_ranks: list[Indexes]
 ) -> Iterator[Indexes]:
-    """Yield each rank's dropped rows: a row goes to the rank that has the rest of its group, or else round-robin."""
+    """Yield each rank's dropped rows: the rank with the rest of a row's group gets the row, otherwise round-robin."""
     rank_of = np.arange(len(groups)) % len(groups_of_ranks)
     for rank, own in enumerate(groups_of_ranks):
         rank_of[own] = rank
@@ -351,23 +354,24 @@ def _dropped_by_rank(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedSampler(LengthSampler):
-    """Packs a batch for all ranks: each rank gets `optimizer_steps` steps of packs of up to `pack_max_length` tokens.
+    """Packs a batch for all ranks: each rank gets `optimizer_steps` steps with packs of up to `pack_max_length` tokens.
 
-    Takes a batch in the order of the groups' first members. Groups are distributed evenly over the ranks, and each
-    rank's samples over the steps by token count. The samples of a rank's step are then packed into bins. In each step,
-    every rank has the same number of packs (at least one); padding-only packs make up the difference. A group stays on
-    one rank but may be split over steps. With `batch_unit` "group" or "rollout", a rollout also stays in one step.
-    `tq_service.balancing.plan_packs` implements the algorithm.
+    A batch is taken in the order of the groups' first members. Groups are distributed evenly over the ranks, and each
+    rank's samples are distributed over the steps by token count. The samples in each step are then packed into bins. In
+    each step, every rank has the same number of packs (at least one); padding-only packs make up the difference. A
+    group stays on one rank but may be split over steps. With `batch_unit` "group" or "rollout", a rollout also stays in
+    one step. `tq_service.balancing.plan_packs` implements the algorithm.
 
     Attributes:
         optimizer_steps: exact number of optimizer steps per batch.
-        pack_max_length: tokens per pack, a multiple of `align`; `Pack.padding_tokens` fills a pack up to this length.
-        overlong: handling of samples with more than `pack_max_length` tokens. error refuses the batch. truncate plans
-            for the first `pack_max_length` tokens, and `Pack.lengths` contains the truncated length. drop permanently
-            excludes the sample: it is listed in `RankPlan.dropped` and counts as skipped.
-        even_steps: whether to balance token totals over the steps of a rank. false: as few packs as possible, with
-            numbers of packs that differ between steps by at most one (or `packs_multiple_of`).
-        packs_multiple_of: number that divides the number of packs in each step.
+        pack_max_length: number of tokens per pack, a multiple of `align`; `Pack.padding_tokens` fills each pack up to
+            this length.
+        overlong: handling of samples with more than `pack_max_length` tokens. "error" rejects the batch. "truncate"
+            plans only the first `pack_max_length` tokens, and `Pack.lengths` contains the truncated length. "drop"
+            permanently excludes the sample, which is listed in `RankPlan.dropped` and counts as skipped.
+        even_steps: whether to balance token totals over each rank's steps. false: use as few packs as possible; the
+            numbers of packs per step differ by at most one (or `packs_multiple_of`).
+        packs_multiple_of: number that must divide the number of packs in each step.
     """
 
     name: ClassVar[str] = "packed"
@@ -390,7 +394,7 @@ class PackedSampler(LengthSampler):
         """Validate a request against the sampler's options.
 
         Raises:
-            InvalidArgumentError: `batch_size` is not a multiple of the group size, a micro-batch size is given, or the
+            InvalidArgumentError: `batch_size` is not a multiple of the group size, `micro_batch_size` is given, or the
                 plan would have too many packs over all ranks.
         """
         LengthSampler.check(self, request)
@@ -398,7 +402,7 @@ class PackedSampler(LengthSampler):
         _check_pack_count(request, self.packs_multiple_of, self.optimizer_steps)
 
     def runs_inline(self, request: PlanRequest) -> bool:
-        """Return True if the batch has few samples and few optimizer steps."""
+        """Return whether the batch has only a few samples and optimizer steps."""
         group_size = 1 if request.batch_unit == "sample" else self.n_samples_per_prompt
         if group_size is None or self.optimizer_steps * self.packs_multiple_of * request.rank_count > _QUICK_STEPS:
             return False
@@ -408,7 +412,7 @@ class PackedSampler(LengthSampler):
         """Return steps and packs for each rank, or None if too few groups are ready.
 
         Raises:
-            InvalidArgumentError: a token count is negative or, with `overlong="error"`, above `pack_max_length`.
+            InvalidArgumentError: a token count is negative or, with `overlong="error"`, exceeds `pack_max_length`.
         """
         self.check(request)
         groups = take_groups(self.ready_groups(view), request)
@@ -446,7 +450,7 @@ class PackedSampler(LengthSampler):
 
 
 def _as_plan(groups: Groups, group_of: Indexes, lengths: Indexes, packs: PackPlan) -> Plan:
-    """Convert packs of sample indexes to a plan with rows and the token counts in each pack."""
+    """Convert packs of sample indexes into a plan with rows and with the token counts in each pack."""
     samples_of_ranks = [
         np.array(sorted(sample for step in steps for pack in step for sample in pack), np.int64)
         for steps in packs.packs

@@ -1,4 +1,4 @@
-"""Samplers that take ready samples, or complete groups, in order. Also contains the base class of group samplers."""
+"""Samplers that take ready samples or complete groups in order, and the base class of group samplers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tq_service.state.plan import Groups, Indexes, Plan, PlanRequest, Sampler, V
 
 IncompleteGroups = Literal["skip", "take"]
 
-# The positions of each rank's groups in a `Groups` object, one array per rank.
+# The positions of each rank's groups within a `Groups` object, one array per rank.
 Assignment = Sequence[NDArray[np.int64]]
 
 
@@ -27,14 +27,14 @@ Assignment = Sequence[NDArray[np.int64]]
 class SequentialSampler(Sampler):
     """Takes ready samples in index order, or in the order of `order_by`.
 
-    Each rank gets a block of `batch_size` consecutive samples. A short last batch is spread as evenly as possible over
-    the ranks. With `batch_unit="group"`, blocks consist of complete groups; with "rollout", of complete rollouts.
+    Each rank gets a block of `batch_size` consecutive samples. A short last batch is distributed as evenly as possible
+    over the ranks. With `batch_unit="group"`, blocks consist of complete groups; with "rollout", of complete rollouts.
     """
 
     name: ClassVar[str] = "sequential"
 
     def runs_inline(self, request: PlanRequest) -> bool:
-        """Return True, since slicing the ready samples is fast."""
+        """Return True, because slicing the ready samples is fast."""
         return True
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
@@ -75,35 +75,35 @@ class GroupSampler(Sampler):
             raise ValueError(f"blocks: got {self.blocks!r}, expected 'aligned' or 'anywhere'")
         if self.blocks == "anywhere" and self.incomplete_groups == "take":
             raise ValueError(
-                "incomplete_groups: got 'take' with blocks 'anywhere', expected 'skip', since these blocks consist of "
-                "ready samples only; to take incomplete groups, name the groups or use blocks 'aligned'"
+                "incomplete_groups: got 'take' with blocks 'anywhere'; expected 'skip', because such blocks consist of "
+                "ready samples only. To take incomplete groups, name the groups or use blocks 'aligned'"
             )
 
     def check(self, request: PlanRequest) -> None:
         """Validate a request against the sampler's options.
 
         Raises:
-            InvalidArgumentError: `batch_size` counts samples and is not a multiple of `n_samples_per_prompt`, or
-                `n_samples_per_prompt` is given with `batch_unit` "rollout".
+            InvalidArgumentError: `batch_size` is a number of samples that is not a multiple of `n_samples_per_prompt`,
+                or `n_samples_per_prompt` is given with `batch_unit` "rollout".
         """
         group_size = self.n_samples_per_prompt
         if request.batch_unit == "rollout" and group_size is not None:
             raise InvalidArgumentError(
-                f"n_samples_per_prompt: got {group_size} for sampler {self.name!r} with batch_unit 'rollout', expected "
-                f"none, since rollouts are taken whatever their group; omit it, or use batch_unit 'group'",
+                f"n_samples_per_prompt: got {group_size} for sampler {self.name!r} with batch_unit 'rollout'; expected "
+                f"none, because rollouts are taken regardless of their groups. Omit it, or use batch_unit 'group'",
                 field="sampler_config",
                 metadata={"option": "n_samples_per_prompt"},
             )
         if request.batch_unit == "group" or group_size is None or request.batch_size % group_size == 0:
             return
         raise InvalidArgumentError(
-            f"batch_size: got {request.batch_size} samples for sampler {self.name!r}, expected a multiple of "
-            f"n_samples_per_prompt ({group_size}), since groups are not split; or count groups with batch_unit group",
+            f"batch_size: got {request.batch_size} samples for sampler {self.name!r}; expected a multiple of "
+            f"n_samples_per_prompt ({group_size}), because groups are not split. Or set batch_unit to 'group'",
             field="batch_size",
         )
 
     def ready_groups(self, view: View) -> Callable[..., Groups]:
-        """Return `view.ready_groups` bound to the sampler's options; the caller passes a limit and its unit."""
+        """Return `view.ready_groups` bound to the sampler's options; the caller passes the limit and its unit."""
         return partial(
             view.ready_groups,
             block_size=self.n_samples_per_prompt,
@@ -117,8 +117,8 @@ class GRPOGroupNSampler(GroupSampler):
     """Takes complete groups of `n_samples_per_prompt` samples, in the order of their first members.
 
     If all groups have equal size, each rank gets consecutive groups and exactly `batch_size` samples. Group sizes
-    differ if groups were closed early or `incomplete_groups="take"`. Groups are not split then either, and the ranks'
-    shares are as even as possible.
+    differ if groups were closed early, or with `incomplete_groups="take"`. The ranks' shares are then as even as
+    possible without splitting groups.
 
     Attributes:
         n_samples_per_prompt: number of samples in a group whose size was not declared. In a partition without named
@@ -130,7 +130,7 @@ class GRPOGroupNSampler(GroupSampler):
     n_samples_per_prompt: int
 
     def runs_inline(self, request: PlanRequest) -> bool:
-        """Return True, since assigning groups is fast."""
+        """Return True, because assigning groups is fast."""
         return True
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
@@ -150,30 +150,30 @@ class GRPOGroupNSampler(GroupSampler):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAwareSampler(GroupSampler):
-    """Assigns ready samples, or complete groups, round-robin, so every rank gets older and newer samples alike.
+    """Assigns ready samples or complete groups to ranks round-robin, so every rank gets both older and newer samples.
 
     For each batch_index, all replicas of a rank get the same samples, and no two ranks share a sample. A short last
-    batch is distributed evenly. For trainer ranks only.
+    batch is distributed evenly. Only trainer ranks can use this sampler.
 
     Attributes:
-        n_samples_per_prompt: number of samples in a group; groups are not split. null: single samples, or named groups
-            with batch_unit group.
+        n_samples_per_prompt: number of samples in a group; groups are not split. null: single samples are assigned, or
+            named groups with batch_unit group.
     """
 
     name: ClassVar[str] = "rank_aware"
 
     def check(self, request: PlanRequest) -> None:
-        """Raise InvalidArgumentError for a queue worker or a `batch_size` that is not a multiple of the group size."""
+        """Raise InvalidArgumentError for a queue worker, or if `batch_size` is not a multiple of the group size."""
         if not request.ranked:
             raise InvalidArgumentError(
-                f"sampler: got {self.name!r} without dp_rank, expected dp_rank, dp_size and batch_index; queue workers "
-                "use 'sequential' or 'grpo_group_n'",
+                f"sampler: got {self.name!r} without dp_rank; expected dp_rank, dp_size and batch_index. Queue workers "
+                "must use 'sequential' or 'grpo_group_n'",
                 field="sampler",
             )
         GroupSampler.check(self, request)
 
     def runs_inline(self, request: PlanRequest) -> bool:
-        """Return True, since assigning samples is fast."""
+        """Return True, because assigning samples is fast."""
         return True
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
@@ -190,13 +190,13 @@ class RankAwareSampler(GroupSampler):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenSampler(Sampler):
-    """Takes the samples listed in its option `rows`, in that order, once all of them are ready.
+    """Takes the samples listed in the option `rows`, in that order, once all of them are ready.
 
-    For queue workers that look up samples and then claim some of them. If another worker has claimed one of these
-    samples, the sampler returns no batch.
+    Intended for queue workers that look up samples and then claim some of them. If another worker has claimed one of
+    these samples, the sampler returns no batch.
 
     Attributes:
-        rows: distinct global indexes of the samples to claim; `batch_size` must be the number of these indexes.
+        rows: distinct global indexes of the samples to claim; `batch_size` must equal the number of indexes.
     """
 
     name: ClassVar[str] = "chosen"
@@ -210,16 +210,16 @@ class ChosenSampler(Sampler):
             raise ValueError("rows: got a global index twice, expected distinct indexes")
 
     def check(self, request: PlanRequest) -> None:
-        """Raise InvalidArgumentError for trainer ranks, or if `batch_size` is not the number of rows."""
+        """Raise InvalidArgumentError for trainer ranks, or if `batch_size` differs from the number of rows."""
         if request.ranked or request.batch_unit != "sample":
             raise InvalidArgumentError(
-                f"sampler: got {self.name!r} for {'trainer ranks' if request.ranked else 'groups'}, expected a queue "
+                f"sampler: got {self.name!r} for {'trainer ranks' if request.ranked else 'groups'}; expected a queue "
                 "worker that requests samples",
                 field="sampler",
             )
         if request.batch_size != len(self.rows):
             raise InvalidArgumentError(
-                f"batch_size: got {request.batch_size}, expected {len(self.rows)}, the number of rows in "
+                f"batch_size: got {request.batch_size}; expected {len(self.rows)}, the number of rows in "
                 "sampler_config",
                 field="batch_size",
             )
@@ -232,15 +232,15 @@ class ChosenSampler(Sampler):
 
 
 def take_groups(ready_groups: Callable[..., Groups], request: PlanRequest) -> Groups | None:
-    """Return the next complete groups, up to the size of the batch, or None if too few are ready.
+    """Return the next complete groups, up to the batch size, or None if too few are ready.
 
-    Enough groups are ready if they reach `request.min_size`. If the next ready group would exceed
-    `request.total_size`, the groups before it are enough too, since waiting would not change that. To detect this
-    case, the function reads one group more than fits.
+    The ready groups suffice if they reach `request.min_size`. If the next ready group would exceed
+    `request.total_size`, the groups before it also suffice, because waiting would not help. To detect this case, the
+    function reads one group more than fits.
 
     Args:
-        ready_groups: function that returns ready groups up to a limit in a given unit, such as `View.ready_groups`.
-        request: batch size, ranks and unit of the batch to plan.
+        ready_groups: function such as `View.ready_groups` that returns ready groups, up to a limit in a given unit.
+        request: size, ranks and unit of the batch to plan.
 
     Raises:
         InvalidArgumentError: the first group is larger than the entire batch, so no plan could include it.
@@ -257,27 +257,27 @@ def take_groups(ready_groups: Callable[..., Groups], request: PlanRequest) -> Gr
     count = int(np.searchsorted(ends, total, side="right"))
     fitting = Groups(rows=more.rows[: int(ends[count - 1]) if count else 0], sizes=more.sizes[:count])
     if count == len(more):
-        # All groups fit: some may have become ready after the first call, so compare with the minimum again.
+        # All groups fit. Some may have become ready after the first call, so compare with the minimum again.
         return fitting if count and fitting.rows.size >= request.min_size else None
     if not count:
         raise InvalidArgumentError(
-            f"batch_size: got {request.batch_size} samples for {request.rank_count} rank(s), {total} in total, "
-            f"expected at least {int(more.sizes[0])}, the size of the group of sample {int(more.rows[0])}, since "
-            "groups are not split; raise batch_size or count groups with batch_unit group",
+            f"batch_size: got {request.batch_size} samples for {request.rank_count} rank(s), {total} in total; "
+            f"expected at least {int(more.sizes[0])}, the size of the group with sample {int(more.rows[0])}, because "
+            "groups are not split. Raise batch_size, or set batch_unit to 'group'",
             field="batch_size",
         )
     return fitting
 
 
 def rows_of_ranks(groups: Groups, assignment: Assignment) -> list[Indexes]:
-    """Return each rank's rows: the members of the groups assigned to it, in the order of the assignment."""
+    """Return each rank's rows: the members of its assigned groups, in the order of the assignment."""
     members = np.split(groups.rows, groups.starts[1:])
     empty = np.zeros(0, np.int64)
     return [np.concatenate([empty, *(members[position] for position in part.tolist())]) for part in assignment]
 
 
 def assign_blocks(groups: Groups, rank_count: int) -> Assignment:
-    """Assign a block of consecutive groups to each rank; the numbers of groups differ by at most one."""
+    """Assign a block of consecutive groups to each rank; the numbers of groups per rank differ by at most one."""
     return even_blocks(np.arange(len(groups)), rank_count)
 
 
@@ -301,10 +301,10 @@ def assign_to_least_loaded(groups: Groups, rank_count: int) -> Assignment:
 
 
 def assign_round_robin(groups: Groups, rank_count: int, *, largest_first: bool = False) -> Assignment:
-    """Assign groups in rounds of one group per rank, so the ranks' numbers of groups differ by at most one.
+    """Assign groups in rounds of one group per rank, so the numbers of groups per rank differ by at most one.
 
-    Rounds take groups in the given order, or by size with `largest_first`. Within a round, larger groups are assigned
-    to ranks with fewer samples; groups of equal size are assigned round-robin.
+    Rounds take groups in the given order or, with `largest_first`, by descending size. Within a round, larger groups
+    are assigned to ranks with fewer samples; groups of equal size are assigned round-robin.
     """
     order = np.argsort(-groups.sizes, kind="stable") if largest_first else np.arange(len(groups))
     loads = np.zeros(rank_count, np.int64)

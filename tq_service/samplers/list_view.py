@@ -1,4 +1,4 @@
-"""An in-memory `View` of samples with given token counts, for testing samplers without a service."""
+"""An in-memory `View` for testing samplers without a service, on samples with given token counts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SPEC = BatchSpec(
 
 
 class ListView(PartitionView):
-    """In-memory samples 0, 1, ... as a sampler in the service sees them: ready once produced, until consumed."""
+    """A view of in-memory samples 0, 1, ... like that of a service: produced samples are ready until consumed."""
 
     def __init__(
         self,
@@ -43,11 +43,11 @@ class ListView(PartitionView):
         Args:
             lengths: token count of each sample.
             group_size: number of consecutive samples per named group; the last group may be smaller. None: no groups.
-            meta: values of custom_meta columns by column name, one value per sample.
-            unproduced: samples that are not ready until `produce` is called for them.
+            meta: values of custom_meta columns, by column name, with one value per sample.
+            unproduced: samples that become ready only when `produce` is called for them.
 
         Raises:
-            ValueError: `group_size` is below 1, or a column in `meta` does not have one value per sample.
+            ValueError: `group_size` is below 1, or a column in `meta` does not contain one value per sample.
             IndexError: an index in `unproduced` is out of range.
         """
         if group_size is not None and group_size < 1:
@@ -76,7 +76,7 @@ class ListView(PartitionView):
         self._task.claim.write(rows, CONSUMED_EARLIER)
 
     def record(self, plan: Plan, *, max_uses: int = 1) -> None:
-        """Apply a plan as the service does: count deliveries, drop the plan's dropped rows, consume used-up rows.
+        """Apply a plan as the service does: count deliveries, drop the plan's dropped rows, and consume used-up rows.
 
         A row is used up after `max_uses` deliveries, as with `claim(max_uses=)`.
         """
@@ -85,17 +85,17 @@ class ListView(PartitionView):
         self.plan_count += 1
 
     def produce(self, rows: Indexes) -> None:
-        """Mark rows as produced, so they become ready."""
+        """Mark rows as produced, which makes them ready."""
         self._cells.write(rows, 0)
 
     def rollout_names(self, rows: Indexes) -> list[str | None]:
-        """Return None for each row, since this view does not have rollouts."""
+        """Return None for each row, since this view has no rollouts."""
         return [None] * len(rows)
 
     def lengths(self, rows: Indexes) -> Indexes:
-        """Return the token counts `(n,)` of rows."""
+        """Return the token counts of the given rows."""
         return self._lengths[rows]
 
     def field_lengths(self, field: str, rows: Indexes) -> Indexes:
-        """Return the token counts `(n,)` of rows, whatever the field."""
+        """Return the token counts of the given rows; the field is ignored."""
         return self._lengths[rows]

@@ -1,4 +1,4 @@
-"""Reads a sampler's options from its constructor, and validates a client's sampler_config against them."""
+"""Reads a sampler's options from its constructor, and validates the sampler_config of clients against them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def describe_sampler(name: str, kind: type[Sampler]) -> SamplerDescription:
 
 
 def _documented(kind: type[Sampler]) -> dict[str, str]:
-    """Return each option's text from the docstrings of the class and its bases; the most derived class wins."""
+    """Return each option's text from the docstrings of a class and its bases; derived classes take precedence."""
     texts: dict[str, str] = {}
     for doc in (inspect.getdoc(part) for base in kind.__mro__[:-1] for part in (base, vars(base).get("__init__"))):
         section = re.search(r"^(?:Attributes|Args):\n((?:\s+.*\n?|\n)+)", doc or "", re.MULTILINE)
@@ -53,7 +53,7 @@ def build_sampler(name: str, kind: type[Sampler], config: Mapping[str, object]) 
     """Create a sampler of class `kind` with the options in `config`.
 
     Raises:
-        InvalidArgumentError: an option is unknown or missing, or has the wrong type or an invalid value.
+        InvalidArgumentError: an option is unknown or missing, or its type or value is invalid.
     """
     parameters, takes_any = _parameters(kind)
     for option in config:
@@ -69,7 +69,7 @@ def build_sampler(name: str, kind: type[Sampler], config: Mapping[str, object]) 
     ]
     if missing:
         raise InvalidArgumentError(
-            f"sampler_config: sampler {name!r} requires {', '.join(map(repr, missing))}, got "
+            f"sampler_config: sampler {name!r} requires {', '.join(map(repr, missing))}; got "
             f"{', '.join(map(repr, config)) or 'no options'}",
             field=_FIELD,
             metadata={"option": missing[0]},
@@ -97,7 +97,7 @@ def build_sampler(name: str, kind: type[Sampler], config: Mapping[str, object]) 
 
 
 def _parameters(kind: type[Sampler]) -> tuple[dict[str, inspect.Parameter], bool]:
-    """Return the constructor's keyword parameters, and whether it accepts any other keyword (`**kwargs`)."""
+    """Return the constructor's keyword parameters, and whether it also accepts arbitrary keywords (`**kwargs`)."""
     parameters = inspect.signature(kind).parameters.values()
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return (
@@ -107,12 +107,13 @@ def _parameters(kind: type[Sampler]) -> tuple[dict[str, inspect.Parameter], bool
 
 
 def _type_hints(kind: type[Sampler]) -> dict[str, Any]:
-    # A dataclass may inherit options whose types are imported only in the module of a base class. `get_type_hints` of a
-    # class looks in the module of each base; for a generated constructor, it looks only in the subclass's module.
+    # A dataclass may inherit options whose types are imported only in a base class's module. For a class,
+    # `get_type_hints` looks in the module of each base; for a generated constructor, it looks only in the subclass's
+    # module.
     annotated = kind if is_dataclass(kind) else kind.__init__
     try:
         return get_type_hints(annotated)
-    except (NameError, TypeError):  # names imported only for type checking; the constructor then validates all values
+    except (NameError, TypeError):  # names imported only for type checking; only the constructor validates values
         return {}
 
 
@@ -123,7 +124,7 @@ _LISTS: Final = (list, tuple, Sequence)
 
 
 def _words(hint: Any) -> str:
-    """Describe a type hint in JSON terms, for clients in every language; "" if only the constructor validates it."""
+    """Describe a type hint in JSON terms, for clients in any language; "" if only the constructor can validate it."""
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(filter(None, map(_words, get_args(hint))))
     if get_origin(hint) is Literal:
@@ -134,7 +135,7 @@ def _words(hint: Any) -> str:
 
 
 def _checked(value: object, hint: Any) -> object:
-    """Validate a value against a type hint; return it unchanged if only the constructor can validate it."""
+    """Validate a value against a type hint and return it; do nothing if only the constructor can validate it."""
     if not _words(hint):
         return value
     try:
@@ -145,7 +146,7 @@ def _checked(value: object, hint: Any) -> object:
 
 
 def whole_numbers(value: Any) -> Any:
-    """Convert integral floats in a JSON value to integers, since the wire format carries all numbers as doubles."""
+    """Convert integral floats in a JSON value to integers, because the wire format transmits all numbers as doubles."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):

@@ -1,7 +1,7 @@
-"""Loads samplers by name, and isolates the service from faulty samplers when it runs them.
+"""Loads samplers by name, and runs them such that faulty samplers cannot harm the service.
 
-Samplers are built in, registered, or imported from an installed package or any module. If a sampler raises, hangs or
-returns an invalid plan, only the request that named this sampler fails.
+A sampler is built in, registered, or imported from an installed package or any module. If a sampler raises an
+exception, hangs or returns an invalid plan, only the request that named it fails.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class SamplerRegistry:
 
     A name refers to a built-in or registered sampler, to an entry point in the group `tq_service.samplers`, or, if the
     service allows it, to `module:Class`. Third-party samplers are imported in a thread on first use. Samplers are
-    stateless, so one instance serves all requests with the same options. Use a registry on one event loop only.
+    stateless, so one instance serves all requests with equal options. Use a registry on one event loop only.
     """
 
     def __init__(self, *, allow_import: bool = False, max_instances: int = 256) -> None:
-        """Create a registry of the built-in samplers.
+        """Create a registry that contains the built-in samplers.
 
         Args:
-            allow_import: whether clients may request any importable sampler as `module:Class`. If True, clients can
-                make the server import any installed module.
+            allow_import: whether clients may request any importable sampler as `module:Class`. If so, clients can make
+                the server import any installed module.
             max_instances: maximum number of sampler objects to cache.
         """
         self._allow_import = allow_import
@@ -70,7 +70,7 @@ class SamplerRegistry:
         """Register a sampler class under a name.
 
         Raises:
-            ValueError: the name is empty, contains a colon or is used by another class, or `cls` is not a Sampler.
+            ValueError: the name is empty, contains a colon or belongs to another class, or `cls` is not a Sampler.
         """
         if not name or ":" in name:
             raise ValueError(f"name: got {name!r}, expected a non-empty name without a colon")
@@ -82,21 +82,21 @@ class SamplerRegistry:
         self._classes[name] = cls
 
     async def resolve(self, name: str, config: Mapping[str, object] | None = None) -> Sampler:
-        """Return a sampler with the given name and options, created on first use.
+        """Return the sampler with the given name and options; create it on first use.
 
         Raises:
-            InvalidArgumentError: the sampler does not exist or could not be loaded, or an option is unknown or missing,
-                or has a wrong type or value.
+            InvalidArgumentError: the sampler does not exist or could not be loaded. Or an option is unknown or missing,
+                or its type or value is invalid.
         """
         config = whole_numbers(dict(config or {}))
         try:
             config_json = json.dumps(config, sort_keys=True)
-        except (TypeError, ValueError):  # options that are not JSON cannot be a cache key
+        except (TypeError, ValueError):  # options that are not JSON cannot serve as a cache key
             return build_sampler(name, await self._class(name), config)
         return await self.resolve_json(name, config_json)
 
     async def resolve_json(self, name: str, config_json: str) -> Sampler:
-        """Return a sampler as `resolve` does, for options given as canonical JSON (sorted keys)."""
+        """Return a sampler as `resolve` does, with options given as canonical JSON (sorted keys)."""
         key = (name, config_json)
         sampler = self._instances.get(key)
         if sampler is None:
@@ -111,7 +111,7 @@ class SamplerRegistry:
         return self._classes.get(name) or self._imported.get(name) or await self._load(name)
 
     def describe(self) -> list[SamplerDescription]:
-        """Describe all samplers, sorted by name; samplers of installed packages are listed without importing them."""
+        """Describe all samplers, sorted by name; samplers from installed packages are listed without importing them."""
         infos = {name: describe_sampler(name, kind) for name, kind in (self._imported | self._classes).items()}
         for name, entry_point in self._entry_points.items():
             summary = f"From an installed package: {entry_point.value}."
@@ -124,8 +124,8 @@ class SamplerRegistry:
         return {entry_point.name: entry_point for entry_point in found}
 
     async def _load(self, name: str) -> type[Sampler]:
-        # If two calls load the same name at once, both get the same class, since Python imports a module only once.
-        if "_entry_points" not in vars(self):  # slow, since it reads the metadata of all installed packages
+        # If two calls load the same name at once, both get the same class, because Python imports a module only once.
+        if "_entry_points" not in vars(self):  # slow, because it reads the metadata of all installed packages
             await run_in_daemon_thread(lambda: self._entry_points, thread_name="tq-sampler-entry-points")
         if name in self._entry_points:
             kind = await _import(name, self._entry_points[name].load)
@@ -136,7 +136,7 @@ class SamplerRegistry:
             why = "which is unknown"
             if ":" in name:
                 why = (
-                    "but this server does not import samplers by module:Class; allow it (allow_sampler_import), or "
+                    "but this server does not import samplers by module:Class; allow this (allow_sampler_import), or "
                     f"install the sampler as an entry point of {ENTRY_POINT_GROUP!r}"
                 )
             raise _not_loaded(name, f"sampler: got {name!r}, {why}; {known}")
@@ -156,7 +156,7 @@ async def _import(name: str, load: Callable[[], Any]) -> type[Sampler]:
             f"sampler: {name!r} cannot be imported by the service: {type(error).__name__}: {error}; install it "
             "where the service runs, or add it to the service's PYTHONPATH",
         ) from error
-    except BaseException as error:  # third-party code may raise anything, including SystemExit
+    except BaseException as error:  # third-party code may raise any exception, even SystemExit
         raise _not_loaded(
             name, f"sampler: {name!r} cannot be loaded by the service: {type(error).__name__}: {error}"
         ) from error
@@ -174,26 +174,26 @@ def _import_class(name: str) -> Any:
 def _check_class(name: str, kind: Any) -> type[Sampler]:
     if not inspect.isclass(kind) or not issubclass(kind, Sampler):
         raise ValueError(
-            f"sampler {name!r}: got {kind!r}, expected a class with a method plan(view, request), a subclass of "
+            f"sampler {name!r}: got {kind!r}; expected a class with a method plan(view, request) that is derived from "
             "tq_service.samplers.Sampler"
         )
     return kind
 
 
 class PlanRunner:
-    """Runs the `plan` method of samplers: inline if the sampler allows it, awaited if it is async, else in a thread.
+    """Runs the samplers' `plan` methods: inline if the sampler allows it, awaited if async, otherwise in a thread.
 
-    Python cannot kill a hung thread, so the number of planning threads is limited to `max_threads`. While some threads
-    hang, the remaining threads run plans; while all hang, plans that need a thread fail immediately. A thread whose
-    plan eventually returns is free again. Daemon threads are used, so a hung plan does not prevent the process from
-    exiting. Use a runner on one event loop only.
+    Python cannot kill a hung thread, so the number of planning threads is limited to `max_threads`. If some threads
+    hang, the others continue to run plans. If all hang, plans that need a thread fail immediately. A hung thread
+    becomes available again when its plan returns. The threads are daemon threads, so a hung plan does not prevent the
+    process from exiting. Use a runner on one event loop only.
     """
 
     def __init__(self, *, max_threads: int = 4, timeout_seconds: float = 30.0) -> None:
         """Create a runner.
 
         Args:
-            max_threads: maximum number of plans that run in threads at the same time, including hung plans.
+            max_threads: maximum number of plans that may run in threads at the same time, including hung plans.
             timeout_seconds: maximum duration of a plan, including the time it waits for a thread.
         """
         if max_threads < 1:
@@ -203,12 +203,13 @@ class PlanRunner:
         self._timeout_seconds = timeout_seconds
         self._max_threads = max_threads
         self._free_threads = asyncio.Semaphore(max_threads)
-        # Sampler name and deadline, by the loop's clock, of each plan in a thread. Past its deadline a plan is hung.
+        # Sampler name and deadline (in event-loop time) for each plan in a thread. A plan past its deadline counts as
+        # hung.
         self._running: list[tuple[str, float]] = []
 
     @property
     def hung_samplers(self) -> list[str]:
-        """Names of the samplers whose threads are past their deadline, one per thread."""
+        """Names of the samplers whose plans are past their deadlines, one per hung thread."""
         now = asyncio.get_running_loop().time()
         return sorted(name for name, deadline in self._running if deadline <= now)
 
@@ -222,7 +223,7 @@ class PlanRunner:
         _guarded(sampler, lambda: sampler.check(request))
 
     def length(self, sampler: Sampler) -> LengthSource | None:
-        """Return the source of token counts that a sampler needs, or None if it does not use token counts.
+        """Return the source from which a sampler gets token counts, or None if it does not use them.
 
         Raises:
             TqError: raised by the sampler.
@@ -234,7 +235,7 @@ class PlanRunner:
         """Return the validated plan of a sampler that runs inline, or None if too few samples are ready.
 
         Raises:
-            MustBeAwaited: the sampler does not run inline, `plan` is async, or the view raised MustBeAwaited.
+            MustBeAwaited: the sampler cannot run inline, `plan` is async, or the view raised MustBeAwaited.
             TqError: raised by the sampler.
             SamplerError: the sampler raised any other exception or returned an invalid plan.
         """
@@ -250,7 +251,7 @@ class PlanRunner:
     async def run(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
         """Return the sampler's validated plan, or None if too few samples are ready.
 
-        Runs `plan` in a thread, even if it could run inline. If `plan` is async, it is awaited on the event loop.
+        `plan` runs in a thread, even if it could run inline. An async `plan` is awaited on the event loop.
 
         Raises:
             TqError: raised by the sampler.
@@ -277,7 +278,7 @@ class PlanRunner:
             self._running.remove(running)
             self._free_threads.release()
 
-        # The thread slot is released only when the plan returns, which may be long after its caller timed out.
+        # The thread becomes available only when the plan returns, which may be long after the caller timed out.
         finished = start_daemon_thread(lambda: sampler.plan(view, request), thread_name=f"tq-plan-{sampler.name}")
         finished.add_done_callback(free)
         await self._wait(sampler, finished, deadline)
@@ -298,7 +299,7 @@ class PlanRunner:
         except TimeoutError:
             raise SamplerTimeoutError(
                 f"sampler {sampler.name!r} did not get one of the {self._max_threads} planning threads within "
-                f"{self._timeout_seconds} s; raise sampler_threads or request smaller batches",
+                f"{self._timeout_seconds} s; raise sampler_threads, or request smaller batches",
                 metadata={"sampler": sampler.name},
             ) from None
 
@@ -309,21 +310,21 @@ class PlanRunner:
             await self._wait(sampler, task, deadline)
         finally:
             task.cancel()
-        if task.cancelled():  # the sampler cancelled itself, since `task.cancel()` above has no effect on a done task
+        if task.cancelled():  # the sampler cancelled itself; the `task.cancel()` above has no effect on a done task
             raise _failure(sampler, asyncio.CancelledError())
         return task.result()
 
     async def _wait(self, sampler: Sampler, future: asyncio.Future[T], deadline: float) -> None:
-        """Wait until the future is done or the deadline passes; a late future is not cancelled here.
+        """Wait until the future is done or the deadline passes. This method does not cancel a late future.
 
-        A sampler may ignore a cancellation, which would block the caller.
+        A sampler may ignore cancellation, which would block the caller.
         """
         loop = asyncio.get_running_loop()
         done, _ = await asyncio.wait([future], timeout=max(deadline - loop.time(), 0.0))
         if not done:
             raise SamplerTimeoutError(
-                f"sampler {sampler.name!r} has not returned within {self._timeout_seconds} s; no samples were "
-                "consumed; make the sampler faster or request smaller batches",
+                f"sampler {sampler.name!r} has not returned within {self._timeout_seconds} s. No samples were "
+                "consumed. Make the sampler faster, or request smaller batches",
                 metadata={"sampler": sampler.name},
             )
 
@@ -333,7 +334,7 @@ def _guarded(sampler: Sampler, call: Callable[[], T]) -> T:
         return call()
     except (TqError, KeyboardInterrupt, MustBeAwaited):
         raise
-    except BaseException as error:  # a sampler may raise anything, including SystemExit
+    except BaseException as error:  # a sampler may raise any exception, even SystemExit
         raise _failure(sampler, error) from error
 
 
@@ -347,7 +348,7 @@ async def _guarded_await(sampler: Sampler, plan: Awaitable[T]) -> T:
 
 
 def _retrieve(task: asyncio.Future[T]) -> None:
-    """Retrieve a task's exception, so asyncio does not log "exception was never retrieved" for a timed-out plan."""
+    """Retrieve a task's exception, so asyncio does not log "exception was never retrieved" after a plan timed out."""
     if not task.cancelled():
         task.exception()
 
@@ -359,32 +360,33 @@ def _failure(sampler: Sampler, error: BaseException) -> SamplerError:
     )
 
 
-# Validation of a returned plan, before anything is recorded
+# Validation of returned plans, before anything is recorded
 
 
 def check_plan(sampler: str, plan: object, request: PlanRequest) -> Plan | None:
-    """Validate and normalise the plan that a sampler returned. Whether its rows are ready is checked by the planner.
+    """Validate and normalise the plan returned by a sampler. The planner checks whether its rows are ready.
 
-    The normalised plan can always be journaled and sent, since an error after its rows are consumed would lose them.
-    Numpy integers become Python integers, and instances of subclasses become the classes of `tq_service.state.plan`.
+    A normalised plan can always be journaled and sent. An error after its rows were consumed would otherwise lose them.
+    Numpy integers become Python integers, and instances of subclasses become instances of the classes in
+    `tq_service.state.plan`.
 
     Raises:
-        SamplerError: `plan` is not a Plan, does not have one part per rank, or has no rows. Or it repeats a row without
-            setting `consumed`, or a rank's positions repeat or are out of range. Or ranks have different numbers of
-            steps or packs, or a value does not have the type declared in `tq_service.state.plan`.
+        SamplerError: `plan` is not a Plan, does not have one part per rank, or contains no rows. Or it repeats a row
+            without setting `consumed`, or a rank's positions are repeated or out of range. Or the ranks have different
+            numbers of steps or packs, or a value does not have the type declared in `tq_service.state.plan`.
     """
     try:
         return None if plan is None else _checked(plan, request)
     except _MalformedPlanError as error:
         got, expected = error.args
         raise SamplerError(
-            f"sampler {sampler!r} returned {got}, expected {expected}; no samples were consumed",
+            f"sampler {sampler!r} returned {got}; expected {expected}. No samples were consumed",
             metadata={"sampler": sampler},
         ) from None
 
 
 class _MalformedPlanError(Exception):
-    """A plan is malformed; `args` are descriptions of the returned and the expected value."""
+    """A plan is malformed. `args` describes the returned value and the expected value."""
 
 
 def _checked(plan: object, request: PlanRequest) -> Plan:
@@ -408,7 +410,7 @@ def _checked(plan: object, request: PlanRequest) -> Plan:
         _check_array("consumed", plan.consumed)
         _check_unique("consumed row", plan.consumed.copy(), "every row at most once")
         rows = np.union1d(rows, plan.consumed)
-        if rows.size > MOST_SAMPLES:  # the limit applies to distinct rows; each may be repeated any number of times
+        if rows.size > MOST_SAMPLES:  # the limit is on distinct rows; each may be repeated any number of times
             raise _MalformedPlanError(f"{rows.size} rows", f"at most {MOST_SAMPLES} over all ranks")
     if dropped.size:
         remedy = "every row at most once, and only rows that are neither delivered nor consumed"
@@ -487,7 +489,7 @@ def _check_packs(rank: int, part: RankPlan) -> None:
 
 
 def _check_array(what: str, array: Any) -> None:
-    if type(array) is not np.ndarray:  # a masked array, which cannot be sent, is an instance of a subclass
+    if type(array) is not np.ndarray:  # masked arrays are instances of a subclass and cannot be sent
         raise _MalformedPlanError(
             f"{what} as {type(array).__name__}", "a numpy array of int64, as created by Plan.of(parts)"
         )

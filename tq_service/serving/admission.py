@@ -1,7 +1,7 @@
-"""The queue of writes that wait for capacity in a partition, and the bounds that make them wait.
+"""The queue of writes that wait for capacity in a partition, and the bounds that writes must respect.
 
-A partition limits the bytes of its cells and the outstanding units of its tasks. All counts are part of the state, so a
-restart does not change them.
+A partition limits the bytes of its cells and the outstanding units of its tasks. These counts are part of the persisted
+state, so a restart does not change them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Demand:
     Attributes:
         counts: number of new units, by unit; see `CheckedGroups.count_units`.
         value_bytes: bytes of the new samples' cells.
-        held_counts: number of new held units, by unit.
+        held_counts: number of new held units (still being generated), by unit.
         groups: names of new groups; samples of existing groups need no capacity.
         rollouts: names of new rollouts; samples of existing rollouts need no capacity.
     """
@@ -90,18 +90,19 @@ class Bound(Protocol):
 
     Attributes:
         limit: the upper bound.
-        task_name: name of the task that must consume samples before a waiting write fits; otherwise empty.
+        task_name: name of the task that must consume samples before a waiting write fits; empty if there is no such
+            task.
     """
 
     limit: int
     task_name: str
 
     def share(self, demand: Demand) -> int:
-        """Return how much a write counts towards the bound, even in an empty partition."""
+        """Return the amount that a write adds to the bounded quantity."""
         ...
 
     def used(self) -> int:
-        """Return how much of the bound is in use."""
+        """Return the amount that is currently in use."""
         ...
 
     def waits_for(self, got: int) -> str:
@@ -109,12 +110,12 @@ class Bound(Protocol):
         ...
 
     def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
-        """Return the error for a write that would raise the total to `got`, after a wait if it `may_fit_later`."""
+        """Return the error for a write that would raise the total to `got`; with `may_fit_later`, after a wait."""
         ...
 
 
 class ByteBound:
-    """Bound on the bytes of cells in a partition; see `Bound`."""
+    """Bound on the total size of a partition's cells, in bytes; see `Bound`."""
 
     task_name = ""
 
@@ -127,17 +128,17 @@ class ByteBound:
         return demand.value_bytes
 
     def used(self) -> int:
-        """Return the bytes of all stored cells."""
+        """Return the total size of all stored cells, in bytes."""
         return self._partition.cells.used_bytes
 
     def waits_for(self, got: int) -> str:
-        """Explain why a write waits for bytes."""
+        """Explain why a write waits until bytes are freed."""
         text = f"partition {self._partition.partition_id!r} would have {got} bytes, but its max_bytes is {self.limit}"
         release = self._partition.settings.release
         return text if release is None else f"{text}, and samples are released once {shown(release)}"
 
     def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
-        """Return the error for a write that exceeds the bytes."""
+        """Return the error for a write that exceeds the byte limit."""
         remedy = _outcome("clear consumed samples, or raise max_bytes", note) if may_fit_later else _SPLIT
         return QuotaExceededError(
             f"{self.waits_for(got)}{remedy}",
@@ -147,7 +148,7 @@ class ByteBound:
 
 
 class AdmissionBound:
-    """Bound on the outstanding units of a task; see `Bound`."""
+    """Bound on a task's outstanding units; see `Bound`."""
 
     def __init__(self, partition: Partition, admission: Admission) -> None:
         self._partition = partition
@@ -160,7 +161,7 @@ class AdmissionBound:
         return demand.counts[self._admission.unit]
 
     def used(self) -> int:
-        """Return the number of outstanding units; if overflow is dropped, only those that cannot be dropped."""
+        """Return the number of outstanding units; if overflow is dropped, count only units that cannot be dropped."""
         task = self._partition.tasks[self.task_name]
         outstanding = task.outstanding_count or 0
         if self._admission.overflow == "wait":
@@ -171,7 +172,7 @@ class AdmissionBound:
         """Explain why a write waits for the task."""
         admission, task = self._admission, self._partition.tasks[self.task_name]
         delivered = sum(task.delivered_units) + task.done_units
-        parts = f", {delivered} of them delivered and not {admission.given_back} yet" if delivered else ""
+        parts = f", {delivered} of them delivered but not yet {admission.given_back}" if delivered else ""
         what = "outstanding"
         if admission.overflow == "drop_lowest":
             what = "that cannot be dropped (new, held, leased, incomplete or in untrained batches)"
@@ -189,7 +190,7 @@ class AdmissionBound:
 
 
 class RatioBound:
-    """Bound on the samples that may be inserted before the task receives more samples; see `Bound`."""
+    """Bound on how many samples may be inserted before the task receives more; see `Bound`."""
 
     def __init__(self, ratio: InsertRatio) -> None:
         self._ratio = ratio
@@ -217,7 +218,7 @@ class RatioBound:
 
 
 class RunningBound:
-    """Bound on the held units, which are still being generated; see `Bound`."""
+    """Bound on the number of held units, that is, units that are still being generated; see `Bound`."""
 
     task_name = ""
 
@@ -237,7 +238,7 @@ class RunningBound:
     def waits_for(self, got: int) -> str:
         """Explain why a write waits for rollouts in progress."""
         return (
-            f"partition {self._partition.partition_id!r} would have {got} {self._unit}s held, which are still being "
+            f"partition {self._partition.partition_id!r} would have {got} held {self._unit}s, which are still being "
             f"generated; its admission sets most_running to {self.limit}"
         )
 
@@ -253,7 +254,7 @@ _SPLIT: Final = "; split the put"
 
 
 def _outcome(remedy: str, note: str) -> str:
-    return f", and there was no capacity until the deadline; {remedy}{note}"
+    return f", and no capacity became available before the deadline; {remedy}{note}"
 
 
 def _limit_error(
@@ -273,7 +274,7 @@ def _limit_error(
 
 
 def bounds_of(partition: Partition) -> list[Bound]:
-    """Return all bounds that the settings of a partition define."""
+    """Return all bounds defined by a partition's settings."""
     settings = partition.settings
     bounds: list[Bound] = [] if settings.max_bytes is None else [ByteBound(partition, settings.max_bytes)]
     bounds += [AdmissionBound(partition, admission) for admission in settings.admissions]
@@ -283,7 +284,7 @@ def bounds_of(partition: Partition) -> list[Bound]:
 
 
 def demand_of(partition: Partition, write: SampleWrite, value_bytes: int) -> Demand | None:
-    """Return the demand of a write's new samples, or None if no new sample is kept or starts a unit.
+    """Return the demand of a write's new samples, or None if no new sample is stored or begins a unit.
 
     Raises:
         TqError: the partition rejects the write regardless of capacity.
@@ -311,7 +312,7 @@ def demand_of(partition: Partition, write: SampleWrite, value_bytes: int) -> Dem
 
 
 def demand_of_slots(partition: Partition, prompt_count: int, slot_count: int) -> Demand:
-    """Return the demand of all slots for `prompt_count` new prompts, each with `slot_count` slots.
+    """Return the demand of the slots for `prompt_count` new prompts, `slot_count` slots each.
 
     Raises:
         PartitionSealedError: the partition accepts no new samples.
@@ -325,15 +326,16 @@ def demand_of_slots(partition: Partition, prompt_count: int, slot_count: int) ->
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class WaitingWrite(contextlib.AbstractContextManager["WaitingWrite"]):
-    """A write that waits for capacity. Once admitted, the write reserves its capacity until its `with` block ends.
+    """A write that waits for capacity. Once admitted, it keeps its capacity reserved until its `with` block ends.
 
     Attributes:
-        look: returns the current demand of the write, or None; raises an error if the partition would reject the write.
-        names_keys: whether the write has keys. Other writes may add samples with these keys during the wait.
-        demand: the last known demand of the write, or None.
+        look: function that returns the write's current demand, or None; raises an error if the partition would reject
+            the write.
+        names_keys: whether the write specifies keys. Other writes may add samples with these keys during the wait.
+        demand: the write's last known demand, or None.
         seen: state of the partition when `demand` was determined; more keys and groups may have been added since.
-        since: when the write arrived or its last turn ended; see `AdmissionTurn`.
-        admitted: completes when the write has capacity, or fails if it never will.
+        since: time when the write arrived or its last turn ended; see `AdmissionTurn`.
+        admitted: future that completes when the write gets capacity, or fails if it never will.
     """
 
     queue: AdmissionQueue
@@ -350,19 +352,19 @@ class WaitingWrite(contextlib.AbstractContextManager["WaitingWrite"]):
 
     @property
     def has_capacity(self) -> bool:
-        """Whether the write still has its reserved capacity. A retry of the call may have taken over the capacity."""
+        """Whether the write still has its reserved capacity, which a retry of the call may have taken over."""
         return self.queue.has_admitted(self)
 
 
 class AdmissionQueue:
-    """Admits writes of new samples to one partition in order of arrival, within the partition's bounds.
+    """Admits writes that add samples to one partition, in order of arrival and within the partition's bounds.
 
-    A write that fits overtakes writes that do not fit. The fitting write may even free capacity for the others, for
-    example by completing the batch that a trainer waits for. `AdmissionTurn` prevents large puts from being delayed
-    forever. New members of existing groups need no capacity, since their groups were admitted already.
+    A write that fits overtakes writes that do not fit. It may even free capacity for them, for example by completing
+    the batch that a trainer waits for. `AdmissionTurn` prevents large puts from being delayed forever. New members of
+    existing groups need no capacity, because their groups were already admitted.
 
-    Only the first waiting writes are examined, and only after a change. A retry replaces the original call, in the
-    queue or after its admission. The queue is confined to the partition's event loop.
+    Only the first waiting writes are examined, and only after a change. A retry replaces the original call, whether
+    that call is still queued or already admitted. The queue is confined to the partition's event loop.
     """
 
     def __init__(
@@ -375,9 +377,9 @@ class AdmissionQueue:
 
         Args:
             partition: the partition that receives the writes.
-            deadlock: returns why the task that must consume first ("": any task) cannot consume, or "" if it can. The
-                second argument is a claim that is known to wait, or None.
-            clock: clock used for deadlines and turns.
+            deadlock: function that returns why the named task ("": any task), which must consume first, cannot do so;
+                "" if it can. The second argument is a claim that is known to wait, or None.
+            clock: function that returns the time used for deadlines and turns, in seconds.
         """
         self._partition = partition
         self._deadlock = deadlock
@@ -397,7 +399,7 @@ class AdmissionQueue:
         return len(self._waiting)
 
     def first_waits_for(self, asking: ClaimRequest | None = None) -> str:
-        """Explain why the first waiting write still waits, given a waiting claim; "" if no write waits."""
+        """Explain why the first write in the queue still waits, given a waiting claim; "" if the queue is empty."""
         first = next(iter(self._waiting.values()), None)
         return "" if first is None or first.demand is None else self.waits_for(first.demand, asking)
 
@@ -409,17 +411,17 @@ class AdmissionQueue:
     async def enter(
         self, request_id: bytes, write: SampleWrite, value_bytes: int, deadline: float | None
     ) -> WaitingWrite:
-        """Wait for the capacity of a write, behind earlier writes; return at once if the write needs no capacity.
+        """Wait behind earlier writes for the capacity that a write needs; return at once if it needs none.
 
         Args:
-            request_id: request_id of the call and of its retries.
+            request_id: id shared by the call and its retries.
             write: the write to admit.
-            value_bytes: bytes of all columns in the write.
+            value_bytes: total size of all columns in the write, in bytes.
             deadline: end of the wait in `time.monotonic` seconds; None: wait until the caller is cancelled.
 
         Raises:
-            QuotaExceededError, AdmissionLimitError: the write alone exceeds a bound (raised immediately), or there was
-                no capacity before the deadline (with `retry_after_seconds`).
+            QuotaExceededError, AdmissionLimitError: the write alone exceeds a bound (raised immediately), or no
+                capacity became available before the deadline (with `retry_after_seconds`).
             PartitionClearedError, UnavailableError: the partition was cleared or the service shut down during the wait.
             CallCancelledError: a retry replaced this call.
             TqError: the partition rejects the write regardless of capacity.
@@ -446,14 +448,14 @@ class AdmissionQueue:
                 raise self._too_late(entering)
             entering.admitted.result()
             return entering
-        except BaseException:  # a cancellation may arrive in the same iteration of the loop as the capacity
+        except BaseException:  # a cancellation may arrive in the same loop iteration as the capacity
             self.leave(entering)
             raise
         finally:
             del entering  # otherwise, an exception's traceback would keep this frame and the partition alive
 
     def enter_now(self, request_id: bytes, look: Callable[[], Demand | None]) -> WaitingWrite:
-        """Reserve capacity behind all waiting writes, or raise the timeout error of `enter` if none is left."""
+        """Reserve capacity if enough remains after all waiting writes, or raise the timeout error of `enter`."""
         entering = self._join(request_id, look, names_keys=False)
         if not entering.admitted.done():
             error = self._too_late(entering)
@@ -502,7 +504,7 @@ class AdmissionQueue:
                 self.wake()
 
     def wake(self, last: WaitingWrite | None = None) -> None:
-        """Admit all examined writes that have capacity now; `last` is always examined if it waits."""
+        """Admit all examined writes that fit now; `last` is always examined if it waits."""
         admitted, short = sum_of(each.demand for each in self._admitted.values()), list[WaitingWrite]()
         looked_at = dict(itertools.islice(self._waiting.items(), _MOST_LOOKED_AT))
         if last is not None and last.request_id in self._waiting:
@@ -536,7 +538,7 @@ class AdmissionQueue:
         self._set_timer()
 
     def _set_timer(self) -> None:
-        """Set a timer that examines the other writes when the current turn ends."""
+        """Set a timer for examining the other writes when the current turn ends."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -545,10 +547,10 @@ class AdmissionQueue:
             self._timer = asyncio.get_running_loop().call_later(seconds, self.wake)
 
     def _fits(self, waiting: WaitingWrite, admitted: Demand, *, may_pass: bool) -> bool:
-        """Whether a write needs no capacity, or fits in addition to the admitted writes and may pass other writes.
+        """Whether a write needs no capacity, or fits alongside the admitted writes and may pass other writes.
 
-        The demand is recomputed only if it may have decreased, or when the write fits. Otherwise, each small clear
-        would cause a look-up of all keys in a large waiting put.
+        The demand is recomputed only if it may have decreased, or when the write fits. This avoids looking up all keys
+        in a large waiting put after each small clear.
         """
         if self._may_take_less(waiting):
             self._update_demand(waiting)
@@ -556,11 +558,11 @@ class AdmissionQueue:
             return True
         if not may_pass or self._refusing(waiting.demand, admitted) is not None:
             return False
-        self._update_demand(waiting)  # keys of removed rows may be new again
+        self._update_demand(waiting)  # keys of removed rows count as new again
         return waiting.demand is None or self._refusing(waiting.demand, admitted) is None
 
     def _may_take_less(self, waiting: WaitingWrite) -> bool:
-        """Whether the demand of a write may have changed: its samples or groups may exist, or it may be rejected."""
+        """Whether a write's demand may have changed: its samples or groups may exist, or it may be rejected."""
         if waiting.demand is None or waiting.seen is None or waiting.seen[0] != self._partition.sealed:
             return True
         added = self._partition.table.next_index - waiting.seen[1]
@@ -570,7 +572,7 @@ class AdmissionQueue:
         return added > 0 and waiting.names_keys
 
     def _update_demand(self, admission: WaitingWrite) -> None:
-        """Recompute the demand of a write if it may have changed."""
+        """Recompute a write's demand if it may have changed."""
         table = self._partition.table
         marks = self._partition.sealed, table.next_index, table.removed_count
         if admission.seen != marks:
@@ -578,7 +580,7 @@ class AdmissionQueue:
             admission.seen = marks
 
     def _refusing(self, demand: Demand, admitted: Demand | None = None) -> tuple[Bound, int] | None:
-        """Return the bound that a write would exceed now and the resulting total, or None if there is capacity."""
+        """Return the bound that a write would exceed now, with the resulting total, or None if the write fits."""
         if admitted is None:
             admitted = sum_of(each.demand for each in self._admitted.values())
         for bound in self._bounds:
@@ -588,7 +590,7 @@ class AdmissionQueue:
         return None
 
     def _too_late(self, late: WaitingWrite) -> TqError:
-        """Return the error for a write that received no capacity in time or could not pass another write."""
+        """Return the error for a write that did not receive capacity in time, or could not pass another write."""
         if late.demand is not None and (refusing := self._refusing(late.demand)) is not None:
             return refusing[0].error(refusing[1], may_fit_later=True, note=self._note(refusing[0]))
         holder = self._turn.holder
@@ -597,11 +599,11 @@ class AdmissionQueue:
             note = f"; this includes an earlier put of {front.sample_count} samples, which has waited longest"
             return refusing[0].error(refusing[1], may_fit_later=True, note=note)
         return ResourceExhaustedError(
-            "there was no capacity until the deadline; retry the put", retry_after_seconds=RETRY_AFTER_SECONDS
+            "no capacity became available before the deadline; retry the put", retry_after_seconds=RETRY_AFTER_SECONDS
         )
 
     def _note(self, bound: Bound, asking: ClaimRequest | None = None) -> str:
-        """Return why writes wait for a bound, as a note: earlier puts, or a deadlock; "" if the reason is unknown."""
+        """Return a note about why writes wait for a bound: earlier puts, or a deadlock; "" if the reason is unknown."""
         if self._admitted:
             return f"; {len(self._admitted)} earlier puts have reserved capacity but are not stored yet"
         deadlock = self._deadlock(bound.task_name, asking)
@@ -609,13 +611,13 @@ class AdmissionQueue:
 
 
 def starvation(partition: Partition, planner: Planner, asking: ClaimRequest | None = None) -> str:
-    """Return a note that explains why a task does not consume its remaining samples; "" if unknown or if it may.
+    """Return a note about why a task cannot consume its remaining samples; "" if it can or if the reason is unknown.
 
-    Either a waiting claim can be served only by new samples, or conditions exclude samples that remain pending.
+    There are two reasons: a waiting claim needs new samples, or conditions exclude samples that remain pending.
 
     Args:
-        partition: partition of the task.
-        planner: planner of the task.
+        partition: the task's partition.
+        planner: planner for the task.
         asking: a claim that is known to wait; ignored if it belongs to a different task.
     """
     task, waiting = planner.task, [request for request, _ in planner.waiting_claims()]
@@ -640,7 +642,7 @@ def starvation(partition: Partition, planner: Planner, asking: ClaimRequest | No
     if (pending & ~ready & ~excluded).any():  # held samples, or samples that lack a field
         return ""
     return (
-        f"this is a deadlock unless samples that fit are still put: task {task.name!r} itself waits for more "
+        f"this is a deadlock unless samples that fit are still put: task {task.name!r} also waits for more "
         f"samples, because its {int(np.count_nonzero(pending & ready))} ready samples are too "
         f"few{', and ' + cause if ruled_out else ''}"
     )

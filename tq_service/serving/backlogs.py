@@ -1,4 +1,4 @@
-"""Backlogs of tasks: the number of ready samples and their versions, computed by scans of a partition's rows."""
+"""Task backlogs: the number of ready samples and their versions, computed by scanning a partition's rows."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ Marks: TypeAlias = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backlog:
-    """The backlog of a task as of the last scan.
+    """A task's backlog as of the last scan.
 
     Attributes:
-        ready_count: number of samples that a claim equal to the last one could receive; None if there was no claim.
-        oldest_version: lowest version among the samples left for the task; None if no such sample has a version.
+        ready_count: number of samples that a claim like the last one could receive; None if there was no claim.
+        oldest_version: lowest version among the samples left for the task; None if none of them has a version.
         newest_version: highest version among all stored samples; None if no sample has a version.
     """
 
@@ -49,7 +49,7 @@ class Backlog:
 
     @property
     def staleness_versions(self) -> float | None:
-        """Staleness of the oldest sample left for the task, in versions; None if no sample left has a version."""
+        """Staleness of the oldest sample left for the task, in versions; None if no such sample has a version."""
         if self.oldest_version is None:
             return None
         return 0.0 if self.newest_version is None else max(0.0, self.newest_version - self.oldest_version)
@@ -60,7 +60,7 @@ NO_BACKLOG: Final = Backlog(ready_count=None, oldest_version=None, newest_versio
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Known:
-    """The last backlog of a task, its marks at that time, and the earliest time for the next scan."""
+    """A task's last backlog, the marks at that time, and the earliest time of the next scan."""
 
     backlog: Backlog
     marks: Marks
@@ -68,16 +68,16 @@ class _Known:
 
 
 class Backlogs:
-    """Caches the backlogs of tasks and recomputes them after changes.
+    """Caches task backlogs and recomputes them after changes.
 
-    Metrics and the status use the same backlogs, and the tasks of a partition share a scan. Scanning a large partition
-    takes a long time, so `refresh` waits at most 30 ms, or 250 ms if a backlog is unknown. The scan continues in the
-    background. A backlog is recomputed only after fifty times the duration of its last scan, which limits scans to 2 %
-    of the time.
+    Metrics and the status use the same backlogs, and all tasks of a partition share a scan. Scanning a large partition
+    takes a long time, so `refresh` waits at most 30 ms, or 250 ms if a backlog is unknown. Longer scans continue in the
+    background. After a scan, its backlogs are not recomputed for fifty times as long as it took, which limits scans to
+    2 % of the time.
 
     Args:
         catalog: the partitions.
-        runner: returns the length that a sampler needs.
+        runner: returns the length source that a sampler needs.
     """
 
     def __init__(self, catalog: Catalog, runner: RunsPlans) -> None:
@@ -89,12 +89,12 @@ class Backlogs:
         self._is_closed = False
 
     def of(self, task: TaskLedger) -> Backlog | None:
-        """Return the last known backlog of a task, or None if it is unknown."""
+        """Return a task's last known backlog, or None if it is unknown."""
         known = self._known.get(task)
         return None if known is None else known.backlog
 
     async def refresh(self, wanted: Iterable[tuple[Partition, TaskLedger]]) -> None:
-        """Recompute all given backlogs that are due; a long scan may continue after this method returns."""
+        """Recompute those of the given backlogs that are due; a long scan may continue after this method returns."""
         slices, loop, wait_seconds = Slices(), asyncio.get_running_loop(), _WAIT_SECONDS
         due = defaultdict[Partition, list[TaskLedger]](list)
         for partition, task in wanted:
@@ -112,7 +112,7 @@ class Backlogs:
             await asyncio.wait((look,), timeout=wait_seconds)
 
     async def close(self) -> None:
-        """Cancel all scans and start no new ones."""
+        """Cancel all scans and prevent new ones."""
         self._is_closed = True
         for look in self._looks:
             look.cancel()
@@ -132,7 +132,7 @@ class Backlogs:
                 await slices.turn()
 
     def _is_due(self, partition: Partition, task: TaskLedger) -> bool:
-        """Whether a backlog must be recomputed: it may have changed, and the last scan was long enough ago."""
+        """Whether a backlog must be recomputed, because it may have changed and the last scan was long enough ago."""
         known, now = self._known.get(task), asyncio.get_running_loop().time()
         return known is None or (known.next_at <= now and known.marks != self._marks(partition, task))
 
@@ -158,12 +158,12 @@ class Backlogs:
 
 
 def tasks_with_versions(partition: Partition) -> list[tuple[Partition, TaskLedger]]:
-    """Return the tasks of a partition that have samples left, if the partition's versions are numbers."""
+    """Return a partition's tasks that have samples left; empty if the partition's versions are not numbers."""
     return [(partition, task) for task in partition.tasks.values() if task.backlog and _versions(partition) is not None]
 
 
 def _versions(partition: Partition) -> tuple[NDArray[Any], NDArray[np.bool_]] | None:
-    """Return the versions of all rows and a mask of the rows with a version, or None if versions are not numbers."""
+    """Return all rows' versions and a mask of the rows that have one, or None if versions are not numbers."""
     arrays = partition.meta.arrays(_VERSION_COLUMN)
     return None if arrays is None or arrays[0].dtype.kind not in "if" else arrays
 
@@ -175,7 +175,7 @@ def _version_range(versions: NDArray[Any]) -> tuple[float, float]:
 
 
 class _Look:
-    """Computes the backlog of one task slice by slice."""
+    """Computes one task's backlog, slice by slice."""
 
     def __init__(self, partition: Partition, task: TaskLedger, readiness: Readiness | None) -> None:
         self.cost = 1 if readiness is None else max(1, len(readiness.key[1]))
@@ -191,7 +191,7 @@ class _Look:
             try:
                 ready = self._readiness.ready(rows)
                 self._ready_count += int(np.count_nonzero(ready & ~self._task.skipped.data[rows]))
-            except TqError:  # for example, a condition does not fit its column; such claims raise this error
+            except TqError:  # for example, a condition does not fit its column; such claims fail with this error
                 self._readiness = None
         if (versions := _versions(self._partition)) is None:
             return

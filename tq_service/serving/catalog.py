@@ -1,6 +1,6 @@
-"""The catalog: all partitions by name, the objects that serve them, their limits, and calls waiting for a partition.
+"""The catalog: all partitions by name, the objects that serve them, their limits, and the calls that wait for them.
 
-`Limits` are checked when a request arrives but not when a change is replayed. Data accepted under higher limits is
+`Limits` are checked when a request arrives, but not when a change is replayed. Data accepted under higher limits is
 therefore retained. `LeaseTimer` tracks the lease deadlines of one partition.
 """
 
@@ -74,7 +74,7 @@ _FREED_AT_ONCE: Final = 1 << 16  # samples
 
 _NUMBER_BYTES = 8
 _MOST_TRAINED: Final = 64  # tasks listed in one call
-# Limits on the names in a partition, by argument: the name of the limit, the plural noun, and the remedy.
+# Limits on names per partition, by argument name: name of the limit, plural noun for messages, and remedy.
 _NAMED = {
     "fields": ("max_fields", "fields", "put data that differs between samples as an object field"),
     "custom_meta": ("max_meta_columns", "custom_meta columns", "use one column for values of one kind"),
@@ -94,8 +94,8 @@ class Limits:
         max_fields: number of fields per partition.
         max_tasks: number of tasks per partition.
         max_meta_columns: number of custom_meta columns per partition.
-        max_sample_meta_bytes: bytes of custom_meta per sample in one write, with strings and JSON encoded in UTF-8.
-        max_name_length: characters of a key, or of the name of a group, rollout, field, task or custom_meta column.
+        max_sample_meta_bytes: bytes of custom_meta per sample in one write; strings and JSON count as UTF-8.
+        max_name_length: characters in a key, or in the name of a group, rollout, field, task or custom_meta column.
     """
 
     max_partitions: int = 10_000
@@ -114,7 +114,7 @@ class Limits:
         self._check_new("tasks", partition_id, (), settings.tasks)
 
     def check_write(self, partition: Partition, write: SampleWrite) -> None:
-        """Reject a write with too many or too long names; its partition may not exist yet."""
+        """Reject a write if names are too many or too long; its partition may not exist yet."""
         self._check_longest("keys", write.keys or ())
         self._check_longest("groups", write.groups or ())
         self._check_longest("rollouts", write.rollouts or ())
@@ -128,7 +128,7 @@ class Limits:
         self._check_longest("groups", names)
 
     def check_meta(self, partition: Partition, columns: Sequence[MetaColumn]) -> None:
-        """Reject custom_meta with too many columns, or with too many bytes for one sample."""
+        """Reject custom_meta with too many columns, or with too many bytes for a single sample."""
         names = [column.name for column in columns]
         self._check_new("custom_meta", partition.partition_id, partition.meta.names(), names)
         numbers = [column for column in columns if column.values.dtype.kind != "O"]
@@ -152,7 +152,7 @@ class Limits:
         self._check_new("task_name", partition.partition_id, partition.tasks, (task_name,))
 
     def _check_new(self, what: str, partition_id: str, known: Collection[str], names: Iterable[str]) -> None:
-        """Reject new names in a partition if they are too long, or too many together with the known names."""
+        """Reject new names if one is too long, or if there would be too many together with the known names."""
         if new := [name for name in names if name not in known]:
             self._check_longest("name" if what == "fields" else what, new)
             limit_name, plural, remedy = _NAMED[what]
@@ -169,7 +169,7 @@ class Limits:
             )
 
     def check_count(self, limit_name: str, what: str, got: int, remedy: str) -> None:
-        """Raise LimitExceededError if a number exceeds its limit."""
+        """Raise LimitExceededError if a count exceeds the named limit."""
         limit = getattr(self, limit_name)
         if got > limit:
             raise LimitExceededError(
@@ -187,11 +187,11 @@ def _utf8_size(text: str) -> int:
 
 
 class LeaseTimer:
-    """Expires the leases of one partition at their deadlines, on the running event loop.
+    """Expires one partition's leases at their deadlines, on the running event loop.
 
-    Deadlines belong to this service instance and are not persisted. A recovered or restored lease therefore starts
-    again with its full duration. If a lease ends early or is extended, its old entry remains in the heap. Old entries
-    are dropped when they are due, or all at once when they outnumber the leases.
+    Deadlines are not persisted, so a recovered or restored lease starts again with its full duration. If a lease ends
+    early or is extended, its old entry remains in the heap. Old entries are dropped when they are due, or all at once
+    when they outnumber the leases.
     """
 
     def __init__(self, tasks: Mapping[str, TaskLedger], expire: Callable[[str, bytes], object]) -> None:
@@ -199,16 +199,16 @@ class LeaseTimer:
 
         Args:
             tasks: the partition's task ledgers, by task name.
-            expire: called with the task name and the request_id of each claim whose lease expires.
+            expire: function called when a claim's lease expires, with the task name and the claim's request_id.
         """
         self._tasks = tasks
         self._expire = expire
-        self._deadlines: list[tuple[float, str, bytes]] = []  # a heap of deadline, task name and request_id
+        self._deadlines: list[tuple[float, str, bytes]] = []  # a heap of tuples: deadline, task name, request_id
         self._most_deadlines = _LEAST_STALE_DEADLINES
         self._timer: asyncio.Handle | None = None
 
     def start(self, task_name: str, claim: Claim) -> None:
-        """Start the lease of a claim; it expires after its full duration, counted from now."""
+        """Start a claim's lease, which expires after its full duration from now."""
         if claim.lease is None:
             return
         now = asyncio.get_running_loop().time()
@@ -223,12 +223,12 @@ class LeaseTimer:
             self._set_timer()
 
     def stop(self) -> None:
-        """Stop the timer; no more leases expire."""
+        """Stop the timer; no further leases expire."""
         self._deadlines.clear()
         self._set_timer()
 
     def _is_leased(self, deadline: float, task_name: str, request_id: bytes) -> bool:
-        """Whether an entry is still valid: its claim has leased rows and the deadline of the entry."""
+        """Whether an entry is still valid: its claim still has leased rows and the same deadline."""
         claim = self._tasks[task_name].claims.get(request_id)
         return claim is not None and claim.leased_count > 0 and claim.deadline == deadline
 
@@ -240,7 +240,7 @@ class LeaseTimer:
             self._timer = asyncio.get_running_loop().call_at(self._deadlines[0][0], self._ring)
 
     def _ring(self) -> None:
-        """Expire some of the due leases; a limit per call leaves time for other work if thousands are due."""
+        """Expire a limited number of due leases, which leaves time for other work if thousands are due."""
         now = asyncio.get_running_loop().time()
         try:
             for _ in range(_MOST_EXPIRED_A_TURN):
@@ -258,7 +258,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """The answer to a claim, and the later answers of its range. `partition` is None for a missing partition."""
+    """The answer to a claim, and the later answers for its range; `partition` is None if it does not exist."""
 
     partition: Partition | None
     answer: Answer
@@ -273,10 +273,10 @@ class _Serving:
         self.planners: dict[str, Planner] = {}
         self.admission_queue = AdmissionQueue(partition, self._deadlock) if partition.settings.is_bounded else None
         self.lease_timer = LeaseTimer(partition.tasks, expire)
-        self.enders: Enders = set()  # end look-ups and claims that wait for a version
+        self.enders: Enders = set()  # functions that end look-ups and claims waiting for a version
 
     def _deadlock(self, task_name: str, asking: ClaimRequest | None) -> str:
-        """Return why a task (empty: any task) cannot consume until more samples are inserted; "" if it can consume."""
+        """Return why a task (empty: any task) cannot consume samples until more are inserted; "" if it can."""
         planners = [self.planners[task_name]] if task_name in self.planners else []
         if not task_name:
             count = self._partition.table.present_count
@@ -284,7 +284,7 @@ class _Serving:
         return next(filter(None, (starvation(self._partition, planner, asking) for planner in planners)), "")
 
     def end(self, error: Callable[[], TqError]) -> None:
-        """End all waiting and future calls with this error, and stop expiring leases."""
+        """Fail all waiting and future calls with this error, and stop expiring leases."""
         for planner in self.planners.values():
             planner.end(error)
         for end in self.enders:
@@ -295,22 +295,22 @@ class _Serving:
 
 
 class Catalog:
-    """The partitions of a controller, and the claims that wait for them. All methods run on the controller's loop.
+    """A controller's partitions and the claims that wait for them. All methods run on the controller's event loop.
 
     Attributes:
         machine: the state machine, which applies all changes.
-        answers: answers to mutating requests, returned to retries.
+        answers: answers to mutating requests, which are returned again to retries.
         policies: policies and their published versions, by policy name.
-        versions: the calls that wait for a version to be published.
-        history: records when each part of the state last changed.
-        capacity_waits: by request_id, each claim that waits for capacity in another partition, with the name of the
+        versions: calls that wait for a version to be published.
+        history: record of when each part of the state last changed.
+        capacity_waits: claims that wait for capacity in another partition, by request_id, each with the name of the
             partition that it claims from.
-        on_freed: called with cells that no longer belong to any sample, after the change that freed them was appended
-            to the log.
-        on_batch: called with the sampler name and the statistics of each batch recorded for ranks.
-        on_planned: called with the partition, the task name and the claim of each planned batch. The listener is called
-            in the event-loop step that records the plan, while the plan's rows are unchanged.
-        on_partition: called with a partition and "created", "restored" or "removed".
+        on_freed: function called with cells that no longer belong to any sample, after the change that freed them has
+            been appended to the log.
+        on_batch: function called for each batch recorded for ranks, with the sampler name and the batch statistics.
+        on_planned: function called for each planned batch, with the partition, the task name and the claim. It is
+            called in the event-loop step that records the plan, while the plan's rows are unchanged.
+        on_partition: function called with a partition and "created", "restored" or "removed".
     """
 
     def __init__(
@@ -331,8 +331,9 @@ class Catalog:
         self.answers = self._state.answers
         self._runner = runner
         self._serving: dict[Partition, _Serving] = {}  # for existing partitions only
-        self._most_samples = math.inf  # upper bound of the sample count
-        # Calls that wait for missing partitions, in order of arrival: the request of a claim, or None for a look-up.
+        self._most_samples = math.inf  # upper bound on the sample count
+        # Calls that wait for missing partitions, in order of arrival; the value is the request for a claim, None for a
+        # look-up.
         self._arrivals: dict[str, dict[asyncio.Future[bool], ClaimRequest | None]] = {}
         self.capacity_waits: dict[bytes, tuple[str, ClaimRequest]] = {}
         self._under_way: set[asyncio.Task[None]] = set()
@@ -348,7 +349,7 @@ class Catalog:
         return self.machine.commit(change)
 
     def run_once(self, request_id: bytes, make: Callable[[], Made], kind: type[object] = object) -> Made:
-        """Return the recorded answer of a request, or apply its changes and record the answer as one group.
+        """Return the recorded answer to a request, or apply its changes and record the answer as one group.
 
         Raises:
             InvalidArgumentError: the request_id does not have 16 bytes, or was used by a request of a different kind.
@@ -362,11 +363,11 @@ class Catalog:
         return answer
 
     def recorded(self, request_id: bytes, kind: type[object] = object) -> Any | None:
-        """Return the recorded answer of a request, or None; see `run_once`."""
+        """Return the recorded answer to a request, or None; see `run_once`."""
         return self.answers.recorded(request_id, kind, self.machine.now_seconds())
 
     def _follow(self, step: Step) -> None:
-        """Notify the listeners of the changes in a step."""
+        """Notify all listeners of the changes made in a step."""
         for partition in step.created:
             self._appear(partition)
             self.on_partition(partition, "created")
@@ -431,7 +432,7 @@ class Catalog:
         return sum(partition.table.present_count for partition in self._partitions.values())
 
     def snapshot_cells(self) -> list[CellsSnapshot]:
-        """Return a snapshot of the cells of all samples, which another thread can read with `live_cells`."""
+        """Return a snapshot of all samples' cells, which another thread can read with `live_cells`."""
         return [partition.cells.snapshot() for partition in self._partitions.values()]
 
     def get(self, partition_id: str, incarnation: bytes = b"") -> Partition:
@@ -439,7 +440,7 @@ class Catalog:
         return self._state.partition(partition_id, incarnation)
 
     def find(self, partition_id: str, incarnation: bytes = b"", *, missing_ok: bool) -> Partition | None:
-        """Return a partition like `get`; with `missing_ok`, return None if this incarnation does not exist."""
+        """Return a partition as `get` does; with `missing_ok`, return None if this incarnation does not exist."""
         partition = self._partitions.get(partition_id)
         if missing_ok and (partition is None or (incarnation and incarnation != partition.incarnation)):
             check_name("partition_id", partition_id)
@@ -447,7 +448,7 @@ class Catalog:
         return self.get(partition_id, incarnation)
 
     def create(self, partition_id: str, settings: PartitionSettings) -> Partition:
-        """Create a partition with these settings, or return the existing one if its settings are the same."""
+        """Create a partition with these settings, or return the existing partition if its settings are equal."""
         partition = self._partitions.get(partition_id)
         if partition is None:
             created: Partition = self.machine.commit(*self._creation(partition_id, settings))
@@ -456,7 +457,7 @@ class Catalog:
             difference = partition.settings.describe_difference(settings)
             raise AlreadyExistsError(
                 f"partition {partition_id!r} exists with different settings: {difference}. Create a partition before "
-                f"its first samples, with the same settings in all clients.",
+                f"its first samples are put, with the same settings in all clients.",
                 metadata={"resource_type": "partition", "resource_name": partition_id},
             )
         return partition
@@ -476,10 +477,10 @@ class Catalog:
     async def capacity_for(
         self, partition_id: str, incarnation: bytes, write: SampleWrite
     ) -> AsyncIterator[CheckedWrite | None]:
-        """Reserve capacity for the new rows of a write in short steps. The caller makes the write in the `with` block.
+        """Reserve capacity for a write's new rows in short steps. The caller performs the write in the `with` block.
 
-        The write is checked first, so a rejected write uses no memory. The context yields the checked write, to be
-        passed to `write`, and returns unused capacity when it ends.
+        The write is checked first, so a rejected write uses no memory. The context yields the checked write, which the
+        caller passes to `write`. On exit, the context releases unused capacity.
         """
         checked: CheckedWrite | None = None
         while True:
@@ -503,7 +504,7 @@ class Catalog:
     ) -> Written:
         """Write samples. The first accepted write creates the partition.
 
-        If an admission drops samples that exceed it, the drop is a second change in the caller's group.
+        If an admission drops samples beyond its limit, the drop is a second change in the caller's group.
 
         Args:
             partition_id: name of the partition.
@@ -518,14 +519,14 @@ class Catalog:
         return written
 
     def write_groups(self, incarnation: bytes, change: GroupsWritten) -> Written:
-        """Write values that all samples of a group share, for one or more groups."""
+        """Write values shared by all samples in a group, for one or more groups."""
         self.get(change.partition_id, incarnation)
         self.limits.check_groups(change.names)
         written: Written = self.machine.commit(change)
         return written
 
     def _drop_overflow(self, written: Written, admission: Admission) -> None:
-        """Clear the lowest-priority units that exceed an admission, in the group of the write."""
+        """Clear the lowest-priority units that exceed an admission, in the same group of changes as the write."""
         partition, task = written.partition, written.partition.tasks[admission.task_name]
         excess = (task.outstanding_count or 0) - admission.most
         if excess > 0:
@@ -540,7 +541,7 @@ class Catalog:
     def _check_write(
         self, partition_id: str, incarnation: bytes, write: SampleWrite, checked: CheckedWrite | None
     ) -> list[tuple[Change, Any]]:
-        """Check a write unless `checked` is current; return its change, after the creation of a missing partition."""
+        """Check a write unless `checked` is current; create its partition if missing, and return the change."""
         changes: list[tuple[Change, Any]] = []
         if partition_id in self._partitions or incarnation or not write.may_add_samples:
             partition = self.get(partition_id, incarnation)
@@ -567,7 +568,7 @@ class Catalog:
         self._most_samples += new_count
 
     def knows_keys(self, partition_id: str, incarnation: bytes, keys: Sequence[str]) -> bool:
-        """Whether samples of a partition have or had all of these keys; False if the partition does not exist."""
+        """Whether each of these keys belongs or once belonged to a sample; False if the partition does not exist."""
         partition = self.find(partition_id, incarnation, missing_ok=True)
         return partition is not None and bool((partition.key_index.find(keys) >= 0).all())
 
@@ -579,30 +580,30 @@ class Catalog:
         return count
 
     def admission_queue(self, partition_id: str) -> AdmissionQueue | None:
-        """Return a partition's queue of writes of new samples, or None if the partition is missing or unbounded."""
+        """Return the queue of writes that add samples to a partition, or None if it is missing or unbounded."""
         partition = self._partitions.get(partition_id)
         return None if partition is None else self._serving_of(partition).admission_queue
 
     def waiting_put_count(self, partition_id: str) -> int:
-        """Return the number of writes of new samples that wait for capacity in a partition."""
+        """Return the number of writes that wait for capacity to add samples to a partition."""
         queue = self.admission_queue(partition_id)
         return 0 if queue is None else queue.waiting_count
 
     # Policies
 
     def policy(self, name: str) -> Policy:
-        """Return the policy with this name; raise an error unless a version of the policy is published."""
+        """Return the policy with this name; raise an error if no version of it is published."""
         return self._state.policy(name)
 
     def publish(self, published: VersionPublished, trained: Sequence[tuple[str, str, int]]) -> None:
-        """Publish a version, and record the progress of its trainers, each as (partition, task, last trained batch).
+        """Publish a version and record the progress of its trainers, given as (partition, task, last trained batch).
 
         Raises:
-            TqError: one of the changes is rejected; no change is made.
+            TqError: one of the changes is rejected; none of them is made.
         """
         if len(trained) > _MOST_TRAINED:
             raise InvalidArgumentError(
-                f"trained lists {len(trained)} tasks; expected at most {_MOST_TRAINED}. Call advance for the others.",
+                f"trained lists {len(trained)} tasks; expected at most {_MOST_TRAINED}. Call advance for the rest.",
                 field="trained",
             )
         # Each change is prepared against the same initial state, so a task must not appear twice. A repeated call has
@@ -646,7 +647,7 @@ class Catalog:
             self._closed_prefix = None
 
     def adopt(self, restored: Sequence[Partition], policies: Iterable[Policy] = ()) -> None:
-        """Add restored partitions and policies in one step, without notifying listeners of individual changes."""
+        """Add restored partitions and policies in one step, without notifying listeners about individual changes."""
         self._most_samples = math.inf
         for policy in policies:
             self._state.policies[policy.name] = policy
@@ -659,9 +660,9 @@ class Catalog:
     def prepare_replacement(self, restored: Sequence[Partition]) -> None:
         """Reject changes until `end_replacement`, because restored partitions are about to replace existing ones.
 
-        A restored partition receives a new incarnation if its incarnation already exists. Metadata from before the
-        restore could otherwise refer to the wrong samples, because global indexes assigned since the checkpoint are
-        reused. An existing partition with a different name may also be from the same checkpoint.
+        A restored partition gets a new incarnation id if an existing partition has the same id. Global indexes assigned
+        since the checkpoint are reused, so older metadata could otherwise refer to the wrong samples. Existing
+        partitions with a different name are also checked, since they may come from the same checkpoint.
         """
         self.machine.refusal = _replacement_error
         known = {partition.incarnation for partition in self._partitions.values()}
@@ -670,18 +671,18 @@ class Catalog:
                 partition.incarnation = os.urandom(16)
 
     def end_replacement(self) -> None:
-        """Accept changes again, and make the postponed changes. If no replacement is in progress, do nothing."""
+        """Accept changes again and make the postponed ones; do nothing if no replacement is in progress."""
         self.machine.refusal = None
         retracted, self._retracted = self._retracted, []
         for each in retracted:
             self.retract(*each)
 
     def replace(self, restored: Sequence[Partition], prefix: str, policies: Iterable[Policy] = ()) -> None:
-        """Replace the partitions with this name prefix in one step; calls waiting for the old partitions get an error.
+        """Replace all partitions with this name prefix in one step; calls waiting for the old partitions get an error.
 
-        Policies with the prefix are also replaced, but calls that wait for a version continue to wait.
+        Policies with this prefix are also replaced, but calls waiting for one of their versions continue to wait.
 
-        The log does not record this step, because the log continues from a snapshot that contains the new partitions.
+        This step is not logged, because the log continues from a snapshot that contains the new partitions.
         """
         freed: list[Freed] = []
         replaced = [each for name, each in self._partitions.items() if name.startswith(prefix)]
@@ -699,7 +700,7 @@ class Catalog:
     # Claims
 
     def planner(self, partition: Partition, task_name: str) -> Planner:
-        """Return the planner of a task; create it on first use."""
+        """Return the planner for a task; create the planner on first use."""
         planners = self._serving_of(partition).planners
         if task_name not in planners:
             task = self.task(partition, task_name)
@@ -710,7 +711,7 @@ class Catalog:
         return planners[task_name]
 
     def task(self, partition: Partition, task_name: str) -> TaskLedger:
-        """Return the ledger of a task; create it on first use."""
+        """Return the ledger of a task; create the ledger on first use."""
         task = partition.tasks.get(task_name)
         if task is None:
             self.limits.check_task(partition, task_name)
@@ -718,7 +719,7 @@ class Catalog:
         return task
 
     def _forget_unused(self, partition: Partition, task_name: str) -> None:
-        """Forget a task whose call was rejected, if nothing is recorded for the task and no other call waits for it."""
+        """Forget a task after a call for it was rejected, unless it has records or other waiting calls."""
         planner = self.known_planner(partition, task_name)
         is_over = planner is None or self._is_draining or self.machine.refusal is not None
         if is_over or planner is None or not planner.is_idle or not partition.tasks[task_name].is_unused:
@@ -729,7 +730,7 @@ class Catalog:
             del self._serving_of(partition).planners[task_name]
 
     def _commit_in(self, partition: Partition, change: Change, prepared: Any = None) -> Any:
-        """Commit a change to a partition unless it was cleared, since a new partition may have the same name."""
+        """Commit a change to a partition unless it was cleared; a new partition with the same name is not changed."""
         if self._partitions.get(partition.partition_id) is not partition:
             return None
         return self.machine.commit(change, prepared)
@@ -742,14 +743,14 @@ class Catalog:
             planner.retract(request_id)
 
     def known_planner(self, partition: Partition, task_name: str) -> Planner | None:
-        """Return the planner of a task, or None if this process has received no calls for the task."""
+        """Return the planner for a task, or None if this process has not received any calls for the task."""
         serving = self._serving.get(partition)
         return None if serving is None else serving.planners.get(task_name)
 
     # Leases
 
     def start_leases(self) -> None:
-        """Start the timers of recovered or restored leases and samples; each gets its full duration."""
+        """Start the timers for recovered or restored leases and samples, each with its full duration."""
         self._serving_since = self.machine.now_seconds()
         for partition in self._partitions.values():
             for task in partition.tasks.values():
@@ -762,7 +763,7 @@ class Catalog:
         self._serving_of(partition).lease_timer.start(task_name, claim)
 
     def _expire(self, partition: Partition, task_name: str, request_id: bytes) -> None:
-        if self.machine.refusal is not None:  # no change is accepted, so the lease starts again
+        if self.machine.refusal is not None:  # changes are not accepted now, so the lease starts again
             self._start_lease(partition, task_name, partition.tasks[task_name].claims[request_id])
             return
         self.commit(LeaseExpired(partition_id=partition.partition_id, task_name=task_name, request_id=request_id))
@@ -770,7 +771,7 @@ class Catalog:
     def expire_samples(self) -> Iterator[tuple[str, int]]:
         """Release samples that have reached their partition's maximum age, one partition at a time.
 
-        Call this periodically. Yields each partition name and the number of samples released from that partition.
+        Call this method periodically. It yields each partition name and the number of samples released there.
         """
         for partition in self.partitions():
             release, now = partition.settings.release, self.machine.now_seconds()
@@ -786,7 +787,7 @@ class Catalog:
     # Waiting
 
     def waiting_claims(self, partition: Partition, task_name: str) -> list[tuple[ClaimRequest, int]]:
-        """Return one waiting claim per group of equal claims, and the group size; empty `task_name`: all tasks."""
+        """Return one waiting claim per set of equal claims, with the size of the set; empty `task_name`: all tasks."""
         planners = self._serving_of(partition).planners
         names = [task_name] if task_name else list(planners)
         waiting = [each for name in names if name in planners for each in planners[name].waiting_claims()]
@@ -801,7 +802,7 @@ class Catalog:
         return self._arrivals.keys()
 
     def awaiting(self, partition_id: str) -> list[ClaimRequest | None]:
-        """Return the calls waiting for a missing partition, oldest first: requests of claims, and None for look-ups."""
+        """Return the calls waiting for a missing partition, oldest first: claims as requests, look-ups as None."""
         return list(self._arrivals.get(partition_id, {}).values())
 
     def waiting_count(self, partition: Partition, task_name: str) -> int:
@@ -812,7 +813,7 @@ class Catalog:
         return count + sum(request.task_name == task_name for request in others)
 
     def _awaiting_capacity(self, partition: Partition) -> list[ClaimRequest]:
-        """Return the claims from this partition that wait for capacity in another partition."""
+        """Return the requests that claim from this partition and wait for capacity in another partition."""
         return [request for name, request in self.capacity_waits.values() if name == partition.partition_id]
 
     async def claim(
@@ -823,15 +824,15 @@ class Catalog:
         max_wait_seconds: float,
         while_waiting: WhileWaiting = nullcontext,
     ) -> Claimed:
-        """Claim samples; wait for the partition and its samples, up to `max_wait_seconds` in total.
+        """Claim samples; wait up to `max_wait_seconds` in total for the partition and its samples.
 
         Args:
             partition_id: name of the partition.
             incarnation: incarnation of the partition; empty: any.
             request: the claim to serve.
-            max_wait_seconds: time after which the call returns `NotYet`.
-            while_waiting: context entered while the call waits. If the context cannot be entered, the call fails and
-                changes nothing.
+            max_wait_seconds: maximum wait, after which the call returns `NotYet`.
+            while_waiting: context that is active while the call waits. If entering the context fails, the call fails
+                and changes nothing.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + max_wait_seconds
@@ -839,7 +840,7 @@ class Catalog:
             check_name("partition_id", partition_id)
             check_passed_on("incarnation", incarnation)
             raise StaleIncarnationError(
-                f"partition {partition_id!r} of incarnation {incarnation.hex()} was cleared. Discard all metadata of "
+                f"partition {partition_id!r} of incarnation {incarnation.hex()} was cleared. Discard all metadata from "
                 f"this incarnation.",
                 metadata={"partition_id": partition_id, "got": incarnation.hex()},
             )
@@ -875,7 +876,7 @@ class Catalog:
         except TqError:
             self._forget_unused(partition, name)
             raise
-        # If the epoch has ended in the meantime, do not answer for batches of the next epoch.
+        # If the epoch has ended in the meantime, do not return batches from the next epoch.
         is_followed = request.batch_count > 1 and isinstance(answer, RankPlan) and planner.task.epoch == epoch
         if not is_followed:
             return Claimed(partition, answer)
@@ -889,7 +890,7 @@ class Catalog:
         claim: ClaimRequest | None = None,
         while_waiting: WhileWaiting = nullcontext,
     ) -> Partition | None:
-        """Wait for a partition to exist and return it; return None if the deadline (in the loop's time) passes first.
+        """Wait until a partition exists and return it; return None if the deadline (in event-loop time) passes first.
 
         Raises:
             UnavailableError: the server is shutting down.
@@ -915,11 +916,11 @@ class Catalog:
         return partition
 
     def enders(self, partition: Partition) -> Enders:
-        """Return the set of functions that end calls when the partition is cleared or the server shuts down."""
+        """Return the functions that end calls when the partition is cleared or the server shuts down."""
         return self._serving_of(partition).enders
 
     def drain(self) -> None:
-        """End all waiting and future calls with an error, which makes clients retry on the next server."""
+        """Fail all waiting and future calls with an error that makes clients retry on the next server."""
         self._is_draining = True
         for serving in self._serving.values():
             serving.end(_draining_error)
@@ -930,7 +931,7 @@ class Catalog:
                     arrival.set_exception(_draining_error())
 
     def check_not_draining(self) -> None:
-        """Raise UnavailableError if the server is shutting down, instead of letting a call wait."""
+        """Raise UnavailableError if the server is shutting down, because calls must not start to wait then."""
         if self._is_draining:
             raise _draining_error()
 

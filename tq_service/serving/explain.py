@@ -1,7 +1,7 @@
-"""Explanations of waiting claims: how many samples are ready, and which requirements the other samples do not meet.
+"""Explanations of why claims wait: how many samples are ready, and which requirements the other samples do not meet.
 
 An explanation scans all rows, so it is computed only on request. Plans and explanations share one list of requirements
-(`Readiness.requirements`). `Lack` contains the sentence for each unmet requirement.
+(`Readiness.requirements`). `Lack` defines the sentence for each unmet requirement.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _MOST_NAMED_GROUPS: Final = 3
 
 
 class Explainer:
-    """Explains why claims wait. In large partitions, calls with equal claims within a second share one scan.
+    """Explains why claims wait. In large partitions, requests for equal claims within a second share one scan.
 
     Args:
-        catalog: the partitions and their waiting claims.
-        runner: returns the length that a sampler needs.
+        catalog: catalog of partitions and their waiting claims.
+        runner: returns the length source that a sampler needs.
     """
 
     def __init__(self, catalog: Catalog, runner: RunsPlans) -> None:
@@ -55,7 +55,7 @@ class Explainer:
         Args:
             partition_id: name of the partition, which may be missing.
             request: the claim to explain.
-            names: names of the partitions that the caller may know about.
+            names: names of the partitions that the caller may see.
         """
         partition = self._catalog.find(partition_id, missing_ok=True)
         if partition is None:
@@ -66,14 +66,13 @@ class Explainer:
     async def waiting(
         self, partition_id: str, task_name: str = "", *, names: Collection[str] | None, most: int | None = None
     ) -> list[WaitReason]:
-        """Return the reasons why the claims of a partition wait, one reason per set of equal claims.
+        """Return the reasons why claims on a partition wait, one reason per set of equal claims.
 
         Args:
             partition_id: name of the partition, which may be missing.
             task_name: name of the task whose claims are explained; empty: claims of all tasks.
-            names: names of the partitions that the caller may know about; None: report only the fields and tasks of the
-                claims.
-            most: maximum number of reasons, for the earliest claims; None: unlimited.
+            names: names of the partitions that the caller may see; None: report only the claims' fields and tasks.
+            most: maximum number of reasons; the earliest claims are explained first. None: unlimited.
         """
         partition = self._catalog.find(partition_id, missing_ok=True)
         if partition is None:
@@ -130,7 +129,7 @@ class Explainer:
         return await asyncio.shield(self._recent[key])
 
     def _lacking_version(self, wanted: NotBefore | None) -> str | None:
-        """Return a sentence about the version that a claim waits for, or None if it does not wait for a version."""
+        """Return a sentence about the version that a claim waits for, or None if it waits for no version."""
         if wanted is None or self._catalog.versions.is_published(wanted.policy, wanted.version):
             return None
         policy = self._catalog.policies.get(wanted.policy)
@@ -153,13 +152,13 @@ class Explainer:
 
 
 class Explanation:
-    """The explanation of one kind of claim, computed slice by slice.
+    """The explanation for one kind of claim, computed slice by slice.
 
     Args:
         partition: partition of the task.
         task: ledger of the claiming task.
         request: one of the equal claims.
-        length: the length that the claim's sampler needs, or None.
+        length: the length source that the claim's sampler needs, or None.
     """
 
     def __init__(
@@ -173,7 +172,7 @@ class Explanation:
         self._unit: BatchUnit = request.batch_spec.batch_unit
         self._left_count = 0
         self._lacking: Counter[tuple[Lack, str]] = Counter()  # counts by kind and name, as in `NotReady`
-        self._ungrouped: Counter[str] = Counter()  # by group-scoped field: samples that lack it and have no group
+        self._ungrouped: Counter[str] = Counter()  # by shared field: samples without the field and a group
         self._state = HELD if request.batch_spec.held else LIVE
         self._ready: list[Indexes] = []  # global indexes, because positions may change between slices
 
@@ -198,7 +197,7 @@ class Explanation:
         self._ready.append(partition.table.index.data[rows][ready])
 
     async def reason(self, slices: Slices, queue: AdmissionQueue | None) -> WaitReason:
-        """Return the reason why the claim waits, derived from the partition and its queue of puts."""
+        """Return the reason why the claim waits, based on the scan and the partition's queue of puts."""
         task, request = self._task, self._request
         lacks = [
             NotReady(kind=lack.kind, name=name, sample_count=count, example=self._of_groups(lack, name))
@@ -215,7 +214,7 @@ class Explanation:
         ready_count, split = await self._groups()
         if split is not None:
             lacks.append(split)
-        # A rank is served only after all earlier batches, so the samples for these batches are needed too.
+        # A rank is served only after all earlier batches have been planned, so their samples are needed too.
         batches = 1 if request.rank is None else max(1, request.rank.batch_index - task.next_batch_index + 1)
         needed_count = batches * request.plan_request.min_size
         if (awaited := self._awaited()) is not None:
@@ -242,12 +241,12 @@ class Explanation:
         )
 
     def _of_groups(self, lack: Lack, name: str) -> str:
-        """Return why samples lack a field that their group shares; "" for other fields."""
+        """Return why samples lack a group-scoped field; "" for other fields."""
         if lack is not Lack.FIELD or name not in self._partition.cells.shared:
             return ""
         count = self._ungrouped[name]
-        never = f", {count} of them are not in a group and will never have a value" if count else ""
-        return f"their groups lack a value, which a put of groups sets{never}"
+        never = f"; {count} of them are not in a group and will never have a value" if count else ""
+        return f"their groups lack a value, which must be put for the groups{never}"
 
     def _cause(self, ready_count: int, needed_count: int, lacks: Sequence[NotReady]) -> tuple[WaitCode, str]:
         """Return the code and the text of the reason."""
@@ -276,11 +275,11 @@ class Explanation:
         else:
             has_split_groups = any(lack.kind == Lack.GROUP.kind for lack in lacks)
             code = WaitCode.GROUPS_INCOMPLETE if has_split_groups else WaitCode.TOO_FEW_READY
-            text += f", {needed_count} are needed"
+            text += f", but {needed_count} are needed"
         return code, "; ".join([text, *map(_sentence, lacks)])
 
     def _awaited(self) -> NotReady | None:
-        """Return the samples that plans wait for because the samples would otherwise become too stale, or None."""
+        """Return the samples that plans wait for, because these samples would otherwise become too stale; or None."""
         partition, outstanding = self._partition, self._task.outstanding
         if outstanding is None or outstanding.admission.max_staleness is None:
             return None
@@ -323,7 +322,7 @@ class Explanation:
     # Groups
 
     def _grouping(self) -> Grouping | None:
-        """Return the groups that must be delivered complete, or None if samples are delivered individually."""
+        """Return the groups that must be delivered as a whole, or None if samples are delivered individually."""
         sampler = self._request.sampler
         size = getattr(sampler, "n_samples_per_prompt", None)
         keeps_named = hasattr(sampler, "n_samples_per_prompt") and self._partition.groups.in_use
@@ -335,7 +334,7 @@ class Explanation:
         return grouping_of(self._partition, self._task, size, blocks, take_incomplete=is_taking, unit=unit)
 
     async def _groups(self) -> tuple[int, NotReady | None]:
-        """Return the number of ready samples or groups, and the ready samples in groups that are only partly ready."""
+        """Return the number of ready samples or groups, and information about groups that are only partly ready."""
         ready = np.concatenate([np.zeros(0, np.int64), *self._ready])
         grouping, had_named = self._grouping(), self._partition.groups.in_use
         if grouping is None:
@@ -346,7 +345,7 @@ class Explanation:
         ids, first, counts = await asyncio.to_thread(
             np.unique, grouping.ids(positions), return_index=True, return_counts=True
         )
-        if self._partition.groups.in_use != had_named:  # the ids no longer identify groups, so start again
+        if self._partition.groups.in_use != had_named:  # the ids no longer identify groups, so start over
             return await self._groups()
         is_whole = counts == grouping.needed(ids, no_more=self._partition.sealed)
         ready_count = int(np.count_nonzero(is_whole) if self._unit != "sample" else counts[is_whole].sum())
@@ -359,18 +358,18 @@ class Explanation:
         return ready_count, NotReady(kind=Lack.GROUP.kind, sample_count=int(counts[split].sum()), example=example)
 
     def _example(self, ids: Indexes, index: int, ready_count: int, block_size: int | None) -> str:
-        """Describe the first group that is not completely ready, or list the groups without a declared size.
+        """Describe the first group that is only partly ready, or list the groups without a declared size.
 
         Args:
-            ids: ids of the groups that are not completely ready.
+            ids: ids of the groups that are only partly ready.
             index: global index of a sample in the first group.
             ready_count: number of ready samples in the first group.
-            block_size: number of members of a group without a declared size, or None.
+            block_size: number of members that a group without a declared size must have, or None.
         """
         groups = self._partition.groups
         slot = int(ids[0])
         if not groups.in_use or slot < 0:
-            return f"{ready_count} samples are ready in the group of index {index}"
+            return f"{ready_count} samples are ready in the group that contains index {index}"
         kind, name = "group", groups.slots.occupants[slot]
         if groups.parent[slot] >= 0:
             kind = "rollout"
@@ -384,8 +383,8 @@ class Explanation:
             )
         if kind == "rollout" and not groups.closed[slot] and not self._partition.sealed:
             return (
-                f"rollout {name!r} is not closed, {ready_count} of its {int(groups.members[slot])} samples are ready; "
-                f"close or fail the rollout"
+                f"rollout {name!r} is not closed, and {ready_count} of its {int(groups.members[slot])} samples are "
+                f"ready; close or fail the rollout"
             )
         if not size and not self._partition.sealed and not groups.closed[slot]:
             named = ids[ids >= 0]
@@ -409,7 +408,7 @@ class Explanation:
 
 
 def _evicted(task: TaskLedger) -> str:
-    """Return a clause about the evictions of a task, or "" if nothing was evicted."""
+    """Return a clause about the units that a task has evicted, or "" if there are none."""
     counts = [
         (task.unmatched_count, "excluded by where"),
         (task.too_small_count, "with too few members left"),

@@ -1,18 +1,18 @@
-"""The history of changes: which partitions, samples and tasks have changed since a revision, for watching clients.
+"""The change history: tells watching clients which partitions, samples and tasks have changed since a revision.
 
-Revisions number the states of this service instance that clients have seen. A change belongs to the next revision. Each
-row stores the revision of its last write in a column of its partition, and each task has such a number:
+Revisions number the states of this service instance that clients have seen. A change belongs to the next revision. The
+revision of each row's last write is stored in a column, and each task also has such a revision:
 
     7 is issued .. rows 3, 4 of "a" are written, a task of "b" claims: 8 .. 8 is issued .. row 4 is written: 9
     a watcher at 7 asks: it receives rows 3, 4 of "a" as they are now, and the task of "b"; then it is at 9
 
-The state of a watcher is therefore a single number. A watcher that is behind receives the latest state of everything
-that has changed since its number, once. Only blocks of a partition with changed rows are searched.
+A watcher's state is therefore a single number. A watcher that is behind receives everything that has changed since its
+revision once, in its latest state. Only blocks with changed rows are searched.
 
 Removed rows and partitions can no longer be read, so a bounded log records their names. If the log has dropped removed
-rows that a watcher has not seen, the watcher receives their partition again from the start. If the log has dropped a
-removed partition, earlier watchers must start over (CompactedError). The history is not persisted, so a restart begins
-a new one. Nothing is recorded before the first revision is issued.
+rows that a watcher has not seen, the watcher receives their entire partition again. If the log has dropped a removed
+partition, watchers at earlier revisions must start over (CompactedError). The history is not persisted, so a restart
+begins a new one. Nothing is recorded until the first revision is issued.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from tq_service.state.partition import Partition
 from tq_service.state.plan import Indexes
 from tq_service.state.table import CLEARED, RowTable, distinct
 
-MOST_GONE_ROWS: Final = 1 << 20  # maximum size of the log of removed rows
+MOST_GONE_ROWS: Final = 1 << 20  # maximum size of the log of removed rows, in rows
 ROWS_OF_A_PART: Final = 1 << 12
-_GONE_ROWS: Final = 8  # size of a log entry in addition to its rows, counted in rows
+_GONE_ROWS: Final = 8  # overhead of a log entry, counted in rows
 _BLOCK_SHIFT: Final = 13  # a block has 8,192 rows
 _FIRST: Final = 1
 _COLUMN: Final = "revision"
 
 Removed: TypeAlias = tuple[Indexes, NDArray[Any] | None]
-"""Global indexes of removed rows, and their keys (None if no row had a key)."""
+"""Global indexes of removed rows, and the keys of these rows (None if no row had a key)."""
 
 
 @dataclass(slots=True, eq=False)
 class _Past:
-    """The revisions of a partition and its parts.
+    """The revisions at which a partition and its parts last changed.
 
     Attributes:
-        made_at: revision that created the partition; earlier watchers have not seen it.
-        rows_at: revision of the last change of any row or of the summary.
+        made_at: revision at which the partition was created; watchers at earlier revisions have not seen it.
+        rows_at: revision of the last change to any row or to the summary.
         block_at: revision of the last write to each block of rows, by block number (index >> 13).
-        tasks_at: revision of the last change of any task.
-        task_at: revision of the last change of each task; key None: the last change that affected all tasks.
-        forgotten_at: revision of the latest removed rows dropped from the log.
+        tasks_at: revision of the last change to any task.
+        task_at: revision of the last change to each task; key None: the last change that affected all tasks.
+        forgotten_at: latest revision at which rows were removed whose entries the log has dropped.
     """
 
     partition_id: str
@@ -69,7 +69,7 @@ class _Past:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Gone:
-    """Log entry for removed rows, or for a removed partition."""
+    """A log entry for removed rows or a removed partition."""
 
     revision: int
     past: _Past
@@ -86,7 +86,7 @@ class Watched:
 
     Attributes:
         prefix: name prefix of the watched partitions.
-        is_shown: returns whether the caller may know about a partition.
+        is_shown: function that returns whether the caller may see a partition.
         has_samples: whether the watch includes samples.
         has_tasks: whether the watch includes tasks.
     """
@@ -103,13 +103,13 @@ class Watched:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionChanges:
-    """The changes in a partition since a revision.
+    """The changes to a partition since a revision.
 
     Attributes:
         partition: the partition; None if this incarnation no longer exists.
         removed: removed rows.
-        since: rows last written after this revision are included; 0 for all rows.
-        blocks: numbers of the blocks that may contain such rows; None for all blocks.
+        since: rows written after this revision are included; 0: all rows.
+        blocks: numbers of the blocks that may contain such rows; None: all blocks.
         task_names: names of changed tasks.
     """
 
@@ -122,7 +122,7 @@ class PartitionChanges:
     task_names: Collection[str] = ()
 
     def written(self) -> Iterator[Indexes]:
-        """Yield the global indexes of written rows in arrays of up to 4,096."""
+        """Yield the global indexes of written rows, in arrays of up to 4,096 indexes."""
         if self.partition is None:
             return
         table, found = self.partition.table, np.zeros(0, np.int64)
@@ -139,7 +139,7 @@ class PartitionChanges:
 
 
 class ChangeHistory:
-    """The history of one service instance. Confined to the instance's event loop.
+    """The change history of one service instance. Confined to the instance's event loop.
 
     Args:
         state: the state that contains all partitions.
@@ -147,9 +147,9 @@ class ChangeHistory:
     Attributes:
         instance_id: 16 random bytes that identify this history.
         number: revision of the last change.
-        given_out: last issued revision; 0 if none was issued, in which case no changes are recorded.
-        forgotten_at: revision of the latest removed partition dropped from the log.
-        on_change: called after each recorded group of changes.
+        given_out: last issued revision; 0: none was issued, and no changes are recorded.
+        forgotten_at: latest revision at which a partition was removed whose entry the log has dropped.
+        on_change: function called after each recorded group of changes.
     """
 
     def __init__(self, state: State) -> None:
@@ -196,7 +196,7 @@ class ChangeHistory:
         self.on_change()
 
     def _past(self, partition: Partition, made_at: int = _FIRST) -> _Past:
-        """Return the revisions of a partition, and mark the partition as the last one changed."""
+        """Return the revisions of a partition, and mark it as the most recently changed partition."""
         past = self._pasts.pop(partition, None) or _Past(partition.partition_id, partition.incarnation, made_at)
         self._pasts[partition] = past
         return past
@@ -246,10 +246,10 @@ class ChangeHistory:
         return revision.number
 
     def since(self, since: int, selection: Watched) -> list[PartitionChanges]:
-        """Return the changes since a revision (removed partitions first), or the full state if `since` is 0.
+        """Return all changes since a revision, removed partitions first; 0: return the full state.
 
         Raises:
-            CompactedError: the log has dropped some of these changes.
+            CompactedError: the log no longer contains some of these changes.
         """
         if not since:
             there = [(name, each) for name, each in self._state.partitions.items() if selection.covers(name)]
@@ -283,14 +283,14 @@ class ChangeHistory:
         return [*cleared, *reversed(changed)]
 
     def is_there(self, partition: Partition) -> bool:
-        """Whether a partition still exists. If not, a later change reports its removal."""
+        """Whether a partition still exists. If not, a later change will report its removal."""
         return self._state.partitions.get(partition.partition_id) is partition
 
 
 def _changes_of(
     partition: Partition, past: _Past, since: int, selection: Watched, removed: Sequence[Removed] = ()
 ) -> PartitionChanges:
-    """Return the changes in a partition, or its full state if the watcher has not seen it."""
+    """Return the changes to a partition, or its full state if the watcher has not seen it."""
     blocks: list[int] | None = []
     if selection.has_samples and past.rows_at > since:
         blocks = sorted(block for block, at in past.block_at.items() if at > since)
@@ -322,6 +322,6 @@ def _write_revision(table: RowTable, rows: Indexes | range, number: int) -> Iter
 
 
 def _slices_of(table: RowTable, blocks: Iterable[int]) -> Iterator[slice]:
-    """Yield the table positions of each block, computed when they are requested."""
+    """Yield the table positions of each block; they are computed lazily."""
     for block in blocks:
         yield slice(table.position_from(block << _BLOCK_SHIFT), table.position_from((block + 1) << _BLOCK_SHIFT))

@@ -1,11 +1,11 @@
-"""Selections of samples that are listed in pages, awaited, or cleared in parts; and pages of names.
+"""Listing samples and names in pages, waiting for samples, and clearing samples in parts.
 
-Pages are limited in sample count and metadata size, so producing a page is quick. The token of a
-page encodes its start and the partition's incarnation. The token is not a secret, since its holder could request any
-page anyway.
+A page has a limited number of samples and a limited size, so it is produced quickly. A page token encodes the start of
+the page and the partition's incarnation. Tokens need not be secret, because a client that may list a partition may read
+every page.
 
-`LookupWait` waits until enough samples are found. `Clearing` clears the samples of a selection in parts, and lets other
-calls run between the parts. `ClearingFields` clears only some fields of these samples.
+`LookupWait` waits until enough samples are found. `Clearing` clears the selected samples in parts, and lets other calls
+run between the parts. `ClearingFields` clears only some of their fields.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MOST_NAMED: Final = 65_536  # samples or groups per request
 _MOST_CHARACTERS: Final = 1 << 19  # characters of keys, groups and custom_meta text per page; at most 2 MiB
 _MOST_NUMBERS: Final = 1 << 17  # custom_meta numbers per page; at most 1.3 MB
 _LOOKED_AT_ONCE: Final = 16_384  # rows per step
-_MOST_UNSEEN: Final = 65_536  # rows, counting repeated writes; limits memory to the number of stored rows
+_MOST_UNSEEN: Final = 65_536  # rows, once per write; bounds the memory used for unchecked rows
 _CLEARED_AT_ONCE: Final = 1 << 15  # samples per step
 _PUTS_CLEARED_AT_ONCE: Final = 128  # puts per step; takes a few milliseconds if each sample has its own put
 
@@ -59,8 +59,8 @@ class Part:
     """Consecutive samples of a selection.
 
     Attributes:
-        positions: table positions of the samples `(n,)`.
-        places: place of each sample in the selection `(n,)`; a later part can start at any of these places.
+        positions: table positions of the samples, of shape `(n,)`.
+        places: place of each sample in the selection, of shape `(n,)`; a later part can start at any of these places.
         next_place: place where the next part starts; None for the last part.
     """
 
@@ -79,22 +79,21 @@ class Part:
 class Selection:
     """The samples selected by a request.
 
-    Samples given by index or key are ordered as in `indexes`, then as in `keys`. Without indexes and keys, the
-    selection contains the members of `groups` and `rollouts`, or all samples, in order of insertion. A selection may
-    contain millions of samples, so it is read in parts. A place is an offset in the given indexes and keys, or a global
-    index.
+    Samples selected individually are ordered as in `indexes`, then as in `keys`. Otherwise, the selection contains the
+    members of `groups` and `rollouts`, or all samples, in order of insertion. A selection may contain millions of
+    samples, so it is read in parts. A place is an offset into the given indexes and keys, or a global index.
 
     Attributes:
-        indexes: global indexes `(n,)`.
+        indexes: global indexes, of shape `(n,)`.
         keys: keys of samples.
         groups: names of groups whose members are selected.
         rollouts: names of rollouts whose samples are selected.
         is_all: whether all samples are selected.
-        skipped_by: name of a task; selects only samples that the task will never receive. Empty: no such condition.
-            Requires `is_all`.
-        left_for: name of a task; selects only samples that the task may still receive and that no task has leased.
-            Empty: no such condition.
-        where: further conditions that the samples must satisfy.
+        skipped_by: name of a task; only samples that this task will never receive are selected. Empty: no such
+            condition. Requires `is_all`.
+        left_for: name of a task; only samples that this task may still receive, and that no task has leased, are
+            selected. Empty: no such condition.
+        where: further conditions that selected samples must satisfy.
 
     Raises:
         InvalidArgumentError: samples are given both individually and by group or rollout, or together with
@@ -130,21 +129,21 @@ class Selection:
 
     @property
     def has_conditions(self) -> bool:
-        """Whether the selection has conditions that a given sample may fail, now or later."""
+        """Whether the selection has conditions that a listed sample may fail to satisfy, now or later."""
         return bool(self.where or self.skipped_by or self.left_for)
 
     @property
     def is_named(self) -> bool:
-        """Whether the selection is a list of samples, which may be empty."""
+        """Whether the selection lists individual samples, possibly none."""
         return not self.is_of_groups and not self.is_all
 
     @property
     def is_of_groups(self) -> bool:
-        """Whether the selection contains the members of groups or rollouts."""
+        """Whether the selection is defined by groups or rollouts."""
         return bool(self.groups or self.rollouts)
 
     def part(self, partition: Partition, place: int, size: int) -> Part:
-        """Return the part that starts at a place: `size` listed samples, `size` rows, or more if rows are filtered."""
+        """Return the part that starts at a place: `size` listed samples or rows, or more rows if they are filtered."""
         if self.is_named:
             return self._named(partition, place, place + size)
         is_filtered = self.is_of_groups or self.has_conditions
@@ -169,7 +168,7 @@ class Selection:
         return Part(positions=positions, places=table.index[positions], next_place=next_place)
 
     def among(self, partition: Partition, positions: Indexes) -> Indexes:
-        """Return the selected samples among the given ones."""
+        """Return those of the given samples that are selected."""
         if self.is_named:
             named = np.concatenate([partition.table.find(self.indexes), partition.key_index.positions_of(self.keys)])
             positions = positions[np.isin(positions, named)]
@@ -203,7 +202,7 @@ class Selection:
         return mask
 
     def missing(self, partition: Partition, start: int, stop: int | None) -> tuple[list[str], Indexes]:
-        """Return the selected keys and indexes without a sample, in a range of places."""
+        """Return the selected keys and indexes that have no sample, for a range of places."""
         count, indexes = self.indexes.size, self.indexes[start:stop]
         keys = self.keys[max(0, start - count) : None if stop is None else max(0, stop - count)]
         unknown = np.flatnonzero(partition.key_index.positions_of(keys) < 0).tolist()
@@ -212,15 +211,15 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """A page of a partition's samples.
+    """A page in the list of a partition's samples.
 
     Attributes:
         partition: partition of the samples.
-        positions: table positions of the samples `(n,)`.
-        missing_keys: keys in the page's range without a sample.
-        missing_indexes: indexes in the page's range without a sample.
-        missing_groups: selected groups without members in the partition; only on the first page.
-        missing_rollouts: selected rollouts without samples; only on the first page.
+        positions: table positions of the samples, of shape `(n,)`.
+        missing_keys: keys in the page's range for which no sample exists.
+        missing_indexes: indexes in the page's range for which no sample exists.
+        missing_groups: selected groups that have no members in the partition; set only on the first page.
+        missing_rollouts: selected rollouts that have no samples; set only on the first page.
         next_place: place in the selection where the next page starts; None for the last page.
     """
 
@@ -241,15 +240,15 @@ class Page:
 def find_page(
     catalog: Catalog, partition_id: str, selection: Selection, *, size: int, token: str, missing_ok: bool = False
 ) -> Page | None:
-    """Return a page of the selected samples, or None if a missing partition is permitted.
+    """Return a page of the selected samples, or None if the partition is missing and `missing_ok` is set.
 
     Args:
-        catalog: the catalog with the partition.
+        catalog: the catalog that contains the partition.
         partition_id: name of the partition.
         selection: the selected samples; must be equal for all pages.
         size: maximum number of samples on the page; 0 for the largest permitted page.
         token: token of the page, or "" for the first page.
-        missing_ok: whether to return None if the partition does not exist when the first page is requested.
+        missing_ok: whether to return None if the first page is requested and the partition does not exist.
 
     Raises:
         PartitionNotFoundError: the partition does not exist.
@@ -296,9 +295,9 @@ def _unknown(names: Sequence[str], slots: Indexes) -> list[str]:
 def first_known(
     catalog: Catalog, partition_id: str, incarnation: bytes, rows: Indexes
 ) -> tuple[Partition, Indexes] | None:
-    """Return the partition of the given samples, and the leading samples that fit on one page.
+    """Return the partition of the given samples, and as many of the first samples as fit on one page.
 
-    Return None if the partition or one of the leading samples no longer exists.
+    Return None if the partition or one of these first samples no longer exists.
     """
     partition = catalog.find(partition_id, incarnation, missing_ok=True)
     if partition is None:
@@ -308,14 +307,14 @@ def first_known(
 
 
 def find_names(names: Iterable[str], *, of: str, size: int, token: str) -> tuple[list[str], str]:
-    """Return a page of names in sorted order, and the token of the next page ("" on the last page).
+    """Return a sorted page of names, and the token of the next page ("" on the last page).
 
     Args:
         names: all names, in any order.
-        of: kind of the listed names. Tokens of a different list are rejected.
+        of: kind of the listed names. Tokens from a list of a different kind are rejected.
         size: maximum number of names on the page; 0 for the largest permitted page.
-        token: token of the page, or "" for the first page. A token consists of a checksum and the first name of the
-            page, which may have been removed since.
+        token: token of the page, or "" for the first page. It consists of a checksum and the page's first name, which
+            may have been removed since.
 
     Raises:
         InvalidArgumentError: the size or the token is invalid.
@@ -329,7 +328,7 @@ def find_names(names: Iterable[str], *, of: str, size: int, token: str) -> tuple
 
 
 def name_token(of: str, name: str) -> str:
-    """Return the token of the page of a list that starts with the given name."""
+    """Return the token of a page that starts with the given name."""
     return f"{zlib.crc32(f'{of}/{name}'.encode()):08x}-{name}"
 
 
@@ -349,7 +348,7 @@ def _check_named(name: str, count: int) -> None:
 
 
 def _read_token(token: str) -> tuple[bytes, int]:
-    """Return the partition's incarnation and the start of the page that a token encodes."""
+    """Return the partition incarnation and the page start that a token encodes."""
     if not token:
         return b"", 0
     incarnation, _, place = token.partition("-")
@@ -371,7 +370,7 @@ def no_page_token(token: str) -> InvalidArgumentError:
 
 
 def fitting_count(partition: Partition, positions: Indexes) -> int:
-    """Return how many of the first samples fit in one answer with their metadata; at least one."""
+    """Return how many of the samples, counted from the first, fit in one answer with their metadata; at least one."""
     columns = [column for name in partition.meta.names() if (column := partition.meta.read(name, positions))]
     number_count = sum(column.values.dtype.kind != "O" for column in columns)
     count = min(positions.size, _MOST_NUMBERS // max(1, number_count))
@@ -413,7 +412,7 @@ def locate(
     skip_missing: bool,
     skip_missing_fields: bool,
 ) -> tuple[Indexes, Sequence[str]]:
-    """Return the positions of the samples that have cells in all given fields, and these fields.
+    """Return the positions of the samples that have cells in all given fields, and the fields themselves.
 
     Args:
         partition: partition of the samples.
@@ -421,10 +420,11 @@ def locate(
         indexes: global indexes of the samples; empty if keys are given.
         keys: keys of the samples.
         skip_missing: whether to omit missing samples and samples with missing cells.
-        skip_missing_fields: whether to omit fields that do not exist or that some samples lack.
+        skip_missing_fields: whether to omit fields that do not exist, or that some samples lack.
 
     Raises:
-        FieldNotFoundError: the partition never had a field. Not raised for a field whose cells were all cleared.
+        FieldNotFoundError: the partition never had one of the fields. Not raised for a field whose cells were all
+            cleared.
         KeyNotFoundError, SampleNotFoundError, CellNotFoundError: a required sample or cell is missing.
         InvalidArgumentError: too many samples are given, or samples are given both by index and by key.
     """
@@ -459,7 +459,7 @@ def locate(
 
 
 def _missing_cell(partition: Partition, names: Sequence[str], rows: Indexes) -> CellNotFoundError:
-    """Return the error for samples that lack a field; it names a failed one if possible, since it never gets data."""
+    """Return the error for samples that lack a field; its example is, if possible, a failed sample."""
     failed = rows[partition.state[partition.table.find(rows)] == FAILED]
     row = (failed if failed.size else rows)[:1]
     position = partition.table.find(row)
@@ -482,11 +482,11 @@ def _missing_cell(partition: Partition, names: Sequence[str], rows: Indexes) -> 
 
 
 class LookupWait:
-    """Context manager that waits until a look-up finds enough samples.
+    """A context manager that waits until a look-up finds enough samples.
 
-    The wait collects rows as they are written instead of polling. Rows are checked only when there are enough to reach
-    `min_count` if all of them match. Filling a partition row by row therefore causes a few checks of some rows, instead
-    of a check of all rows per written row. Cleared rows are discounted when `min_count` appears to be reached.
+    The wait collects rows as they are written instead of polling. Rows are checked only when `min_count` would be
+    reached if all of them matched. If a partition is filled row by row, this causes only a few checks of a few rows,
+    instead of a check of all rows after each write. Cleared rows are discounted when `min_count` appears to be reached.
 
     Args:
         partition: partition of the samples.
@@ -525,7 +525,7 @@ class LookupWait:
         self._is_due.set()
 
     async def until_enough(self, deadline: float) -> bool:
-        """Wait until enough samples exist or never will (True), or until a deadline in the loop's time (False).
+        """Wait until enough samples exist or never will (True), or until a deadline in event-loop time (False).
 
         All samples that exist when the call starts are checked, even after the deadline. Later samples are checked only
         until the deadline.
@@ -565,7 +565,7 @@ class LookupWait:
 
     @property
     def _is_in_vain(self) -> bool:
-        """Whether the partition has too few samples and is sealed, which makes the wait useless."""
+        """Whether waiting is useless because the partition is sealed and has too few samples."""
         count = self._partition.table.present_count
         if self._selection.is_named:
             count = min(count, self._selection.named_count)
@@ -593,7 +593,7 @@ class LookupWait:
         return indexes.size
 
     def _has_enough(self) -> bool:
-        """Whether enough samples were found, even if all rows rewritten since their check no longer match."""
+        """Whether enough samples were found, not counting rows that were rewritten after their check."""
         least = self._min_count + sum(len(rows) for rows in self._unseen if not isinstance(rows, range))
         if len(self._found) >= least:
             self._forget_cleared()
@@ -607,7 +607,7 @@ class LookupWait:
 async def wait_for_samples(
     catalog: Catalog, partition_id: str, selection: Selection, min_count: int, max_wait_seconds: float
 ) -> bool:
-    """Wait until a partition exists and has `min_count` of the selected samples; return whether the wait timed out.
+    """Wait until a partition contains `min_count` of the selected samples; return whether the wait timed out.
 
     The wait also ends when the partition can no longer reach `min_count`.
 
@@ -636,12 +636,12 @@ class Clearing:
     Each sample is tested against the selection's conditions in the step that clears it.
 
     Args:
-        catalog: the catalog with the partition.
+        catalog: the catalog that contains the partition.
         partition_id: name of the partition.
-        incarnation: incarnation of the partition; empty for the incarnation that exists when the first part is cleared.
+        incarnation: incarnation of the partition; empty: the incarnation that exists when the first part is cleared.
         selection: the samples to clear.
-        claim: the leased claim that the samples must belong to. Membership is checked for all samples at the start, and
-            for each part when the part is cleared. None: no claim is checked.
+        claim: the leased claim that all samples must belong to; None: no such check. The check covers all samples at
+            the start, and each part again when it is cleared.
         missing_ok: whether to succeed without clearing anything if the partition does not exist or was cleared.
     """
 
@@ -672,7 +672,7 @@ class Clearing:
             self._last = self._next_part()
 
     def finish(self) -> int:
-        """Clear the last part, and groups without samples; return the total number of cleared samples."""
+        """Clear the last part, and remove groups without samples; return the total number of cleared samples."""
         self._change()
         if self.selection.groups and not self.selection.has_conditions:
             self._remove_groups()
@@ -693,7 +693,7 @@ class Clearing:
         return self.catalog.commit(change) or 0
 
     def _next_part(self) -> Indexes:
-        """Return the next samples to clear, limited to the maximum per step."""
+        """Return the next samples to clear, at most as many as one step may clear."""
         partition = self.catalog.find(self.partition_id, self.incarnation, missing_ok=self.missing_ok)
         if partition is None:
             self._place, self._part = None, self._part[:0]
@@ -710,7 +710,7 @@ class Clearing:
         return self._meant(partition, taken, positions)
 
     def _meant(self, partition: Partition, rows: Indexes, positions: Indexes) -> Indexes:
-        """Return the rows that still satisfy the selection, given their positions (-1 for missing rows)."""
+        """Return the rows that still match the selection, given the row positions (-1 for missing rows)."""
         if not self.selection.has_conditions:
             return rows
         meant: Indexes = partition.table.index[self.selection.satisfying(partition, positions[positions >= 0])]
@@ -718,7 +718,7 @@ class Clearing:
 
 
 class Failing(Clearing):
-    """Marks samples as failed in parts, ignoring missing and failed samples. See `Clearing`."""
+    """Marks samples as failed, in parts, ignoring missing samples and those already failed. See `Clearing`."""
 
     def _remove_groups(self) -> None:
         """Keep groups without samples, because they contain nothing to fail."""
@@ -730,7 +730,7 @@ class Failing(Clearing):
         return rows.size
 
     def _meant(self, partition: Partition, rows: Indexes, positions: Indexes) -> Indexes:
-        """Return the rows that still satisfy the selection and have not failed."""
+        """Return the rows that still match the selection and have not failed."""
         there = self.selection.satisfying(partition, distinct(positions[positions >= 0], partition.table.count))
         meant: Indexes = partition.table.index[there[partition.state[there] != FAILED]]
         return meant
@@ -738,11 +738,11 @@ class Failing(Clearing):
 
 @dataclass
 class ClearingFields(Clearing):
-    """Clears the cells of some fields in parts, and keeps the samples. See `Clearing`.
+    """Clears the cells of some fields, in parts, and keeps the samples. See `Clearing`.
 
     Args:
-        field_names: names of the fields, without repetition. For a field that groups share, the selection must consist
-            of groups, and the cells of these groups are cleared.
+        field_names: names of the fields, without duplicates. If a field has group scope, the selection must consist of
+            groups, whose shared cells are cleared.
 
     Raises:
         InvalidArgumentError: `field_names` is empty.
@@ -758,8 +758,8 @@ class ClearingFields(Clearing):
         """Clear all parts except the last one.
 
         Raises:
-            FieldNotFoundError: the partition never had a field, and `missing_ok` is not set.
-            InvalidArgumentError: groups share a field, and the selection does not consist of groups alone.
+            FieldNotFoundError: the partition never had one of the fields, and `missing_ok` is not set.
+            InvalidArgumentError: a field has group scope, and the selection does not consist of groups alone.
             LeaseExpiredError, InvalidArgumentError: see `check_claim`.
         """
         partition = self.catalog.find(self.partition_id, self.incarnation, missing_ok=self.missing_ok)
@@ -773,12 +773,12 @@ class ClearingFields(Clearing):
         await super().begin()
 
     def _check_shared(self, partition: Partition, name: str) -> None:
-        """Raise InvalidArgumentError if cells shared by groups would be cleared for only some samples of a group."""
+        """Raise InvalidArgumentError if a group's shared cells would be cleared for only some of its samples."""
         selection = self.selection
         if not selection.groups or selection.rollouts or selection.has_conditions:
             raise InvalidArgumentError(
                 f"field {name!r} of partition {partition.partition_id!r} has group scope; got samples, rollouts or "
-                f"conditions. Its value is cleared for all samples of a group, so name groups and nothing else.",
+                f"conditions. Its value can be cleared only for entire groups. Select groups and nothing else.",
                 field="data_fields",
                 metadata={"field_name": name},
             )

@@ -4,17 +4,17 @@
           -> joins the line of claims with the same spec -> its turn -> planned on the event loop: answered, or a miss
                                                                      -> planned off the loop, one at a time
 
-Lines take turns in order of arrival, regardless of their claims. A line that cannot be served is skipped and gets
-another turn after a change. If a sampler cannot plan immediately on the event loop, its plan is made off the loop, for
-one line at a time. An off-loop plan that takes too long yields to the next plan. Commits, status
-requests, replays and claims that can be planned immediately never wait for an off-loop plan.
+Lines take turns in order of arrival, whatever they claim. A line that cannot be served is skipped, and gets another
+turn after a change. A sampler that cannot plan immediately on the event loop plans off the loop, for one line at a
+time. An off-loop plan that takes too long yields to the next plan. Commits, status requests, replays, and claims that
+can be planned immediately never wait for off-loop plans.
 
-The loop checks in one step that all rows of a plan are still ready, and records the plan. If a plan has lost rows, its
-line is planned again. Quicker lines could then overtake a slow sampler forever. The next plan of the slow line
-therefore skips as many ready rows as other lines are likely to claim during that plan. Later lines wait for that plan
-if the last plan of the line was quick.
+In one step, the loop checks that all rows in a plan are still ready, and then records the plan. If a row is no longer
+ready, the line is planned again. Quicker lines could thus overtake a slow sampler forever. The slow line's next plan
+therefore skips as many ready rows as other lines are likely to claim in the meantime. Later lines wait for that plan if
+the slow line's last plan was quick.
 
-`WaitQueue` contains the lines and selects the next one; `Planner` makes and records their plans.
+`WaitQueue` stores the lines and selects the next one. `Planner` makes and records their plans.
 """
 
 from __future__ import annotations
@@ -78,29 +78,29 @@ _ANSWERS_WITHOUT_REST = 128
 _LINES_A_TURN: Final = 16  # after a scan of all lines, at least one turn per 16 lines precedes the next scan
 _MOST_RANKS: Final = 128  # ranks whose token counts are reported for a batch
 _MOST_BATCHES_A_TURN = 64
-_MOST_PLAN_SECONDS = 0.25  # time after which an off-loop plan yields to other lines and the next off-loop plan
+_MOST_PLAN_SECONDS = 0.25  # time limit after which an off-loop plan lets other lines and the next off-loop plan proceed
 _CLOSED_AT_ONCE = 1 << 12  # maximum number of changed rows per step when gaps are closed
-_MOST_BATCHES_AHEAD = 256  # loaders claim prefetch_factor * num_workers ahead; all earlier batches are planned too
-_RANGE_SECONDS: Final = 0.004  # CPU time per step for planning further batches of a range
+_MOST_BATCHES_AHEAD = 256  # loaders claim prefetch_factor * num_workers batches ahead
+_RANGE_SECONDS: Final = 0.004  # CPU time per step for planning the later batches in a range
 _RATE_SECONDS: Final = 10.0
-_PINNED_SECONDS: Final = 0.01  # interval between checks whether the table is still pinned
-_FEW_ROWS = 1 << 13  # maximum number of rows searched on the event loop for the end of a task
+_PINNED_SECONDS: Final = 0.01  # interval between checks for whether the table is still pinned
+_FEW_ROWS = 1 << 13  # maximum number of rows that the event loop searches to detect the end of a task
 
 
 @dataclass(frozen=True, slots=True)
 class NotYet:
-    """The answer to a claim if nothing could be delivered during its wait. This answer is never recorded."""
+    """The answer to a claim that timed out before anything could be delivered. This answer is never recorded."""
 
 
 Answer = RankPlan | Claim | EndCounts | NotYet
 
 
 class LoopYielder:
-    """Shares the event loop fairly between thousands of waiting calls and all other work.
+    """Shares event-loop time fairly between thousands of waiting calls and all other work.
 
-    The yielder yields to the loop after a few steps or a slow step. After many answers, it also pauses for as long as
-    these steps took. Most of their cost is in sending the answers. While the server only sends, it accepts one new call
-    per iteration of the loop, so new calls would accumulate.
+    The yielder yields to the loop after a few steps, or after one slow step. After many answers, it also pauses for as
+    long as these answers took. Most of that time is spent on sending. While the server is busy sending, it accepts only
+    one new call per loop iteration, so new calls would accumulate.
     """
 
     __slots__ = ("_answer_count", "_last", "_step_count")
@@ -110,7 +110,7 @@ class LoopYielder:
         self._last = time.perf_counter()
 
     async def step(self, *, has_answered: bool = True) -> None:
-        """Count a call that was answered or whose turn produced no plan, and yield to the loop if necessary."""
+        """Count a call that was answered, or whose turn produced no plan; yield to the loop if necessary."""
         self._step_count += 1
         self._answer_count += has_answered
         if self._step_count % _STEPS_A_TURN and time.perf_counter() - self._last < _TURN_SECONDS:
@@ -123,11 +123,11 @@ class LoopYielder:
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """One waiting call. The first of three events sets its answer: a claim, an error, or the end of its wait.
+    """A waiting call. It ends with the first of these outcomes: a claim, an error, or a timeout.
 
     Attributes:
-        is_poll: whether the call does not wait for changes, but ends after its first turn.
-        arrival: sequence number that orders calls by arrival in the queue.
+        is_poll: whether the call ends after its first turn instead of waiting for changes.
+        arrival: sequence number of the call's arrival in the queue.
     """
 
     request: ClaimRequest
@@ -137,7 +137,7 @@ class Waiter:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the call is still unanswered and not cancelled."""
+        """Whether the call has been neither answered nor cancelled."""
         return not self.answer.done()
 
     @property
@@ -149,11 +149,11 @@ class Waiter:
 
     @property
     def batch_index(self) -> int:
-        """The batch that a rank waits for, or -1 for a queue worker."""
+        """Index of the batch that the rank waits for, or -1 for a queue worker."""
         return self.request.batch_index
 
     def end(self, outcome: Answer | TqError) -> None:
-        """Answer the call, or end it with an error, if it is still waiting."""
+        """Answer the call or fail it with an error, unless it has already ended."""
         if not self.is_waiting:
             return
         if isinstance(outcome, TqError):
@@ -178,16 +178,17 @@ class LineState(Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Line:
-    """The waiting calls with one claim spec, in order of arrival. A plan made for one of them can serve any of them.
+    """Waiting calls with equal claim specs, in order of arrival. A plan made for one call can serve any of them.
 
-    A line exists while a call waits in it or a plan is made for it. The number of lines is
-    bounded, because each line has waiting calls, and these are limited.
+    A line exists while a call waits in it or a plan for it is in progress. The number of waiting calls is limited,
+    which also bounds the number of lines.
 
     Attributes:
-        last_miss: the reason why the last search found no plan.
-        polls: calls of the line that are polls.
-        is_waited_for: whether later lines wait for this line's next off-loop plan, because its last one was quick.
-        look_past: number of ready rows that the next off-loop plan leaves to quicker lines.
+        last_miss: reason why the last search found no plan.
+        polls: the polls among the waiting calls.
+        is_waited_for: whether later lines wait for this line's next off-loop plan because its last off-loop plan was
+            quick.
+        look_past: number of ready rows that the next off-loop plan skips and leaves to quicker lines.
     """
 
     spec: ClaimSpec
@@ -207,18 +208,18 @@ class Line:
 
     @property
     def is_ranked(self) -> bool:
-        """Whether ranks rather than queue workers wait in the line."""
+        """Whether the waiting calls are from ranks rather than queue workers."""
         return self.spec.dp_size is not None
 
     @property
     def order(self) -> float:
-        """Arrival number of the line's first call, which determines the line's turn; infinity for an empty line."""
+        """Arrival number of the first call, which determines the line's place in the queue; infinity if it is empty."""
         first = self.first()
         return math.inf if first is None else first.arrival
 
     @property
     def batch_index(self) -> int:
-        """Lowest batch index that a rank in this line waits for; -1 for an empty line or queue workers."""
+        """Lowest batch index that a rank in this line waits for; -1 if the line is empty or contains queue workers."""
         return min((waiter.batch_index for waiter in self._waiters), default=-1)
 
     def first(self) -> Waiter | None:
@@ -231,7 +232,7 @@ class Line:
         return None
 
     def add(self, waiter: Waiter) -> None:
-        """Add a waiter at the end."""
+        """Append a waiter to the line."""
         self._waiters[waiter] = None
         if waiter.is_poll:
             self.polls[waiter] = None
@@ -242,23 +243,23 @@ class Line:
         self.polls.pop(waiter, None)
 
     def expire(self, polls: Iterable[Waiter]) -> None:
-        """End the given polls with `NotYet`."""
+        """Answer the given polls with `NotYet`."""
         for poll in polls:
             poll.end(NotYet())
             self.remove(poll)
 
 
 class WaitQueue:
-    """The lines of waiting claims, served in order of arrival of their first calls.
+    """The lines of waiting claims, served in the order in which their first calls arrived.
 
-    After a change (`is_stale`), all lines that can now be served are queued again, including skipped lines. If changes
-    never stop, each scan of all lines is followed by at least as many turns as were due. The cost per turn therefore
-    stays low even with many lines.
+    After a change (`is_stale`), a scan queues all lines that can now be served, including skipped ones. Even if changes
+    never stop, each scan is followed by at least as many turns as were due. The cost per turn therefore stays low even
+    with many lines.
 
     Attributes:
-        by_spec: lines by claim spec. A call that is answered immediately joins no line.
+        by_spec: lines by claim spec. Calls that are answered immediately do not join a line.
         planning: the line whose off-loop plan is in progress and has not yielded yet.
-        is_stale: whether a change occurred since the last scan of all lines.
+        is_stale: whether anything has changed since the last scan of all lines.
     """
 
     def __init__(self) -> None:
@@ -266,7 +267,7 @@ class WaitQueue:
         self.planning: Line | None = None
         self.is_stale = False
         self._last_arrival = 0
-        self._turns: list[tuple[float, Line]] = []  # a heap; the order of each line is unique
+        self._turns: list[tuple[float, Line]] = []  # a heap; no two lines have the same order
         self._heavy: dict[Line, None] = {}
         self._turns_left = 0
 
@@ -283,7 +284,7 @@ class WaitQueue:
         return [line for line in self.by_spec.values() if line.is_ranked]
 
     def join(self, waiter: Waiter, miss: Miss) -> Line:
-        """Add a waiter whose search found no plan to the line of its spec, and return the line."""
+        """Add a waiter to the line for its spec after a search found no plan, and return the line."""
         spec = waiter.request.spec
         line = self.by_spec.get(spec)
         if line is None:
@@ -297,7 +298,7 @@ class WaitQueue:
         waiter.arrival = self._last_arrival
 
     def forget_if_unused(self, line: Line) -> None:
-        """Remove a line if no claim waits in it and no plan for it is in progress."""
+        """Remove a line unless a claim waits in it or a plan for it is in progress."""
         if not line and line.state is not LineState.PLANNING and self.by_spec.get(line.spec) is line:
             del self.by_spec[line.spec]
 
@@ -310,13 +311,13 @@ class WaitQueue:
             heapq.heappush(self._turns, (line.order, line))
 
     def put_heavy(self, line: Line) -> None:
-        """Queue a line for a plan off the event loop."""
+        """Queue a line for an off-loop plan."""
         line.state = LineState.HEAVY
         self._heavy[line] = None
 
     @property
     def holder(self) -> Line | None:
-        """The line whose off-loop plan later lines must wait for, or None."""
+        """The line that later lines must wait for until its off-loop plan is made, or None."""
         return self.planning if self.planning is not None and self.planning.is_waited_for else None
 
     @property
@@ -325,7 +326,7 @@ class WaitQueue:
         return bool(self._turns) and (self.holder is None or self._turns[0][0] < self.holder.order)
 
     def next(self, may_be_served: Callable[[Line], bool]) -> Line | None:
-        """Park and return the line whose turn is next; None if no line has a turn and nothing has changed."""
+        """Park and return the next line in turn; None if no line is queued and nothing has changed."""
         while self.is_stale or self.has_turn:
             if self.is_stale and (self._turns_left <= 0 or not self.has_turn):
                 self.is_stale = False
@@ -340,11 +341,11 @@ class WaitQueue:
                 if line.order <= order:
                     self._turns_left -= 1
                     return line
-                self.put(line)  # the calls of other lines may have arrived before the next call of this line
+                self.put(line)  # calls in other lines may have arrived before this line's next call
         return None
 
     def next_heavy(self) -> Line | None:
-        """Return the next line that needs an off-loop plan; None if no line needs one or such a plan is in progress."""
+        """Return the next line that needs an off-loop plan; None if no line needs one or if one is in progress."""
         if self.planning is not None or not self._heavy:
             return None
         line = min(self._heavy, key=lambda each: each.order)
@@ -362,12 +363,12 @@ class WaitQueue:
 
 
 def describe_batch(batch_index: int, plan: RecordedPlan, lengths: Indexes | None) -> RecentBatch:
-    """Return token counts, imbalance and padding of a planned batch.
+    """Return statistics of a planned batch: token counts, imbalance and padding.
 
     Args:
         batch_index: index of the batch.
         plan: recorded plan of the batch.
-        lengths: token counts of `plan.rows` `(n,)`, or None if unknown.
+        lengths: token counts of `plan.rows`, of shape `(n,)`; None if unknown.
     """
     if lengths is None or not lengths.size:
         return RecentBatch(batch_index=batch_index)
@@ -388,10 +389,10 @@ def describe_batch(batch_index: int, plan: RecordedPlan, lengths: Indexes | None
 
 
 class DeliveryRate:
-    """Delivery rate of a task, computed from a sum whose terms decay by a factor of e every 10 seconds.
+    """A task's delivery rate, computed as a sum whose terms decay by a factor of e every 10 seconds.
 
-    Memory and time per call do not depend on the number of deliveries. Times are in seconds of a single monotonic
-    clock.
+    Memory use and time per call do not depend on the number of deliveries. All times are in seconds and from the same
+    monotonic clock.
     """
 
     __slots__ = ("_at_seconds", "_count")
@@ -416,10 +417,10 @@ _log = logging.getLogger(__name__)
 
 
 class RunsPlans(Protocol):
-    """Runs samplers in isolation: a sampler that fails or hangs affects only the claim it runs for."""
+    """Runs samplers in isolation: a sampler that fails or hangs affects only the claim that it plans for."""
 
     def length(self, sampler: Sampler) -> LengthSource | None:
-        """Return the length that a sampler needs, or None if it needs none; raises only TqError."""
+        """Return the length source that a sampler needs, or None if it needs no lengths. Raises only TqError."""
         ...
 
     def run_inline(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
@@ -427,7 +428,7 @@ class RunsPlans(Protocol):
 
         Raises:
             MustBeAwaited: the sampler cannot run on the event loop.
-            TqError: the sampler failed, or raised this error itself.
+            TqError: the sampler raised this error or failed in another way.
         """
         ...
 
@@ -444,9 +445,9 @@ class Planner:
 
     Attributes:
         task: ledger of the task.
-        last_request: the latest claim received by this process, or None.
-        deliveries: delivery rate of this process, in samples per second.
-        step_times: by rank, the time breakdown of the trainer's latest steps.
+        last_request: the latest claim that this process received, or None.
+        deliveries: rate at which this process delivers samples, per second.
+        step_times: time breakdown of the trainer's latest steps, by rank.
     """
 
     def __init__(
@@ -465,11 +466,11 @@ class Planner:
             partition: partition of the task.
             task: ledger of the task.
             runner: runs samplers.
-            commit: applies a change to the partition. The second argument is the result of the change's `prepare`, or
-                None. Changes to a cleared partition are ignored.
-            group: returns a context manager that combines the changes of its block into one group; see
-                `StateMachine.group`.
-            on_batch: called with the sampler name and the statistics of each batch recorded for ranks.
+            commit: function that applies a change to the partition and ignores changes to a cleared partition. The
+                second argument is the result of the change's `prepare`, or None.
+            group: function that returns a context manager, which combines all changes made in its block into one group;
+                see `StateMachine.group`.
+            on_batch: function called for each batch recorded for ranks, with the sampler name and the batch statistics.
         """
         self._partition = partition
         self.task = task
@@ -482,9 +483,9 @@ class Planner:
         self.step_times: dict[int, StepTimes] = {}
         self._names: dict[str, Any] = {"partition_id": partition.partition_id, "task_name": task.name}
         self._starts = ScanStarts(partition, task.name)
-        self._epoch = task.epoch  # epoch of the waiting calls
+        self._epoch = task.epoch  # epoch that the waiting calls belong to
         self._queue = WaitQueue()
-        self._to_answer: deque[tuple[Waiter, TqError | None]] = deque()  # calls to end, each with an error or None
+        self._to_answer: deque[tuple[Waiter, TqError | None]] = deque()  # calls to answer, each with an error or None
         self._dispatching: asyncio.Task[None] | None = None
         self._plans: set[asyncio.Task[Any] | None] = set()  # all off-loop plans in progress
         self._gone: Callable[[], TqError] | None = None
@@ -504,12 +505,12 @@ class Planner:
         self._starts.close()
 
     def waiting_claims(self) -> list[tuple[ClaimRequest, int]]:
-        """Return the first claim of each line and the number of claims in that line, in order of arrival."""
+        """Return, for each line in order of arrival, its first claim and its number of claims."""
         lines = sorted(self._queue.by_spec.values(), key=lambda line: line.order)
         return [(first.request, len(line)) for line in lines if (first := line.first()) is not None]
 
     def compares_with(self, policy: str) -> bool:
-        """Whether the published version of a policy affects the batch of a waiting or planned claim."""
+        """Whether a policy's published version affects which samples a waiting or planned claim receives."""
         specs, outstanding = self._queue.by_spec, self.task.outstanding
         if specs and outstanding is not None and outstanding.bounds_staleness_by(policy):
             return True
@@ -517,15 +518,15 @@ class Planner:
         return any(published is not None and published.policy == policy for published in conditions)
 
     def wake(self) -> None:
-        """Search again for all waiting claims after a change. The partition calls this only while claims wait."""
-        if self._epoch != self.task.epoch:  # waiting calls may belong to the previous epoch
+        """Retry all waiting claims after a change. The partition calls this method only while claims wait."""
+        if self._epoch != self.task.epoch:  # the waiting calls may belong to the previous epoch
             self._epoch = self.task.epoch
             self._enqueue_answers(self._queue)
         self._queue.is_stale = True
         self._advance()
 
     def end(self, error: Callable[[], TqError]) -> None:
-        """End all waiting and future calls with this error."""
+        """Fail all waiting and future calls with this error."""
         self._gone = error
         for plan in filter(None, self._plans):
             plan.cancel()
@@ -537,7 +538,7 @@ class Planner:
     async def claim(
         self, request: ClaimRequest, max_wait_seconds: float, while_waiting: WhileWaiting = nullcontext
     ) -> Answer:
-        """Return the recorded answer of a claim, or wait for one inside `while_waiting()`; `NotYet` on timeout."""
+        """Return the recorded answer to a claim, or wait for one inside `while_waiting()`; `NotYet` on timeout."""
         self.last_request = request
         recorded = self._recorded(request)
         if recorded is not None:
@@ -560,9 +561,9 @@ class Planner:
             return await self._wait(request, found, max_wait_seconds)
 
     def following(self, request: ClaimRequest, *, may_plan: bool) -> list[RankPlan | EndCounts]:
-        """Return the answers of a range after its first batch, up to the first batch that is not ready or is rejected.
+        """Return the answers for a range after its first batch, up to the first batch that is not ready or is rejected.
 
-        If `may_plan` is set, batches that can be planned in this step of the event loop are planned, as one group of
+        With `may_plan`, batches that can be planned in the current event-loop step are planned, as one group of
         changes.
         """
         if may_plan and self._gone is None and not self._has_turns(request.spec):
@@ -580,9 +581,9 @@ class Planner:
         return answers
 
     def _plan_following(self, request: ClaimRequest) -> None:
-        """Plan the batches of a range after its first one, until one cannot be planned at once; runs within a group."""
+        """Plan a range after its first batch, until a batch cannot be planned immediately; runs within a group."""
         task, last = self.task, request.batch_index + request.batch_count - 1
-        began_at = time.thread_time()  # CPU time, because waiting for a CPU does not block other calls
+        began_at = time.thread_time()  # CPU time, because time spent waiting for a CPU does not block other calls
         while request.batch_index < (batch_index := task.next_batch_index) <= last and task.end is None:
             try:
                 found = self._find_at_once(request)
@@ -596,16 +597,15 @@ class Planner:
                 return
 
     def _has_turns(self, spec: ClaimSpec) -> bool:
-        """Whether a call must join a line, because lines are being served or claims with the same spec are waiting.
+        """Whether a call must join a line because lines are being served or claims with an equal spec are waiting.
 
-        If neither is the case, all waiting claims wait for a change, so serving this call immediately does not delay
-        them.
+        Otherwise, all waiting claims wait for a change, so serving the call immediately does not delay them.
         """
         is_serving = self._dispatching is not None or self._queue.holder is not None
         return is_serving or spec in self._queue.by_spec
 
     async def _wait(self, request: ClaimRequest, miss: Miss | None, max_wait_seconds: float) -> Answer:
-        """Wait for an answer. `miss` is why no plan was found; None if the claim must be planned off the loop."""
+        """Wait for an answer. `miss`: why no plan was found; None if the claim must be planned off the loop."""
         loop = asyncio.get_running_loop()
         removed_count = self._partition.table.removed_count
         if self.is_idle:
@@ -628,11 +628,11 @@ class Planner:
                 self.task.check_present(answer.rows)
             if (
                 isinstance(answer, Claim) and answer.lease and self.task.claims.get(answer.request_id) is not answer
-            ):  # the claim ended between its recording and this step of the loop
+            ):  # the claim ended after it was recorded and before this event-loop step
                 self.task.recorded(request)  # raises an error if the claim was released or has expired
                 raise LeaseExpiredError(
-                    f"the lease of this claim of task {self.task.name!r} ended before its answer was sent; claim "
-                    f"again under a new request_id",
+                    f"the lease of this claim for task {self.task.name!r} ended before the answer was sent; claim "
+                    f"again with a new request_id",
                     metadata={"task_name": self.task.name},
                 )
             return answer
@@ -648,20 +648,21 @@ class Planner:
             del waiter  # otherwise, an exception's traceback would keep this frame and the partition alive
 
     def _forget_if_unused(self, line: Line) -> None:
-        """Remove a line that is no longer needed; if no lines remain, stop listening to changes."""
+        """Remove a line if it is no longer needed, and stop listening to changes if no lines remain."""
         self._queue.forget_if_unused(line)
         if self.is_idle:
             self._partition.on_change.discard(self.wake)
 
     def has_planned(self, request: ClaimRequest) -> bool:
-        """Whether the batch claimed by a rank has been planned, or the task has ended."""
+        """Whether the batch that a rank claims has been planned, or the task has ended."""
         is_planned = request.rank is not None and request.rank.batch_index < self.task.next_batch_index
         return is_planned or self.task.end is not None
 
     def retract(self, request_id: bytes) -> None:
-        """Release a queue claim whose answer did not reach its client, unless a retry received the answer.
+        """Release a queue claim whose answer did not reach its client, unless a retry of the call received that answer.
 
-        The client may retry under the same request_id. A named claim is not released, because other workers share it.
+        The client may still retry with the same request_id. Named claims are not released, because several workers
+        share them.
         """
         claim = self.task.claims.get(request_id)
         if claim is None or claim.name:
@@ -680,12 +681,12 @@ class Planner:
         recorded = self.task.recorded(request)
         most = self.task.next_batch_index + _MOST_BATCHES_AHEAD
         if recorded is None and request.rank is not None and request.rank.batch_index > most:
-            # A rank that counts its batches cannot reach such an index, and every batch before it would be planned and
-            # consumed.
+            # A rank that counts its batches cannot reach such an index. Serving it would plan and consume all earlier
+            # batches.
             raise InvalidArgumentError(
                 f"batch_index is {request.rank.batch_index}; expected at most {most}, which is {_MOST_BATCHES_AHEAD} "
                 f"more than the next batch_index of task {self.task.name!r} in partition "
-                f"{self._partition.partition_id!r}, {self.task.next_batch_index}. Count batches from 0 in each "
+                f"{self._partition.partition_id!r} ({self.task.next_batch_index}). Count batches from 0 in each "
                 f"partition and epoch.",
                 field="batch_index",
                 metadata={"got": str(request.rank.batch_index), "expected": f"0 to {most}"},
@@ -697,7 +698,7 @@ class Planner:
     # Turns of lines
 
     def _advance(self) -> None:
-        """Start the dispatcher if lines have turns, and the next off-loop plan if a line needs one."""
+        """Start the dispatcher if lines are due for a turn, and the next off-loop plan if a line needs one."""
         queue = self._queue
         if (heavy := queue.next_heavy()) is not None:
             asyncio.get_running_loop().create_task(self._plan_off_loop(heavy))
@@ -725,15 +726,15 @@ class Planner:
             self._dispatching = None
 
     def _may_be_served(self, line: Line) -> bool:
-        """Whether the state has changed since the line's last search, which makes a new search worthwhile."""
+        """Whether a new search for the line is worthwhile because the state has changed since the last search."""
         return not line.last_miss.is_current(self._partition, self.task)
 
     def _enqueue_answers(self, waiters: Iterable[Waiter], error: TqError | None = None) -> None:
-        """Queue calls to be ended with an error, their recorded answer, or a rejection; a few are ended per step."""
+        """Queue calls that end with an error, their recorded answer, or a rejection; each step answers a few."""
         self._to_answer.extend((waiter, error) for waiter in waiters)
 
     def _answer(self, waiter: Waiter, error: TqError | None = None) -> bool:
-        """End a call with an error, its recorded answer, or a rejection; return whether the call has ended."""
+        """Answer a call with an error, its recorded answer, or a rejection; return whether the call has ended."""
         if self._gone is not None:
             error = self._gone()
         if waiter.is_waiting:
@@ -747,12 +748,12 @@ class Planner:
         return not waiter.is_waiting
 
     def _look(self, line: Line, first: Waiter) -> None:
-        """Serve the first call of a line: plan on the event loop, or queue the line for an off-loop plan."""
+        """Serve a line's first call: plan on the event loop, or queue the line for an off-loop plan."""
         if self._answer(first):
             self._queue.put(line)
             return
         earlier = line
-        if first.batch_index > self.task.next_batch_index:  # other lines may determine the plans of earlier batches
+        if first.batch_index > self.task.next_batch_index:  # earlier batches may have to be planned for other lines
             others = [each for each in self._queue.ranked_lines if each.state is not LineState.PARKED and each.first()]
             earlier = min([line, *others], key=lambda each: each.batch_index)
         if earlier is not line:
@@ -775,16 +776,16 @@ class Planner:
             self._advance()
 
     def _conclude(self, line: Line, first: Waiter, found: Found, polls: Iterable[Waiter]) -> None:
-        """Serve a line with the result of its search in the current step of the loop, or park the line.
+        """Serve a line with the result of a search made in the current event-loop step, or park the line.
 
-        A rank may wait for a batch far ahead, so its line may need many plans. After every 64 batches, the line
-        therefore moves behind the other lines, and its polls end.
+        A line may need many plans if a rank waits for a batch far ahead. After every 64 batches, the line therefore
+        moves behind the other lines, and its polls end.
 
         Args:
             line: the line to serve.
-            first: the first call of the line.
+            first: the line's first call.
             found: result of the search.
-            polls: polls that were in the line when the search started.
+            polls: polls that waited in the line when the search started.
         """
         if isinstance(found, Planned | EndFound):
             try:
@@ -803,13 +804,13 @@ class Planner:
             return
         line.last_miss = found
         line.expire(polls)
-        if line.polls:  # which arrived while the plan was made
+        if line.polls:  # these polls arrived while the plan was made
             self._queue.put(line)
         # Changes that occurred during the search are handled in the next round, after the turns of the other lines.
         self._queue.is_stale |= self._may_be_served(line)
 
     def _fail(self, line: Line, error: TqError) -> None:
-        """Fail a line's first queue worker, or all ranks waiting for its lowest batch, since each would fail too."""
+        """Fail a line's first queue worker, or all ranks waiting for the line's lowest batch, as each would fail."""
         first, batch_index = line.first(), line.batch_index
         if line.is_ranked:
             self._enqueue_answers((each for each in line if each.batch_index == batch_index), error)
@@ -825,12 +826,12 @@ class Planner:
     # Recording
 
     def _record(self, request: ClaimRequest, found: Planned | EndFound) -> Answer:
-        """Record the result of a search and its evictions; return the answer to the claim that it ran for.
+        """Record the result of a search, including evictions; return the answer to the claim that caused the search.
 
-        This method runs within a group. A recorded batch or end applies to all ranks. Waiting claims of the batch are
-        therefore answered, and claims with a different `dp_size` are rejected.
+        This method runs within a group. A recorded batch or end applies to all ranks. All claims waiting for the batch
+        are therefore answered, and claims with a different `dp_size` are rejected.
         """
-        self._queue.is_stale = True  # other lines may have reached the end too
+        self._queue.is_stale = True  # other lines may also have reached the end of the task
         if request.rank is None:
             return self._record_for_worker(request, found)
         task, spec, batch_index, is_end = self.task, request.spec, self.task.next_batch_index, False
@@ -843,7 +844,7 @@ class Planner:
             batch = SamplesClaimed(**self._names, batch_spec=spec.batch_spec, plan=found.plan)
             self._commit(batch, (self._partition, task, found.positions))
             answer = found.plan.part(request.rank.dp_rank)
-            if task.next_batch_index != batch_index:  # false if the commit found the partition cleared
+            if task.next_batch_index != batch_index:  # equal if the commit found the partition cleared
                 self.deliveries.add(found.plan.rows.size, time.monotonic())
                 described = describe_batch(batch_index, found.plan, found.lengths)
                 if found.readiness.bound is not None:
@@ -851,17 +852,17 @@ class Planner:
                     described = replace(described, staleness=found.readiness.bound.staleness_of(positions))
                 task.recent_batches.append(described)
                 self._on_batch(spec.batch_spec.sampler, described)
-            self._evict(request, found.evicted)  # last, because evictions change the positions of rows
+            self._evict(request, found.evicted)  # evict last, because evictions change row positions
         for line in self._queue.ranked_lines:
             disagrees = line.spec.dp_size != spec.dp_size
             self._enqueue_answers(each for each in line if each.batch_index == batch_index or is_end or disagrees)
         return answer
 
     def _record_for_worker(self, request: ClaimRequest, found: Planned | EndFound) -> Claim | EndCounts:
-        """Record the answer of a queue worker. An end applies to the worker, or to all workers sharing its claim name.
+        """Record the answer to a queue worker. A task's end applies to it, or to all workers sharing its claim name.
 
         Raises:
-            TqError: the slots for prompts could not be created, so the prompts were not claimed.
+            TqError: the slots for the prompts could not be created; the prompts were not claimed.
         """
         name = request.claim_name
         if name:
@@ -876,7 +877,7 @@ class Planner:
         if request.make_slots is not None:
             if grouping is not None or found.plan.is_reusing or found.plan.dropped:
                 raise SamplerError(
-                    f"sampler {request.batch_spec.sampler!r} delivers groups, drops samples or reuses them; expected "
+                    f"sampler {request.batch_spec.sampler!r} delivers groups, or drops or reuses samples; expected "
                     f"a sampler that delivers prompts one by one, since admit creates slots for each prompt. Use "
                     f"'sequential'",
                     metadata={"sampler": request.batch_spec.sampler},
@@ -899,7 +900,7 @@ class Planner:
         return claim
 
     def _evict(self, request: ClaimRequest, evicted: Evicted | None) -> bool:
-        """Fail or clear the samples that a claim evicts; return False if nothing was evicted."""
+        """Fail or clear the samples that a claim evicts; return whether any were evicted."""
         if evicted is None:
             return False
         spec, bounded = request.batch_spec, self._partition.settings.bounded_admission
@@ -916,11 +917,11 @@ class Planner:
     # Plans
 
     def length(self, request: ClaimRequest) -> LengthSource | None:
-        """Return the length that a claim's sampler needs, or None if it needs none."""
+        """Return the length source that a claim's sampler needs, or None if it needs no lengths."""
         return self._runner.length(request.sampler)
 
     def _find_at_once(self, request: ClaimRequest) -> Found | None:
-        """Search for a plan or the end in this step of the event loop; return None if this needs an off-loop search."""
+        """Look for a plan or the task's end in this event-loop step; return None if an off-loop search is needed."""
         sampler = request.sampler
         while True:
             search = Search(self._partition, self.task, self._starts, request, self.length(request))
@@ -937,9 +938,9 @@ class Planner:
                 return found
 
     async def _find_off_loop(self, request: ClaimRequest, look_past: int) -> Found:
-        """Search off the loop for a plan or the end, with the table pinned.
+        """Search off the loop for a plan or the end of the task, with the table pinned.
 
-        No `await` follows the check of the plan's rows, so the caller can record the plan.
+        This method does not await anything after checking the plan's rows, so the caller can record the plan.
         """
         sampler = request.sampler
         new_search = partial(Search, self._partition, self.task, self._starts, request, self.length(request))
@@ -964,17 +965,17 @@ class Planner:
         return NOT_LOOKED
 
     def _keep_groups(self, search: Search, found: Found) -> Found:
-        """Record a change in how the task keeps groups complete, and return `found`."""
+        """Record whether the kind of groups that the task keeps complete has changed, and return `found`."""
         task, kept = self.task, search.kept_groups
         is_of_use = isinstance(found, Planned | EndFound)
-        # A miss must not change the recorded kind of groups; otherwise, two waiting claims with different kinds would
+        # A miss must not change the recorded kind of groups. Otherwise, two waiting claims with different kinds would
         # wake each other forever.
         if (is_of_use or (task.kept_groups is None and found != NOT_LOOKED)) and kept != task.kept_groups:
             self._commit(GroupsKept(**self._names, kept_groups=kept), (self._partition, task, True))
         return found
 
     async def _plan_off_loop(self, line: Line) -> None:
-        """Make an off-loop plan for a line, then record it for the line's first claim in one step of the event loop."""
+        """Make an off-loop plan for a line; record the plan for the line's first claim in one event-loop step."""
         loop, task, plan = asyncio.get_running_loop(), self.task, asyncio.current_task()
         self._plans.add(plan)
         timer = loop.call_later(_MOST_PLAN_SECONDS, self._yield_turn, line)
@@ -986,7 +987,7 @@ class Planner:
                 started_at, consumed_count = loop.time(), task.consumed_count
                 if (first := line.first()) is not None and not self._answer(first):
                     found = await self._find_off_loop(first.request, line.look_past)
-                # Twice the number of rows claimed by other lines, because the next plan may take longer.
+                # Skip twice as many rows as other lines have claimed, because the next plan may take longer.
                 line.look_past = 2 * max(0, task.consumed_count - consumed_count)
                 line.is_waited_for = loop.time() - started_at < _MOST_PLAN_SECONDS
             finally:
@@ -1003,7 +1004,7 @@ class Planner:
         finally:
             self._plans.discard(plan)
             timer.cancel()
-            self._queue.is_stale |= line.is_ranked  # lines of other ranks may have waited for this batch
+            self._queue.is_stale |= line.is_ranked  # lines with other ranks may have waited for this batch
             self._forget_if_unused(line)
             self._yield_turn(line)
             self._advance()
@@ -1015,10 +1016,10 @@ class Planner:
             self._advance()
 
     async def _close_gaps(self) -> None:
-        """Close the gaps of a table with many gaps, in short steps; wait while running plans pin the table.
+        """Close the gaps in a table in short steps if there are many; wait while running plans pin the table.
 
-        Without this wait, plans that always overlap would let the table grow without bound. The wait ends because plans
-        have a time limit.
+        Without this wait, overlapping plans could keep the table pinned, and it would grow without bound. The wait ends
+        because plans have a time limit.
         """
         table = self._partition.table
         while table.has_many_gaps:

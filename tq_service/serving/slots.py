@@ -1,9 +1,8 @@
-"""Slots: samples leased to rollout workers before generation, created alone or together with claimed prompts.
+"""Slots: samples leased to rollout workers before generation, created separately or when prompts are claimed.
 
-Slots of prompts are created in the step that claims the prompts. A waiting call reserves neither prompts nor slots. The
-call first waits for prompts. If their slots do not fit, the call then waits in the admission queue of the slots'
-partition. When the call has capacity, it searches for prompts again. If other calls have claimed the prompts, it
-releases the capacity.
+Slots for prompts are created in the step that claims the prompts. A waiting call reserves neither prompts nor slots. It
+first waits for prompts. If their slots do not fit, it waits in the admission queue of the slots' partition. Once it has
+capacity, it searches for prompts again. If other calls have claimed all prompts, it releases the capacity.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def start_version(catalog: Catalog, partition: Partition, policy: str) -> int | 
 
     Raises:
         PolicyNotFoundError: no version of the policy is published.
-        InvalidArgumentError: the partition's staleness limit counts versions of a different policy.
+        InvalidArgumentError: the partition's staleness limit is for a different policy.
     """
     bounded = partition.settings.bounded_admission
     if bounded is not None and policy not in {"", bounded.policy}:
@@ -58,10 +57,10 @@ def start_version(catalog: Catalog, partition: Partition, policy: str) -> int | 
 def make_slots(
     catalog: Catalog, partition: Partition, write: SampleWrite, *, task_name: str, request_id: bytes, lease: LeaseTerms
 ) -> Claim:
-    """Add slots to a partition and lease them to a worker, within a group of changes.
+    """Add slots to a partition and lease them to a worker. Call this within a group of changes.
 
     Raises:
-        TqError: the partition rejects the slots. The partition is unchanged, except that the task may have been added.
+        TqError: the partition rejects the slots. It is unchanged, except that the task may have been added.
     """
     catalog.task(partition, task_name)
     written = catalog.write(partition.partition_id, partition.incarnation, write)
@@ -78,10 +77,10 @@ def make_slots(
 
 
 class PromptClaims:
-    """Serves claims of prompts that also create slots for the prompts; see `Admit`.
+    """Serves claims for prompts that also create slots for these prompts; see `Admit`.
 
     Args:
-        catalog: the partitions.
+        catalog: the catalog of partitions.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -95,13 +94,13 @@ class PromptClaims:
         max_wait_seconds: float,
         while_waiting: WhileWaiting = nullcontext,
     ) -> Claimed:
-        """Claim prompts when there is capacity for the requested slots; see `Catalog.claim`.
+        """Claim prompts once there is capacity for the requested slots; see `Catalog.claim`.
 
         Raises:
-            PartitionNotFoundError, PolicyNotFoundError: the partition or the policy of the slots does not exist.
-            AdmissionLimitError, QuotaExceededError: the slots would exceed the bounds even of an empty partition.
-            AlreadyExistsError: samples or a group with the name of a prompt already exist.
-            InvalidArgumentError: a prompt has no key, or prompts and slots are in the same partition.
+            PartitionNotFoundError, PolicyNotFoundError: the slots' partition or policy does not exist.
+            AdmissionLimitError, QuotaExceededError: the slots would exceed the bounds even in an empty partition.
+            AlreadyExistsError: samples or a group named after one of the prompts already exist.
+            InvalidArgumentError: a prompt has no key, or the prompts and slots would be in the same partition.
         """
         admit, lease = request.spec.admit, request.lease
         if admit is None or lease is None:
@@ -144,14 +143,14 @@ class PromptClaims:
                 return claimed
 
     def _end(self, partition_id: str, task_name: str) -> Claimed:
-        """Return the end of the task for a call whose prompts can no longer get slots."""
+        """Answer a call with the end of the task because its prompts can no longer get slots."""
         partition = self._catalog.get(partition_id)
         task = self._catalog.task(partition, task_name)
         return Claimed(partition, EndCounts(consumed_count=task.consumed_count, kept_count=task.kept_count))
 
     @contextlib.contextmanager
     def _waiting(self, partition_id: str, request: ClaimRequest) -> Iterator[None]:
-        """Include a claim in explanations while it waits for capacity."""
+        """List a claim among the waiting claims while it waits for capacity."""
         waits = self._catalog.capacity_waits
         waits[request.request_id] = partition_id, request
         try:
@@ -162,14 +161,14 @@ class PromptClaims:
 
 
 class _Prompts:
-    """Creates slots for the prompts of one call.
+    """Creates slots for the prompts claimed by one call.
 
     Args:
         catalog: the partitions.
         partition_id: name of the prompts' partition.
-        request: the claim of the prompts.
+        request: the claim for prompts.
         admit: the slots that the claim requests.
-        lease: lease terms of the prompts.
+        lease: lease terms for the prompts.
     """
 
     def __init__(
@@ -192,15 +191,15 @@ class _Prompts:
 
     @property
     def queue(self) -> AdmissionQueue | None:
-        """The admission queue of the slots' partition, or None if the partition is unbounded."""
+        """The admission queue for the slots' partition, or None if the partition is unbounded."""
         return self._catalog.admission_queue(self._slots.partition_id)
 
     def demand(self, prompt_count: int) -> Callable[[], Demand]:
-        """Return a function that computes the demand of slots for `prompt_count` prompts."""
+        """Return a function that computes the demand of the slots for `prompt_count` prompts."""
         return partial(demand_of_slots, self._slots, prompt_count, self._admit.slot_count)
 
     def make(self, rows: Indexes, capacity: WaitingWrite | None = None) -> None:
-        """Create the slots of the given prompts; `capacity` is the capacity reserved for these slots, or None."""
+        """Create slots for the given prompts; `capacity` is the reservation for these slots, or None."""
         slots, queue = self._slots, self.queue
         write = self._write(slots, rows)
         if queue is not None and (capacity is None or not capacity.has_capacity):
@@ -216,7 +215,7 @@ class _Prompts:
             )
 
     def _write(self, slots: Partition, rows: Indexes) -> SampleWrite:
-        """Return the write that creates the slots of the given prompts."""
+        """Return the write that creates the slots for the given prompts."""
         prompts, count = self._catalog.get(self._partition_id), self._admit.slot_count
         keys = prompts.key[prompts.positions_of(rows)].tolist()
         if None in keys:
@@ -246,7 +245,7 @@ class _Prompts:
 
 
 def admitted_slots(catalog: Catalog, partition: Partition, task_name: str, claim: Claim) -> tuple[Partition, Claim]:
-    """Return the partition of the slots created with a claim of prompts, and the claim that leases these slots.
+    """Return the partition of the slots that were created with a claim, and the claim that leases these slots.
 
     Raises:
         SamplesClearedError: some of these slots were cleared.
@@ -257,8 +256,8 @@ def admitted_slots(catalog: Catalog, partition: Partition, task_name: str, claim
     made = None if task is None else task.claims.get(claim.request_id)
     if slots is None or task is None or made is None:
         raise SamplesClearedError(
-            f"the slots of this claim of task {task_name!r} have been cleared. Release the prompts of the claim, and "
-            f"claim again under a new request_id.",
+            f"the slots created by this claim for task {task_name!r} have been cleared. Release its prompts, and "
+            f"claim again with a new request_id.",
             metadata={
                 "task_name": task_name,
                 "next_batch_index": str(partition.tasks[task_name].next_batch_index),

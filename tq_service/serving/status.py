@@ -47,10 +47,10 @@ _NOTHING_CONSUMED: Final = ConsumptionStatus(
 
 
 def consumption_of(partition: Partition | None, task_name: str, *, missing_ok: bool = False) -> ConsumptionStatus:
-    """Return the consumption status of a task. In a missing partition, nothing is consumed.
+    """Return a task's consumption status; nothing is consumed in a missing partition.
 
     Raises:
-        TaskNotFoundError: the task is not declared, or has not claimed anything yet and `missing_ok` is false.
+        TaskNotFoundError: the task was neither declared nor has claimed anything yet, and `missing_ok` is false.
     """
     if partition is None:
         return _NOTHING_CONSUMED
@@ -80,7 +80,7 @@ def consumption_of(partition: Partition | None, task_name: str, *, missing_ok: b
 def consumption_states(
     partition: Partition, task_name: str, positions: Indexes, *, missing_ok: bool = False
 ) -> NDArray[np.uint8]:
-    """Return the consumption state of samples for a task `(n,)`, as values of `SampleConsumption`.
+    """Return the consumption state of each sample for a task, as `SampleConsumption` values of shape `(n,)`.
 
     Raises:
         TaskNotFoundError: see `consumption_of`.
@@ -98,14 +98,14 @@ def consumption_states(
 
 
 def _skipped_count(partition: Partition, task: TaskLedger) -> int:
-    """Return the number of samples that a task is known to never receive."""
+    """Return the number of samples that are known never to be delivered to a task."""
     if task.end is not None:
         return task.end.skipped_count
     return partition.inserted_count - task.consumed_count - task.backlog
 
 
 def _is_complete(partition: Partition, task: TaskLedger) -> bool:
-    """Whether no samples are left for a task; in a partition with rounds, no samples of the rounds that have begun."""
+    """Whether no samples are left for a task; with rounds, whether none are left in the rounds that have begun."""
     if task.end is None:
         return partition.is_whole and task.backlog == 0 and task.leased_count == 0
     known_count = task.end.consumed_count + task.end.skipped_count
@@ -128,7 +128,7 @@ def production_of(partition: Partition | None, names: Sequence[str], *, missing_
     fields = [partition.cells.fields[name] for name in names if name in partition.cells.fields]
     if len(fields) < len(names):
         produced = 0
-    elif len(fields) == 1:  # the count is maintained by writes
+    elif len(fields) == 1:  # writes maintain this count
         produced = fields[0].row_count
     else:
         positions = partition.table.present_positions()
@@ -153,7 +153,7 @@ def summary_of(partition: Partition) -> PartitionSummary:
 def description_of(catalog: Catalog, backlogs: Backlogs, partition: Partition) -> PartitionDescription:
     """Return a consistent description of a partition with its fields and tasks.
 
-    Versions alone may be older: they are from the last scan by `Backlogs.refresh`.
+    Only the versions may be older, since they are from the last scan by `Backlogs.refresh`.
     """
     with_versions = {task for _, task in tasks_with_versions(partition)}
     return PartitionDescription(
@@ -199,13 +199,13 @@ def status_of(
     backlog: Backlog = NO_BACKLOG,
     leases: tuple[ClaimLease, ...] = (),
 ) -> TaskStatus:
-    """Return the status of a task.
+    """Return a task's status.
 
     Args:
-        catalog: the catalog with the partition.
+        catalog: the catalog that contains the partition.
         partition: partition of the task.
         task: ledger of the task.
-        backlog: versions of the task's samples, as found by the last scan.
+        backlog: the task's backlog, as found by the last scan.
         leases: leases to list, oldest first.
     """
     dead_lettered = partition.table.index[task.dead_lettered()[:_MOST_DEAD_LETTERED]]
@@ -247,12 +247,12 @@ def status_of(
 
 
 def _step_times(by_rank: Mapping[int, StepTimes], dp_size: int) -> StepTimes | None:
-    """Return the sum of the step times of all current ranks, ignoring ranks of an earlier, larger `dp_size`."""
+    """Return the sum of all current ranks' step times, ignoring ranks from an earlier, larger `dp_size`."""
     return StepTimes.sum(times for rank, times in by_rank.items() if rank < dp_size)
 
 
 def evicted_by(task: TaskLedger, after: int, limit: int) -> EvictedUnits:
-    """Return the units evicted by a task's claims after the given serial, up to the size limit of an answer.
+    """Return the units that a task's claims evicted after the given serial, up to the size limit for an answer.
 
     Raises:
         InvalidArgumentError: `after` or `limit` is out of range.
@@ -271,7 +271,7 @@ def _leases_of(task: TaskLedger) -> tuple[ClaimLease, ...]:
     now, leases = asyncio.get_running_loop().time(), list[ClaimLease]()
     for claim in islice(task.leases.values(), _MOST_LEASES):
         ago, left = now - claim.delivered_at, claim.deadline - now
-        if not math.isfinite(claim.deadline):  # the service is shutting down, and its successor restarts all leases
+        if not math.isfinite(claim.deadline):  # the service is shutting down; its successor restarts all leases
             ago, left = 0.0, 0.0 if claim.lease is None else claim.lease.seconds
         leases.append(
             ClaimLease(

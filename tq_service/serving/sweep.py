@@ -1,7 +1,7 @@
-"""Sweeps: scans of all rows in a partition, in short slices between which other work runs.
+"""Sweeps: scans of all rows in a partition, in short slices with other work in between.
 
 Several questions can share a sweep. The table is not pinned, so rows may be added, removed and moved between slices.
-Each count reflects the time of its slice. A row that exists during the entire sweep is examined exactly once.
+Each slice is examined in its state at that moment. A row that exists during the entire sweep is examined exactly once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LEAST_ROWS: Final = 1 << 10
 
 
 class Slices:
-    """Yields to the event loop about once a millisecond."""
+    """Yields to the event loop about once per millisecond."""
 
     __slots__ = ("_began_at",)
 
@@ -27,17 +27,17 @@ class Slices:
         self._began_at = time.perf_counter()
 
     async def turn(self) -> None:
-        """Yield to the event loop if the slice has lasted a millisecond; call this after each small unit of work."""
+        """Yield to the event loop if the slice has lasted a millisecond. Call this after each small unit of work."""
         if time.perf_counter() - self._began_at >= _SLICE_SECONDS:
             await asyncio.sleep(0)
             self._began_at = time.perf_counter()
 
 
 class Question(Protocol):
-    """A question about rows that a sweep answers.
+    """A question about rows, answered by a sweep.
 
     Attributes:
-        cost: duration relative to a simple question; a condition on text takes 0.1 us per row.
+        cost: cost relative to a simple question; for example, a condition on text takes 0.1 us per row.
     """
 
     cost: int
@@ -48,7 +48,7 @@ class Question(Protocol):
 
 
 async def sweep(table: RowTable, questions: Sequence[Question], slices: Slices) -> float:
-    """Ask questions about all rows of a table; return the event-loop time used, in seconds."""
+    """Answer questions about all rows in a table; return the event-loop time used, in seconds."""
     used_seconds = 0.0
     size = max(_LEAST_ROWS, _SLICE_ROWS // max(1, sum(question.cost for question in questions)))
     for rows in table.slices(size) if questions else ():

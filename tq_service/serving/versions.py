@@ -1,4 +1,4 @@
-"""Calls that wait until a version of a policy is published."""
+"""Calls that wait until a policy version is published."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Enders: TypeAlias = set[Callable[[Callable[[], TqError]], None]]
 
 @dataclass(slots=True, eq=False)
 class VersionWait:
-    """A call that waits for a version.
+    """A call that waits for a policy version.
 
     Attributes:
         at_least: lowest version that ends the wait.
@@ -29,32 +29,32 @@ class VersionWait:
     reached: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def end(self, error: Callable[[], TqError]) -> None:
-        """End the wait with an error, unless it has already ended."""
+        """Fail the wait with an error, unless it has already ended."""
         if not self.reached.done():
             self.reached.set_exception(error())
 
 
 class VersionWaits:
-    """The calls that wait for versions of policies. Confined to one event loop.
+    """The calls that wait for policy versions. Confined to one event loop.
 
     Args:
-        policies: policies with their published versions. Call `wake` after each change.
+        policies: policies and their published versions. The owner calls `wake` after each change.
     """
 
     def __init__(self, policies: Policies) -> None:
         self._policies = policies
         self._waiting: dict[str, dict[VersionWait, None]] = {}  # by policy name
-        self._claims: dict[Partition, dict[VersionWait, ClaimRequest]] = {}  # waits of claims
+        self._claims: dict[Partition, dict[VersionWait, ClaimRequest]] = {}  # waits that belong to claims
         self._end_error: Callable[[], TqError] | None = None
 
     def wake(self, policy: str) -> None:
-        """End all waits for the published version of a policy or an earlier one."""
+        """End all waits for a policy's published version or an earlier version."""
         for wait in self._waiting.get(policy, ()):
             if self.is_published(policy, wait.at_least) and not wait.reached.done():
                 wait.reached.set_result(None)
 
     def end(self, error: Callable[[], TqError]) -> None:
-        """End all current and future waits with this error."""
+        """Fail all current and future waits with this error."""
         self._end_error = error
         for waits in self._waiting.values():
             for wait in waits:
@@ -66,7 +66,7 @@ class VersionWaits:
         return known is not None and known.version >= at_least
 
     def claims(self, partition: Partition) -> list[ClaimRequest]:
-        """Return the claims from a partition that wait for a version, in order of arrival."""
+        """Return the claims on a partition that wait for a version, in order of arrival."""
         return list(self._claims.get(partition, {}).values())
 
     async def until(
@@ -79,15 +79,15 @@ class VersionWaits:
         claim: tuple[Partition, ClaimRequest] | None = None,
         enders: Enders | None = None,
     ) -> Policy | None:
-        """Wait for a version of a policy; return the policy as of the end of the wait (None if it does not exist).
+        """Wait for a policy version; return the policy after the wait, or None if it does not exist.
 
         Args:
             policy: name of the policy.
             at_least: lowest version that ends the wait.
-            deadline: end of the wait, in the event loop's time.
-            while_waiting: context entered while the call waits.
+            deadline: end of the wait, in event-loop time.
+            while_waiting: context that is active while the call waits.
             claim: partition and request of the waiting claim; None if the call is not a claim.
-            enders: set that contains the function that ends the wait with an error, while the call waits.
+            enders: set of functions that end calls with an error; contains one for this wait while the call waits.
 
         Raises:
             TqError: the wait was ended with this error.
@@ -119,7 +119,7 @@ class VersionWaits:
 
 
 def _remove(waits_by: dict[Any, dict[VersionWait, Any]], key: object, wait: VersionWait) -> None:
-    """Remove a wait, and also the entry of its policy or partition if this was the last wait."""
+    """Remove a wait; if it was the last one for its policy or partition, also remove that entry."""
     del waits_by[key][wait]
     if not waits_by[key]:
         del waits_by[key]
