@@ -27,7 +27,7 @@ from tq_service.state.plan import Indexes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedGroupWrite:
-    """A put for groups that was validated against the partition's current state.
+    """A put of groups that was validated against the partition's current state.
 
     Attributes:
         partition: partition that contains the groups.
@@ -142,7 +142,7 @@ def _check_field(partition: Partition, name: str) -> None:
         shared = ", ".join(map(repr, sorted(partition.cells.shared))) or "none"
         raise InvalidArgumentError(
             f"field {name!r} of partition {partition.partition_id!r} does not have group scope (fields that do: "
-            f"{shared}); put the field for samples, or declare the field with group scope when creating the partition",
+            f"{shared}); put the field for samples, or declare it with group scope when creating the partition",
             field="columns",
             metadata={"field_name": name},
         )

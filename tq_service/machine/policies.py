@@ -78,8 +78,8 @@ def check_pace(state: State, published: VersionPublished, trained: Mapping[tuple
         count = task.unpublished_count(trained.get((partition.partition_id, task.name), -1))
         if published.version > known.version + count:
             raise VersionError(
-                f"version is {published.version}, which is {published.version - known.version} above the published "
-                f"version of policy {published.policy!r}, but task {task.name!r} of partition "
+                f"version is {published.version}, which is {published.version - known.version} more than the "
+                f"published version of policy {published.policy!r}, but task {task.name!r} of partition "
                 f"{partition.partition_id!r} has trained {count} batches since then; with max_staleness, each version "
                 "corresponds to one batch. Report trained batches (trained, or Advance), and publish at most version "
                 f"{known.version + count}. If the trainer returned to a checkpoint, restart its ranks (RestartRanks).",

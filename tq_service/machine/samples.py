@@ -501,7 +501,7 @@ class CellsCleared(Change):
         step.freed += partition.cells.free(slots, shared)
         members = partition.groups.members_of(slots[partition.groups.members[slots] > 0], partition.table)
         step.written.append((partition, partition.table.index[np.union1d(rows, members)]))
-        step.note_change(partition)  # makes plans and writes in progress check the cells again
+        step.note_change(partition)  # plans and writes in progress that rely on these cells are then checked again
         return count - _cell_count((*own, *shared))
 
 
@@ -661,7 +661,7 @@ def _check_columns(partition: Partition, write: SampleWrite, positions: Indexes 
     for name in partition.cells.shared.intersection(column.spec.name for column in write.columns):
         raise InvalidArgumentError(
             f"field {name!r} of partition {partition.partition_id!r} has group scope, but the put has a value for "
-            f"each of {write.row_count} samples; put one value per group in a put for groups",
+            f"each of {write.row_count} samples; put one value per group with a put of groups",
             field="columns",
             metadata={"field_name": name},
         )
@@ -701,8 +701,8 @@ def _check_ragged(partition: Partition, name: str) -> None:
     """Raise an error if a field cannot be truncated: it has group scope, or its rows do not vary in dimension 0."""
     if name in partition.cells.shared:
         raise InvalidArgumentError(
-            f"field {name!r} has group scope; expected a field with one value per sample. Put the entire field in a "
-            "put for groups",
+            f"field {name!r} has group scope; expected a field with one value per sample. Put the entire field with a "
+            "put of groups",
             field="data_fields",
             metadata={"field_name": name},
         )

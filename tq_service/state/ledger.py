@@ -902,7 +902,7 @@ class TaskLedger(TaskFacts):
         self._lose(claim, count)
 
     def expire(self, claim: Claim, positions: Indexes, at_seconds: float) -> Indexes:
-        """Expire the lease on rows, dead-lettering some; return the rows that can be claimed again."""
+        """Expire the lease on rows; dead-letter rows delivered too often, and return the rows claimable again."""
         most = None if claim.lease is None else claim.lease.max_deliveries
         is_spent = self.deliveries[positions] >= (np.iinfo(np.int32).max if most is None else most)
         reopened, spent = positions[~is_spent], positions[is_spent]

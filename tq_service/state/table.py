@@ -566,8 +566,8 @@ class RowTable(Table):
     def reserve_capacity(self, count: int, columns: Iterable[NewColumn] = ()) -> Iterator[None]:
         """Reserve capacity for `count` more rows in steps; the table may change between the steps.
 
-        After the last step, these rows' indexes are written, and the columns listed in `columns` are created so that
-        `column` can declare them quickly.
+        After the last step, these rows' indexes are written. The columns in `columns` are created in advance, so
+        `column` can then declare them quickly.
         """
         while (end := self.count + count) > self._capacity:
             self._grow(min(end, self._capacity + _CAPACITY_STEP))

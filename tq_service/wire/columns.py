@@ -113,7 +113,7 @@ def _name_of(dtype: Any) -> str:
 
 
 def tensor_bytes(tensor: Any) -> memoryview:
-    """Return a tensor's values as bytes in row-major order; as a view, if it is contiguous and on the CPU."""
+    """Return a tensor's values as bytes in row-major order, as a view if it is contiguous and on the CPU."""
     if is_on_device(tensor):
         return copied(DeviceBytes.of(tensor))
     plain = tensor.detach()
@@ -404,7 +404,7 @@ def _fixed_part(spec: FieldSpec) -> int:
 
 
 def offsets_of(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the start offset of each row when rows of these sizes are concatenated, and the total size, `(n + 1,)`."""
+    """Return each row's start offset when rows of these sizes are concatenated, followed by the total size."""
     offsets = np.zeros(sizes.size + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])
     return offsets
@@ -567,7 +567,7 @@ def _merge_two(one: FieldSpec, other: FieldSpec) -> FieldSpec:
 
 
 def with_ragged_dim(spec: FieldSpec) -> FieldSpec:
-    """Return the spec of a field's column. In a jagged spec without ragged dimensions, the first one becomes ragged."""
+    """Return a field's column spec; in a jagged spec without ragged dimensions, make dimension 0 ragged."""
     if spec.layout is not Layout.JAGGED or spec.ragged_dims or not spec.row_shape:
         return spec
     return replace(spec, row_shape=(-1, *spec.row_shape[1:]))
@@ -805,7 +805,7 @@ class ColumnReceiver:
 
 
 def _plain_frame(data: bytes) -> memoryview | None:
-    """Return the frame if the message contains nothing else; return None if the protobuf library must decode it."""
+    """Return the frame if the message contains nothing else, or None if the protobuf library must decode it."""
     if not data or data[0] != _FRAME_TAG:
         return None
     length = 0

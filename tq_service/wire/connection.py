@@ -382,5 +382,5 @@ class Controllers:
             self.current = next((each for each in others if not self._is_silent(each)), others[0])
 
     def _is_silent(self, address: str) -> bool:
-        """Return whether a call to a controller timed out recently; standbys still name a paused leader."""
+        """Return whether a call to a controller timed out recently; standbys may refer to a paused leader."""
         return time.monotonic() - self._silent_at.get(address, -_SILENT_SECONDS) < _SILENT_SECONDS

@@ -106,7 +106,7 @@ class DeviceBytes:
         return DeviceBytes(self._values[part], self._ready)
 
     def copy_to(self, target: Bytes) -> cuda.Event:
-        """Start copying the bytes to `target`; return an event after the copy. Keep both objects alive until then."""
+        """Start copying the bytes to `target`; return an event before which both objects must stay alive."""
         self._ready.synchronize()  # blocks this thread instead of the stream, which other callers' copies also use
         stream = copy_stream(self.device, "down")
         cuda.copy(cuda.load_torch().from_numpy(target), self._values, stream)

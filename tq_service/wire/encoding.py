@@ -1,4 +1,4 @@
-"""Encoding of user data as columns: tensors, arrays, nested tensors, lists of these, and lists of objects."""
+"""Encodes user data (tensors, arrays, nested tensors, lists of these, and lists of objects) as columns."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def _holds_tensors(known: FieldSpec | None) -> bool:
 
 
 def _objects_unless_tensors(name: str, known: FieldSpec | None) -> FieldSpec | None:
-    """Return the spec for rows from an object container: `known` if it is a tensor field, otherwise an object field."""
+    """Return the spec for rows from an object container: `known` for a tensor field, else an object spec."""
     return known if _holds_tensors(known) else FieldSpec(name, layout=Layout.OBJECT)
 
 
@@ -348,7 +348,7 @@ def _encode_tensors(name: str, values: Sequence[Any], kinds: set[type], known: F
 
 
 def _as_numbers(values: Sequence[Any], kinds: set[type]) -> NDArray[Any] | None:
-    """Convert Python numbers, or numbers of one numpy type, to an array; return None if that would be inexact."""
+    """Convert Python numbers or numbers of one numpy type to an exact array; return None if impossible."""
     is_numpy = len(kinds) == 1 and issubclass(next(iter(kinds)), (np.number, np.bool_))
     return np.concatenate(list(map(np.array, _parts(values)))) if is_numpy else exact_numbers(values, kinds)
 
@@ -381,7 +381,7 @@ def _encode_number_lists(name: str, values: Sequence[list[Any]], known: FieldSpe
 
 
 def _unnested(row: list[Any]) -> tuple[tuple[int, ...], list[Any]]:
-    """Return the shape of nested lists, up to the dimension where it becomes irregular, and the items at that depth."""
+    """Return the shape of nested lists, cut at the first irregular dimension, and the items at that depth."""
     shape: tuple[int, ...] = (len(row),)
     items = row
     while items and set(map(type, items)) == {list} and len(set(map(len, items))) == 1:
@@ -405,7 +405,7 @@ def _encode_arrays(name: str, values: Sequence[Any]) -> SourceColumn:
     dtypes = {row.dtype for row in rows}
     if len(dtypes) > 1:
         got = " and ".join(sorted(map(str, dtypes)))
-        raise InvalidArgumentError(f"field {name!r} has rows of {got}; convert them to one dtype", field="data")
+        raise InvalidArgumentError(f"field {name!r} has rows of dtypes {got}; convert them to one", field="data")
     return _encode_rows(name, rows) if dim_counts != {0} else _encode_dense(name, _concatenate(rows))
 
 
