@@ -106,7 +106,7 @@ class AsyncDriver(Protocol):
     """Interface for putting bytes into a storage service and getting bytes from it."""
 
     async def put(self, header: PutHeader, columns: Sequence[Column], deadline: Deadline) -> PutResponse:
-        """Store a put, which must then be committed. Idempotent for a given put_id in the header.
+        """Store a put, which must be committed afterwards. Calls with the same put_id in the header are idempotent.
 
         Args:
             header: header that describes the columns.

@@ -808,7 +808,7 @@ def _left(partition: Partition, task: TaskLedger, claim: Claim, rows: Indexes | 
         delivered = claim.rows[table.find(claim.rows) >= 0]
         if not np.isin(delivered, rows).all():
             raise InvalidArgumentError(
-                f"got {rows.size} of the {delivered.size} samples of a claim without a lease; expected all of them. "
+                f"got {rows.size} of the {delivered.size} samples in a claim without a lease; expected all of them. "
                 "To release only some samples, claim with a lease",
                 field="global_indexes",
             )

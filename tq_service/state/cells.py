@@ -179,12 +179,12 @@ class Field:
 
     @property
     def has_lengths(self) -> bool:
-        """Whether the field has cells with a length, that is, tensors other than scalars."""
+        """Whether the field contains cells with a length, that is, tensors other than scalars."""
         return self.produced_count > 0 and bool(self.spec.row_shape)
 
     @property
     def row_count(self) -> int:
-        """Number of rows that have a cell of the field."""
+        """Number of rows with a cell in the field."""
         return self.produced_count
 
     def cells_of(self, rows: slice | Indexes) -> Indexes:
@@ -193,7 +193,7 @@ class Field:
         return cells
 
     def snapshot(self) -> ColumnSnapshot:
-        """Return a snapshot of all cells of the field."""
+        """Return a snapshot of all the field's cells."""
         return self.cell.snapshot(self._table.count)
 
     def lengths(self, rows: slice | Indexes) -> Indexes:
@@ -239,7 +239,7 @@ class SharedField(Field):
 
     @property
     def row_count(self) -> int:
-        """Number of rows whose group has a cell, excluding failed rows."""
+        """Number of rows whose group has a cell in the field, excluding failed rows."""
         groups, slots = self._groups, np.flatnonzero(self.cell[: self._groups.slots.count] >= 0)
         return int((groups.members[slots] - groups.cleared[slots] - groups.failed[slots]).sum())
 
@@ -339,7 +339,7 @@ class CellTable:
         return field
 
     def last_spec(self, name: str) -> FieldSpec | None:
-        """Return the spec of a field, or its last spec if it has lost all cells; None if the field never existed."""
+        """Return a field's spec, or its last spec if all cells are gone; None if the field never existed."""
         field = self.fields.get(name)
         return self.former_specs.get(name) or (None if field is None else field.spec)
 
@@ -779,7 +779,7 @@ def merge_specs(known: FieldSpec, column: ColumnWrite, layout: Layout) -> FieldS
         known: spec of the field's rows; the declared spec if there are no rows.
         column: the new rows.
         layout: declared layout of the field. A jagged field also accepts rows of equal shape. An "auto" field becomes
-            jagged when a row has a different shape or a column is jagged.
+            jagged once a row has a different shape or a column is jagged.
     """
     new = column.spec
     if new.row_shape is None:
@@ -810,8 +810,8 @@ def merge_specs(known: FieldSpec, column: ColumnWrite, layout: Layout) -> FieldS
         raise _mismatch(known, new, "put rows of one shape, or declare the field as auto or jagged")
     is_jagged = -1 in widened or Layout.JAGGED in (layout, known.layout, new.layout)
     if -1 not in widened and new.layout is Layout.JAGGED:  # all rows so far have the same shape
-        # torch marks the first dimension as ragged even if all rows have the same shape; ignore the mark if there are
-        # more dimensions.
+        # torch marks the first dimension as ragged even if all rows have the same shape; ignore the mark for rows with
+        # more than one dimension.
         first = 0 if len(widened) == 1 else 1
         widened = (*widened[:first], *new.row_shape[first:])
     taken = Layout.JAGGED if is_jagged else Layout.DENSE

@@ -88,7 +88,7 @@ class ExtentTable(SlotTable):
         super().__init__("field")
         self._cell = self.column("cell", np.int64, _NONE)
         self._previous = self.column("previous", np.int64, _NONE)
-        self._end = self.column("end", np.int64, 0)  # length of the cell up to the end of this extent
+        self._end = self.column("end", np.int64, 0)  # cell length up to the end of this extent
         self._depth = self.column("depth", np.int64, 0)  # number of extents in the cell up to and including this extent
 
     @property
@@ -108,7 +108,7 @@ class ExtentTable(SlotTable):
         return np.where(slots == _NONE, WHOLE_EXTENT, self._end[slots] - starts)
 
     def append(self, name: str, cells: Indexes, lengths: Indexes, added: Indexes, ends: Indexes) -> Indexes:
-        """Add one extent to each of the given cells of a field; return the new cell numbers.
+        """Add one extent to each of the given cells in a field; return the new cell numbers.
 
         Args:
             name: field name.
@@ -156,7 +156,7 @@ class ExtentTable(SlotTable):
         return GROWN + last, freed
 
     def release(self, cells: Indexes) -> Indexes:
-        """Remove the extents of grown cells; return them as cells in puts, along with the unchanged plain cells."""
+        """Remove the extents of grown cells; return them as cells in puts; return all other cells unchanged."""
         if not self.has(cells):
             return cells
         extents = self.chains.resolve(cells)

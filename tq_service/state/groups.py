@@ -287,7 +287,7 @@ class GroupTable:
         return np.where(parents < 0, slots, parents)
 
     def slots_of_unit(self, unit: BatchUnit) -> Indexes:
-        """Return the slots of all groups, or of all rollouts, that have members."""
+        """Return the slots of all groups or all rollouts that have members."""
         slots = np.flatnonzero(self.members[: self.slots.count])
         if not self.has_rollouts:
             return slots if unit == "group" else slots[:0]
@@ -311,7 +311,7 @@ class GroupTable:
         return listed
 
     def count_units(self, positions: Indexes, unit: BatchUnit) -> int:
-        """Return the number of units to which rows belong; a row without a group or rollout counts as one unit."""
+        """Return the number of units that rows belong to; a row without a group or rollout counts as one unit."""
         if unit == "sample" or not self.in_use or (unit == "rollout" and not self.has_rollouts):
             return int(positions.size)
         slots = self.of_unit(unit, positions)
@@ -457,7 +457,7 @@ class GroupTable:
         return slots
 
     def _add_members(self, slots: Indexes, indexes: Indexes) -> None:
-        """Count rows as members of groups or rollouts; `slots` has one entry per row."""
+        """Count rows as members of groups or rollouts; `slots` contains one slot per row."""
         fresh = self.first[slots] < 0
         self.first.write(
             slots[fresh][::-1], indexes[fresh][::-1]

@@ -191,12 +191,12 @@ class RecordedPlan:
 
     @property
     def used(self) -> Indexes:
-        """Global indexes of the samples that the plan delivers or consumes, each once."""
+        """Global indexes of the samples that the plan delivers or consumes, without duplicates."""
         return self.rows if self.consumed is None else np.union1d(self.rows, self.consumed)
 
     @property
     def named(self) -> Indexes:
-        """Global indexes of all samples in the plan, each once: first `used`, then the dropped samples."""
+        """Global indexes of all samples in the plan without duplicates: first `used`, then the dropped samples."""
         return np.concatenate([self.used, *self.dropped]) if self.dropped else self.used
 
     @property
@@ -444,8 +444,9 @@ class TaskLedger(TaskFacts):
 
     Attributes:
         claim: status of each row, see the module docstring.
-        deliveries: number of deliveries of each row under a lease in this epoch since the last acknowledgement.
-        uses: number of deliveries of each row that did not consume the row; a leased delivery counts once acknowledged.
+        deliveries: for each row, number of deliveries under a lease in this epoch since the last acknowledgement.
+        uses: for each row, number of deliveries that did not consume the row; a leased delivery counts once
+            acknowledged.
         skipped: whether each row is skipped, see the module docstring.
         refills: number of times in this epoch that an eviction made each row claimable again. The value is negative if
             the row becomes claimable only when its current worker acknowledges the row.
@@ -457,7 +458,7 @@ class TaskLedger(TaskFacts):
         ended: request ids of claims that were released or have expired.
         evicted: units that the task's claims evicted most recently, in any epoch, oldest first.
         totals: counters for all epochs since this process started.
-        recent_batches: statistics of the last batches of this epoch that this process planned.
+        recent_batches: statistics on the last batches that this process planned in this epoch.
         state: state of each row; the partition writes this column.
         outstanding: counter of the task's outstanding units; None without an admission.
     """
@@ -484,7 +485,7 @@ class TaskLedger(TaskFacts):
             outstanding.recount(self, table.count)
 
     def _forget_records(self) -> None:
-        """Drop all records of batches and claims, as needed at the start of an epoch."""
+        """Drop all batch and claim records, as needed at the start of an epoch."""
         self.batches: dict[int, Claim] = {}
         self.claims: dict[bytes, Claim] = {}
         self.leases: dict[bytes, Claim] = {}
@@ -526,7 +527,7 @@ class TaskLedger(TaskFacts):
         )
 
     def restore(self, snapshot: TaskSnapshot) -> None:
-        """Load the facts and records of a snapshot into a new task whose columns have already been restored."""
+        """Load a snapshot's facts and records into a new task whose columns have already been restored."""
         for each in fields(TaskFacts):
             setattr(self, each.name, getattr(snapshot.facts, each.name))
         self.ended.update(snapshot.ended)
@@ -579,7 +580,7 @@ class TaskLedger(TaskFacts):
             raise _disagreement("dp_size", rank.dp_size, len(batch.plan.sizes), what)
         self._check_alike(request, batch, f"batch_index {rank.batch_index}")
         part = batch.plan.part(rank.dp_rank)
-        if batch.plan.is_reusing or batch.remaining < batch.rows.size:  # some of its samples may have been cleared
+        if batch.plan.is_reusing or batch.remaining < batch.rows.size:  # some samples may have been cleared
             if (self._table.find(part.rows) < 0).any():
                 self.check_not_released(rank.batch_index)
             self.check_present(part.rows)
@@ -620,7 +621,7 @@ class TaskLedger(TaskFacts):
             raise self._loss_error("cleared")
 
     def check_not_released(self, batch_index: int) -> None:
-        """Raise SamplesClearedError if samples of this batch or of a later batch may have been released."""
+        """Raise SamplesClearedError if samples in this batch or a later batch may have been released."""
         if batch_index <= self.released:
             raise SamplesClearedError(
                 f"batch_index is {batch_index}; expected {self.released + 1} or more, since samples of earlier "
@@ -765,13 +766,13 @@ class TaskLedger(TaskFacts):
         self._consume(delivered, claim.mark)
 
     def _write_deliveries(self, positions: Indexes, counts: NDArray[np.int32]) -> None:
-        """Write the delivery counts of rows and update `redelivered_count`."""
+        """Write the rows' delivery counts and update `redelivered_count`."""
         before = self.deliveries[positions]
         self.redelivered_count += int(np.count_nonzero(counts > 1)) - int(np.count_nonzero(before > 1))
         self.deliveries.write(positions, counts)
 
     def _count_uses(self, rows: Indexes, by: int) -> None:
-        """Add `by` to the use count of each row, once per occurrence of the row; ignore rows that no longer exist."""
+        """Add `by` to each row's use count, once per occurrence of the row; ignore rows that no longer exist."""
         positions = self._table.find(rows)
         self.uses.add(positions[positions >= 0], by)
 
@@ -925,7 +926,7 @@ class TaskLedger(TaskFacts):
         self.backlog += int(np.count_nonzero(is_open(states)))
 
     def _count_leased(self, claim: Claim, count: int) -> None:
-        """Add `count`, which may be negative, to the number of leased rows of the task and of a claim."""
+        """Add `count`, which may be negative, to the task's and a claim's number of leased rows."""
         self.leased_count += count
         claim.leased_count += count
         if not claim.leased_count:
@@ -1193,7 +1194,7 @@ class TaskLedger(TaskFacts):
             if (batch := self.batches.get(index)) is not None:
                 reopened.append(self.left(batch))
                 self.nack(batch, reopened[-1])
-                if index in self.batches:  # the record was kept although the batch has no rows left
+                if index in self.batches:  # the record was kept even though the batch has no rows left
                     self._forget(batch, "cleared")
         self._without_rows = [index for index in self._without_rows if index <= trained]
         recent = [batch for batch in self.recent_batches if batch.batch_index <= trained]
@@ -1214,7 +1215,7 @@ class TaskLedger(TaskFacts):
             self.outstanding.add(np.arange(added.start, added.stop), 1)
 
     def on_rows_closed(self, positions: Indexes) -> None:
-        """Update the counts for live or held rows that have failed or are being cleared.
+        """Update the counts after live or held rows have failed or while they are being cleared.
 
         Leased rows among these count as permanently consumed, because no other worker will process them.
         """

@@ -314,7 +314,7 @@ class Partition:
         return task
 
     def forget_task(self, name: str) -> None:
-        """Remove a task that has no records, together with its columns."""
+        """Remove a task without records, including its columns."""
         del self.tasks[name]
         for column in task_columns(name):
             self.table.remove_column(column)
@@ -351,7 +351,7 @@ class Partition:
 
     @property
     def expected_count(self) -> int | None:
-        """Number of samples in all rounds that have begun, counting at least one round; None without rounds."""
+        """Number of samples that all rounds begun so far (at least one) should contain; None without rounds."""
         size = self.settings.samples_per_round
         return None if size is None else max(1, -(-self.inserted_count // size)) * size
 

@@ -88,7 +88,7 @@ class PlanRequest:
             lowers this value to 1 when no more units can become ready, so samplers need not handle the end of the data.
         batch_unit: unit of `batch_size` and `min_size`.
         rank_count: number of ranks; 1 for a queue worker.
-        ranked: whether the request comes from trainer ranks rather than from a queue worker.
+        ranked: whether trainer ranks, rather than a queue worker, made the request.
         micro_batch_size: samples per micro-batch, or None. If the sampler returns no steps, the planner splits the
             batch into micro-batches of this size.
         data_fields: names of the requested fields.
@@ -117,7 +117,7 @@ class Groups:
 
     @property
     def starts(self) -> Indexes:
-        """Position in `rows` of the first member of each group."""
+        """Position in `rows` of each group's first member."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes)[:-1]]) if self.sizes.size else self.sizes
 
     def __len__(self) -> int:
@@ -377,7 +377,7 @@ class Condition:
             )
 
     def resolved(self, policies: Policies) -> Condition:
-        """Replace a reference to a published version with the version; if none is published, the result never holds."""
+        """Replace a reference to a published version with that version; if none exists, the result never holds."""
         if self.published is None:
             return self
         policy = policies.get(self.published.policy)
@@ -390,7 +390,7 @@ class Condition:
         return published is not None and (self.operator in _GROWING or published.policy not in policies)
 
     def holds(self, data: NDArray[Any]) -> NDArray[np.bool_]:
-        """Return a mask `(n,)` of the values that satisfy the condition; `data` must not contain missing values."""
+        """Return a mask of the values that satisfy the condition; `data` must not contain missing values."""
         kind = data.dtype.kind
         for value in self.values:
             is_text = isinstance(value, str)
@@ -488,7 +488,7 @@ class Refill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSpec:
-    """The claim arguments that must be equal for all ranks of a batch; the first plan of a batch_index fixes them.
+    """The claim arguments that must be equal for all ranks in a batch. The first plan for a batch_index fixes them.
 
     GetMeta documents the attributes that are not listed here.
 

@@ -210,7 +210,7 @@ def reserved_zeros(count: int, dtype: DTypeLike) -> NDArray[Any] | None:
             offset + count * np.dtype(dtype).itemsize,
             flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE,
         )
-    except (OSError, ValueError, OverflowError):  # the size exceeds a limit of the process or of the machine
+    except (OSError, ValueError, OverflowError):  # the size exceeds a limit of the process or machine
         return None
     if len(memory) > _HUGE_PAGES_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # the kernel does not support huge pages
@@ -475,7 +475,7 @@ class Table:
         return self.column(name, dtype, fill)
 
     def remove_column(self, name: str) -> None:
-        """Remove a column from the table without affecting current readers of the column or of its snapshots."""
+        """Remove a column from the table without affecting current readers of the column or its snapshots."""
         del self.columns[name]
 
     def snapshot(self) -> TableSnapshot:
@@ -791,7 +791,7 @@ def distinct(values: Indexes, bound: int) -> Indexes:
 
 
 def count_values(values: Indexes) -> tuple[Indexes, Indexes]:
-    """Return the distinct values in ascending order and their counts; fast if most neighbouring values are equal."""
+    """Return the distinct values in ascending order, and their counts; fast if most adjacent values are equal."""
     if values.size == 0:
         return values, values
     heads = np.r_[0, np.flatnonzero(np.diff(values)) + 1]

@@ -418,7 +418,7 @@ def extent_count(spec: FieldSpec) -> int:
 
 
 def fixed_row_bytes(spec: FieldSpec) -> int | None:
-    """Return the size in bytes of each row of a dense field, or None if row sizes may differ."""
+    """Return the row size of a dense field in bytes, or None if row sizes may differ."""
     return _fixed_part(spec) if spec.layout is Layout.DENSE else None
 
 
@@ -618,7 +618,7 @@ SEND_AS_BULK: Final = "bulk"
 """Value of `SEND_AS_KEY`: the bytes are sent over bulk connections, with the ticket stored under `TICKET_KEY`."""
 
 TICKET_KEY: Final = "tq-ticket-bin"
-"""Key of the initial metadata that contains the `BulkTicket` of a put."""
+"""Key of the initial metadata that contains a put's `BulkTicket`."""
 
 BULK_BYTES: Final = 2 << 20
 """Minimum size of puts and gets for bulk connections, in bytes; smaller puts and gets are as fast in frames."""
@@ -627,7 +627,7 @@ SEND_AS_REGION: Final = "region"
 """Value of `SEND_AS_KEY`: the bytes are written to a shared-memory region offered over the put's session."""
 
 REGION_KEY: Final = "tq-region-bin"
-"""Key of the initial metadata that contains the `RegionOffer` of a put."""
+"""Key of the initial metadata that contains a put's `RegionOffer`."""
 
 SEND_AS_FD: Final = "fd"
 """Value of `SEND_AS_KEY`: the bytes are sent as a sealed memory file over the session named in the put's header."""

@@ -346,7 +346,7 @@ def register_object_codec(name: str, kind: type, *, encode: Callable[[Any], Any]
     Args:
         name: name sent with each object, 1 to 512 printable characters; preferably with a unique prefix, as in
             "acme.Trajectory".
-        kind: type of the objects; the codec is also used for subclasses that have no codec of their own.
+        kind: type of the objects; the codec also applies to subclasses without a codec of their own.
         encode: function that converts an object to a value that can be put without a codec, that is, a plain value, a
             tensor, an array, or a container of these.
         decode: function that recreates the object from the result of `encode`. The function runs in every reader, on

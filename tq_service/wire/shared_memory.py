@@ -4,7 +4,7 @@ A put's columns are stored in one memfd, one after another, each aligned to 64 b
 
 - A *region* is created by the storage service, written by clients that run as the same user, and reused for later puts.
   A region's size is fixed. Clients are trusted to write only during their own puts; see `dataplane.shared_memory`.
-- *Sealed memory* is created and written once by a client that runs as another user, and then sealed. After that, no
+- *Sealed memory* is created and written once by a client that runs as another user, and then sealed. After sealing, no
   process, including the client, can write, shrink or grow the memory.
 
 Programs that receive the bytes map both kinds privately, so their writes do not affect other processes.
@@ -75,7 +75,7 @@ def map_over(memory: mmap.mmap, fd: int, size: int, *, is_writable: bool) -> Non
     protection, kind = (_READ_WRITE, mmap.MAP_SHARED) if is_writable else (mmap.PROT_READ, mmap.MAP_PRIVATE)
     map_memory(fd, size, protection, kind | _MAP_FIXED, ctypes.addressof(whole))
     if is_writable and hasattr(mmap, "MADV_HUGEPAGE"):
-        # If `shmem_enabled` is `advise`, the kernel then converts the pages to huge pages in the background.
+        # With `shmem_enabled` set to `advise`, the kernel then converts the pages to huge pages in the background.
         with suppress(OSError):
             advise(ctypes.addressof(whole), size, mmap.MADV_HUGEPAGE)
 
