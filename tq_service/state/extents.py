@@ -20,7 +20,7 @@ from tq_service.state.plan import Indexes
 from tq_service.state.table import SlotTable
 
 GROWN: Final = 1 << 62
-"""Flag bit of a grown cell; the other bits contain the slot of its last extent. Plain cells are smaller numbers."""
+"""Flag bit of a grown cell; the other bits contain the slot of its last extent. Other cells are less than this flag."""
 
 MOST_EXTENTS: Final = 1024
 """Maximum number of extents per cell; limited because a read lists every extent of the cells it reads."""
