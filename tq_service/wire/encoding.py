@@ -405,7 +405,7 @@ def _encode_arrays(name: str, values: Sequence[Any]) -> SourceColumn:
     dtypes = {row.dtype for row in rows}
     if len(dtypes) > 1:
         got = " and ".join(sorted(map(str, dtypes)))
-        raise InvalidArgumentError(f"field {name!r} has rows of dtypes {got}; convert them to one", field="data")
+        raise InvalidArgumentError(f"field {name!r} has rows of dtypes {got}; use one dtype", field="data")
     return _encode_rows(name, rows) if dim_counts != {0} else _encode_dense(name, _concatenate(rows))
 
 
