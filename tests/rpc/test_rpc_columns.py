@@ -162,7 +162,7 @@ def test_rows_of_another_number_of_dimensions_are_refused(client: AnyClient) -> 
             tq.errors.FieldMismatchError, match=rf"got {got}; put rows with the same number of dimensions in every put"
         ):
             client.put("train", data)
-    with pytest.raises(tq.errors.FieldMismatchError, match="convert the rows to the dtype"):
+    with pytest.raises(tq.errors.FieldMismatchError, match="convert the rows to the field's dtype"):
         client.put("train", {"x": torch.zeros(2, dtype=torch.int64)})
     with pytest.raises(tq.errors.FieldMismatchError, match="the field contains tensors: put tensors"):
         client.put("train", {"x": ["a", "b"]})

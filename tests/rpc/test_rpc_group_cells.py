@@ -217,7 +217,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(client: AnyClient) -> 
         client.put("train", {"pixels": row})
     with pytest.raises(tq.errors.InvalidArgumentError, match=r"field 'tokens' .* declare it with group scope"):
         client.put_groups("train", {"tokens": row}, groups=["g0"])
-    with pytest.raises(tq.errors.InvalidArgumentError, match="group 'a' is given 2 times"):
+    with pytest.raises(tq.errors.InvalidArgumentError, match="group 'a' occurs 2 times"):
         client.put_groups("train", {"pixels": torch.ones(2, 2)}, groups=["a", "a"])
     with pytest.raises(tq.errors.InvalidArgumentError, match="has 2 names, one of them empty"):
         client.put_groups("train", {"pixels": torch.ones(2, 2)}, groups=["a", ""])

@@ -126,7 +126,7 @@ def test_samples_that_are_not_held_or_not_leased_to_the_caller_do_not_grow(clien
     found, _ = client.lookup_samples("train")
     plain = client.put("train", {"x": torch.zeros(1)})
     for change in changes.values():
-        with pytest.raises(tq.errors.PreconditionError, match="is live, expected held") as raised:
+        with pytest.raises(tq.errors.PreconditionError, match="is live; expected held") as raised:
             change(slots)
         assert (raised.value.reason, raised.value.metadata["global_index"]) == ("SAMPLE_NOT_HELD", "0")
         for meta in (found, plain):

@@ -193,7 +193,7 @@ def test_the_last_batches_are_on_record(
     batches = [client.get_meta(**asks, batch_index=index) for index in range(4)]
     for index in (2, 3):
         assert client.get_meta(**asks, batch_index=index) == batches[index]
-    with pytest.raises(tq.errors.BatchForgottenError, match="only the last 2 plans") as caught:
+    with pytest.raises(tq.errors.BatchForgottenError, match="only for the last 2 plans") as caught:
         client.get_meta(**asks, batch_index=1)
     expected = {"task_name": "t", "next_batch_index": "4"}
     assert {name: caught.value.metadata[name] for name in expected} == expected

@@ -1,1 +1,1 @@
-"""Transports for the bytes of puts and gets between clients and storage services."""
+"""Transports for put and get data between clients and storage services."""

@@ -1,13 +1,14 @@
-"""Puts to and gets from a storage service over gRPC; each call uses the transport that suits its size.
+"""Puts to and gets from a storage service over gRPC; each call uses the transport best suited to its size.
 
-- Inline, up to `INLINE_BYTES`: a single message.
-- Shared memory, if the service is on the same host: a streaming call whose bytes are in shared memory. File descriptors
-  are sent over a Unix socket. Gets with inline answers use shared memory as well.
+- Inline, for up to `INLINE_BYTES`: a single message.
+- Shared memory, if the service is on the same host: a streaming call whose bytes are placed in shared memory. File
+  descriptors are sent over a Unix socket. Gets that are answered inline also use shared memory.
 - Bulk, for `BULK_BYTES` or more: a streaming call whose bytes are sent over separate connections.
-- Stream, if no other transport is available: a header, followed by frames.
+- Stream, if no other transport is available: a header followed by frames.
 
-The asyncio and the synchronous drivers share the steps of a call. As in psycopg, steps are generators that yield the
-calls to make; `async_run` or `run` makes these calls. Parts that differ have an asyncio and a synchronous version.
+The asyncio and synchronous drivers share the steps of each operation. As in psycopg, the steps are generators that
+yield the calls to make, and `async_run` or `run` makes these calls. Code that differs exists in an asyncio and a
+synchronous version.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ from tq_service.wire.mapping import Mapping
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[Callable[[], Any], Any, T]
-"""Generator that yields the calls to make, receives the result of each, and returns the overall result."""
+"""Generator that yields the calls to make, receives each call's result, and returns the overall result."""
 
 _SERVICE: Final = "/tq_service.v1.StorageService/"
 _LOST_STATUS: Final = "Internal error from Core"
@@ -72,12 +73,12 @@ _ASK_SECONDS: Final = 5.0
 _INLINE_TAG_BYTES: Final = 8  # size added when a GetRequest is wrapped in a GetInlineRequest
 
 SHARED_FROM_BYTES: Final = 1 << 20
-"""Minimum size in bytes of a put over shared memory; for smaller puts, the network is as fast."""
+"""Minimum size in bytes of a put over shared memory; smaller puts are as fast over the network."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """A deadline that starts anew for each call."""
+    """A time limit that applies anew to each call."""
 
     seconds: float
 
@@ -88,12 +89,12 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """An allocated put, which the client must fill before the commit.
+    """An allocated put, which the client must fill before committing the put.
 
     Attributes:
-        put: answer of the storage service.
-        mapping: memory of the put, with the columns placed by `place_columns`.
-        lease: lease of the memory; the client may use the memory while this object exists.
+        put: the storage service's answer.
+        mapping: memory for the put's bytes, with the columns laid out by `place_columns`.
+        lease: lease on the memory; the client may use the memory while this object exists.
     """
 
     put: PutResponse
@@ -105,12 +106,12 @@ class AsyncDriver(Protocol):
     """Interface for putting bytes into a storage service and getting bytes from it."""
 
     async def put(self, header: PutHeader, columns: Sequence[Column], deadline: Deadline) -> PutResponse:
-        """Store a put, which must then be committed. Idempotent for a given put_id in the header.
+        """Store a put, which must be committed afterwards. Calls with the same put_id in the header are idempotent.
 
         Args:
             header: header that describes the columns.
-            columns: columns with their bytes.
-            deadline: deadline of the call, including the wait for capacity.
+            columns: columns including their bytes.
+            deadline: deadline for the call, including the wait for capacity.
 
         Raises:
             InvalidArgumentError: the header does not match the columns.
@@ -122,24 +123,24 @@ class AsyncDriver(Protocol):
     async def get(
         self, request: GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None = None
     ) -> list[Received]:
-        """Return the requested columns in request order; their bytes are in memory owned by the caller.
+        """Return the requested columns in request order; the caller owns the memory that contains their bytes.
 
         Args:
             request: request that lists the cells to get.
             row_count: number of rows requested per column.
-            deadline: deadline of the call.
+            deadline: deadline for the call.
             size_bytes: total size of all values; None: unknown.
 
         Raises:
-            DataLossError: the puts were stored by another instance of the service, and are lost.
-            PutNotFoundError: a put, or a cell of a put, does not exist.
+            DataLossError: the puts were stored by another instance of the service and are lost.
+            PutNotFoundError: a put or a cell in a put does not exist.
             UnavailableError: the service is unreachable, or the call was interrupted; the get can be retried.
         """
         ...
 
 
 async def async_run(steps: Steps[T]) -> T:
-    """Await each call that the steps yield, and return their result. Errors of a call are raised inside the steps."""
+    """Await each call that the steps yield, raising errors inside the steps; return the steps' result."""
     try:
         call = next(steps)
         while True:
@@ -155,7 +156,7 @@ async def async_run(steps: Steps[T]) -> T:
 
 
 def run(steps: Steps[T]) -> T:
-    """Make each call that the steps yield, and return their result. Errors of a call are raised inside the steps."""
+    """Make each call that the steps yield, raising errors inside the steps; return the steps' result."""
     try:
         call = next(steps)
         while True:
@@ -171,13 +172,13 @@ def run(steps: Steps[T]) -> T:
 
 
 def _call_here(call: Callable[..., T], *arguments: Any) -> T:
-    """Make a call in the current thread, which may block, and return its result."""
+    """Make a call in the current thread, which may block, and return the call's result."""
     return call(*arguments)
 
 
 @dataclass(frozen=True, slots=True)
 class SendAs:
-    """How to send the bytes of a put: the transport, and the ticket for bulk connections or the region to fill."""
+    """How to send a put's bytes: the transport, and the ticket for bulk connections or the region to fill."""
 
     way: str
     ticket: BulkTicket | None = None
@@ -185,7 +186,7 @@ class SendAs:
 
 
 def _send_as(metadata: Any) -> SendAs | None:
-    # In older versions of grpcio, keys() returns pairs, which dict() would look up; an iterator avoids this.
+    # In older grpcio versions, keys() returns pairs, which dict() would look up; an iterator avoids the lookup.
     values = dict(iter(metadata))
     if (way := values.get(SEND_AS_KEY)) is None:
         return None
@@ -212,7 +213,7 @@ class AsyncPutCall:
         self._stream = call(timeout=timeout, metadata=metadata)
 
     async def start(self, header: PutHeader) -> SendAs | None:
-        """Send the header and return how to send the bytes; None if the call ended; see `answer`."""
+        """Send the header and return how to send the bytes, or None if the call has ended; see `answer`."""
         # If a call ends before it has begun because its channel is closed, grpc never completes the first write.
         parts = in_parts(encode_part(header), "put")
         writing = asyncio.ensure_future(self._stream.write(parts[0]))
@@ -230,7 +231,7 @@ class AsyncPutCall:
             return None
 
     async def send(self, frames: Iterable[FrameParts]) -> None:
-        """Send frames until all are sent or the call ends; `answer` then returns or raises the outcome."""
+        """Send frames until all are sent or the call ends; `answer` then returns the result or raises the error."""
         with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
             for frame in frames:
                 await self._stream.write(frame)
@@ -240,7 +241,8 @@ class AsyncPutCall:
 
         Raises:
             grpc.RpcError: the call failed.
-            UnavailableError: the call ended while frames were being sent, and the cause was lost; a retry reveals it.
+            UnavailableError: the call ended while frames were being sent, and the cause is unknown; a retry reveals the
+                cause.
         """
         try:
             with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
@@ -267,7 +269,7 @@ class PutCall:
         self._stream: Any = None
 
     def start(self, header: PutHeader) -> SendAs | None:
-        """Send the header and return how to send the bytes; does not wait for capacity if only frames can be sent."""
+        """Send the header and return how to send the bytes; do not wait for capacity if only frames can be sent."""
         for part in in_parts(encode_part(header), "put"):
             self._messages.put(part)
         if not header.shared_memory_session and not header.takes_bulk:
@@ -287,7 +289,7 @@ class PutCall:
             grpc.RpcError: the call failed.
         """
         self._messages.put(None)
-        # Without a stream, send everything now: it is faster if this thread handles the call's events itself.
+        # Without a stream, send everything now; the call is faster if this thread handles the call's events itself.
         at_once = self._stream is None
         answer: PutResponse = (
             self._call(iter(self._messages.get, None), **self._options) if at_once else self._stream.result()
@@ -311,12 +313,12 @@ class _GrpcSteps:
     Args:
         channel: channel to the storage service.
         metadata: function that returns the call metadata with the token.
-        errors: context manager that converts exceptions of calls to TqError.
-        link: link that shares memory with a service on this host; None: bytes are sent over the network.
+        errors: context manager that converts exceptions raised by calls to TqError.
+        link: link for sharing memory with a service on this host; None: bytes are sent over the network.
         bulk: link to the service's bulk port; None: all bytes are sent over the channel.
     """
 
-    # Set by subclasses: the class of put calls, the wrapper for blocking calls, and iter and next for streams.
+    # Set by subclasses: the class for put calls, the wrapper for blocking calls, and iter and next for streams.
     _put_call: Any
     _in_thread: Any
     _iter: Any
@@ -344,7 +346,7 @@ class _GrpcSteps:
         self._sizes = AnswerSizes()
 
     def close(self) -> None:
-        """End the session and the bulk connections; no new ones are opened."""
+        """End the session and close the bulk connections; no new session or connection is opened."""
         self._link.close()
         self._bulk.close()
 
@@ -359,7 +361,7 @@ class _GrpcSteps:
                         answer = yield self._unary(self.storage.PutInline, request, deadline.remaining())
                     put: PutResponse = answer.put
                     return put
-                except LimitExceededError as error:  # retry as a stream, which sends values only once it has capacity
+                except LimitExceededError as error:  # retry as a stream, which waits for capacity before sending
                     if error.metadata.get("limit_name") != WAITING_BYTES:
                         raise
         if header.size_bytes >= SHARED_FROM_BYTES:
@@ -370,7 +372,7 @@ class _GrpcSteps:
             call = self._put_call(self._put, deadline.remaining(), self._metadata())
             try:
                 send_as = yield partial(call.start, header)
-                if send_as is None:  # the service rejected the put, or has stored it already
+                if send_as is None:  # the service rejected the put or has already stored it
                     pass
                 elif send_as.region is not None and session is not None:
                     yield partial(self._in_thread, session.fill, send_as.region, columns)
@@ -429,7 +431,7 @@ class _GrpcSteps:
             answer = None
             if size_bytes <= INLINE_BYTES and request.ByteSize() < PART_BYTES - _INLINE_TAG_BYTES:
                 answer = yield self._unary(self.storage.GetInline, GetInlineRequest(get=request), deadline.remaining())
-            if answer is None or not answer.HasField("header"):  # the answer does not fit into one message
+            if answer is None or not answer.HasField("header"):  # the answer does not fit in one message
                 yield from self._get_stream(request, reader, session, deadline)
             else:
                 yield from self._take(answer.header, reader, session, deadline)
@@ -463,7 +465,7 @@ class _GrpcSteps:
             yield partial(self._in_thread, reader.receive_bulk, self._bulk, deadline)
 
     def _find_ways(self, deadline: Deadline, *, is_large: bool = False) -> Steps[None]:
-        """Ask the storage service for its socket and, before large transfers, for its bulk port, if a request is due.
+        """If due, ask the storage service for its socket and, before large transfers, for its bulk port.
 
         If the service is on this host, a session is opened. The bulk port is probed in a background thread.
         """
@@ -472,15 +474,15 @@ class _GrpcSteps:
         try:
             with self._errors(deadline):
                 stat = yield self._unary(self.storage.Stat, StatRequest(), min(deadline.remaining(), _ASK_SECONDS))
-        except TqError:  # the put or get that follows will report the problem
+        except TqError:  # the subsequent put or get will report the problem
             self._link.postpone()
             self._bulk.postpone()
             return
         if self._bulk.is_due():
             self._bulk.probe(stat)
         if self._link.is_due():
-            # Opening a session waits at most twice, for other threads and for the service, which leaves half of the
-            # remaining time for the call.
+            # Opening a session waits at most twice, once for other threads and once for the service. Half of the
+            # remaining time is thus left for the call.
             yield partial(self._in_thread, self._link.open, stat, deadline.remaining() / 4)
 
     def _unary(self, method: Any, request: Any, timeout: float) -> Callable[[], Any]:
@@ -500,7 +502,7 @@ class AsyncGrpcDriver(_GrpcSteps):
         return await async_run(self._putting(header, columns, deadline))
 
     async def allocate(self, header: PutHeader, deadline: Deadline) -> Allocated | None:
-        """Reserve service memory to be filled before the put's commit; return None if the service cannot share memory.
+        """Reserve service memory, to be filled before the put is committed; return None if memory cannot be shared.
 
         Raises: the errors of `put`.
         """

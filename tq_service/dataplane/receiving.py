@@ -1,6 +1,6 @@
-"""Reception of the answer to a get, from frames or shared memory, into memory that the caller's tensors will share.
+"""Receives the answer to a get from frames or shared memory into memory that the caller's tensors will share.
 
-Columns in shared memory are used in place if they are contiguous, and large enough to justify blocking the memory:
+Columns in shared memory are used in place if they are contiguous and large enough to justify blocking the memory:
 
     for the program    on a private mapping, until the program has deleted its tensors
     for a device       on the shared mapping of the region, which is pinned until the columns are copied to the device
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Deadline(Protocol):
-    """The deadline of a call."""
+    """A call's deadline."""
 
     def remaining(self) -> float:
         """Return the remaining seconds, or 0 after the deadline."""
@@ -41,46 +41,46 @@ Received: TypeAlias = tuple[ColumnShape, Bytes]
 
 
 class Placement(Protocol):
-    """Provides destinations for the columns of a get, instead of newly allocated memory."""
+    """Provides destinations for a get's columns in place of newly allocated memory."""
 
     def device_of(self, column: ColumnShape) -> Device | None:
-        """Return the device to which a column is to be copied afterwards, or None."""
+        """Return the device to which a column will be copied after the get, or None."""
         ...
 
     def place(self, columns: Sequence[ColumnShape]) -> Sequence[Bytes]:
-        """Return host memory for the values of each of the columns."""
+        """Return host memory for each column's values."""
         ...
 
 
 class RowPlacement(Protocol):
-    """Provides destinations for the rows of a get that are not contiguous."""
+    """Provides non-contiguous destinations for a get's rows."""
 
     def place(self, column: ColumnShape) -> ScatteredRows | None:
-        """Return memory for the rows of a column, or None to place the rows contiguously."""
+        """Return memory for a column's rows, or None to place the rows contiguously."""
         ...
 
 
-# An array blocks its region for other puts. It is therefore created in place only if it uses enough of the region.
+# An array blocks its region for other puts, so it is created in place only if it uses enough of the region.
 _LEAST_SHARE_IN_PLACE: Final = 1 / 64
 _MOST_REMEMBERED: Final = 1024
 
 
 class AnswerSizes:
-    """Predicts the bytes per row of an answer from the last answer with the same fields; batches of a task are similar.
+    """Predicts an answer's bytes per row from the last answer with the same fields, since a task's batches are similar.
 
-    Only the storage service can tell the sizes of ragged rows and which rows are in shared memory. The first answer for
-    some fields is assumed to be small; if it is not, the get costs another round trip.
+    Only the storage service can determine the sizes of ragged rows and which rows are in shared memory. The first
+    answer for a set of fields is assumed to be small. If it is large, the get costs an additional round trip.
     """
 
     def __init__(self) -> None:
         self._row_bytes: dict[tuple[str, ...], float] = {}
 
     def expected_bytes(self, request: GetRequest, row_count: int) -> int:
-        """Return the predicted size in bytes of the values in the answer."""
+        """Return the predicted size of the answer's values in bytes."""
         return int(self._row_bytes.get(_fields(request), 0.0) * row_count)
 
     def note(self, request: GetRequest, row_count: int, sent_bytes: int) -> None:
-        """Record the number of value bytes sent in an answer."""
+        """Record how many value bytes an answer contained."""
         if len(self._row_bytes) >= _MOST_REMEMBERED:
             self._row_bytes.clear()
         self._row_bytes[_fields(request)] = sent_bytes / max(row_count, 1)
@@ -92,18 +92,19 @@ def _fields(request: GetRequest) -> tuple[str, ...]:
 
 
 class AnswerReader:
-    """Reads the messages that answer a get: the header, followed by frames.
+    """Reads the messages that answer a get, which are a header followed by frames.
 
     Args:
         row_count: number of rows requested.
         placement: destinations for the columns; None: new memory, or shared memory in place.
-        rows: destinations for rows that are received or copied; None: all rows are contiguous.
+        rows: destinations for rows that are received or copied; None: all rows are placed contiguously.
 
     Attributes:
-        offer: offer of columns in shared memory, which `receive_shared` must take before the get can finish, or None.
-        ticket: bulk ticket for the other columns, which `receive_bulk` must receive before the get can finish; None if
-            the other columns arrive in frames.
-        sent_bytes: size in bytes of the values sent, excluding those in shared memory.
+        offer: offer of columns in shared memory, or None. `receive_shared` must take the offer before the get can
+            finish.
+        ticket: bulk ticket for the columns that are not in shared memory, which `receive_bulk` must receive before the
+            get can finish; None if these columns arrive in frames.
+        sent_bytes: total bytes of the values sent, excluding values in shared memory.
 
     All methods raise InternalError if the storage service violates the protocol.
     """
@@ -121,11 +122,11 @@ class AnswerReader:
 
     @property
     def places_next(self) -> bool:
-        """Whether processing the next message requires memory from the placement, which may take long."""
+        """Whether processing the next message requires memory from the placement, which may take a long time."""
         return self._placement is not None and self._receiver is None
 
     def take(self, part: GetHeader | memoryview | Garbled) -> None:
-        """Process the next message of the answer."""
+        """Process the next message in the answer."""
         if isinstance(part, Garbled):
             raise InternalError(f"a storage service sent a message that could not be read: {part.reason}")
         with _agreement():
@@ -149,7 +150,7 @@ class AnswerReader:
         ):
             raise InternalError(
                 f"a storage service sent a ticket for {self.ticket.size_bytes} bytes in ranges of "
-                f"{self.ticket.range_bytes} bytes; expected a ticket for {self.sent_bytes} bytes"
+                f"{self.ticket.range_bytes} bytes; expected {self.sent_bytes} bytes in total"
             )
 
     def receive_bulk(self, link: BulkLink, deadline: Deadline) -> None:
@@ -168,14 +169,14 @@ class AnswerReader:
         """Receive the columns that are in shared memory.
 
         Raises:
-            UnavailableError: the session has ended, or this process ran out of memory or file descriptors.
+            UnavailableError: the session has ended, or this process has run out of memory or file descriptors.
         """
         offer, self.offer = self.offer, None
         if offer is None or channel is None:
             raise InternalError("a storage service offered shared memory without a session")
         pages = self._check_offer(offer)
         private: list[Pages | None] = [
-            each if self._placement is None or not number else None  # with a placement, copy from the shared mapping
+            each if self._placement is None or not number else None  # a placement copies from the shared mapping
             for number, each in zip(offer.memories, pages, strict=True)
         ]
         lease, regions = channel.begin_lease(offer.offer_id), channel.regions
@@ -218,7 +219,7 @@ class AnswerReader:
             (self._shared[column.column_index],) = receiver.finish()
 
     def _places(self, columns: Sequence[ColumnShape]) -> Sequence[Bytes | ScatteredRows]:
-        """Return memory for the values of each column."""
+        """Return memory for each column's values."""
         scattered = [None if self._rows is None else self._rows.place(column) for column in columns]
         others = [column for column, found in zip(columns, scattered, strict=True) if found is None]
         if self._placement is None:
@@ -230,7 +231,7 @@ class AnswerReader:
     def _in_place(
         self, column: SharedColumn, mappings: Mappings[int, Mapping], pages: Sequence[Pages], lease: Lease
     ) -> Bytes | None:
-        """Return the values of a column in place, or None if the column must be copied."""
+        """Return a column's values in place, or None if the column must be copied."""
         (memory, start, size), *others = _slices(column)
         mapping, least_bytes = mappings[memory], mappings[memory].size * _LEAST_SHARE_IN_PLACE
         if others:
@@ -238,14 +239,14 @@ class AnswerReader:
         if self._placement is None:
             return mapping.array(start, size, lease) if size >= least_bytes else None
         device = self._placement.device_of(self._columns[column.column_index])
-        used_bytes = (pages[memory].end - pages[memory].first) * PAGE_BYTES  # used by all columns of this block
+        used_bytes = (pages[memory].end - pages[memory].first) * PAGE_BYTES  # used by all columns in this block
         if device is None or not mapping.is_shared or used_bytes < least_bytes:
             return None
         pin = PINNED.pin(mapping, device)
         return None if pin is None else mapping.array(start, size, (lease, pin))
 
     def _check_offer(self, offer: SharedColumns) -> list[Pages]:
-        """Validate the slices of the offered columns, and return the range of used pages for each memory block."""
+        """Validate the offered columns' slices, and return the range of used pages in each memory block."""
         ranges: dict[int, Pages] = {}
         for column in offer.columns:
             numbers, starts, sizes = column.memory_indexes, column.starts, column.sizes
@@ -273,7 +274,7 @@ class AnswerReader:
         return [ranges[number] for number in range(len(ranges))]
 
     def finish(self) -> list[Received]:
-        """Return the columns and their bytes, in the order of the request."""
+        """Return the columns and their bytes in request order."""
         with _agreement():
             sent = iter(self._started().finish())
         return [

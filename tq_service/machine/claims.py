@@ -1,7 +1,7 @@
-"""Changes of a task's consumption: claims, acknowledgements, releases, extended and expired leases, and epochs.
+"""Changes to a task's consumption: claims, acknowledgements, releases, lease extensions and expiries, and epochs.
 
-The method `check` validates a change against the task and its claims, and finds the affected rows. The method `make`
-updates the task's ledger and records the consequences.
+In each change, the method `check` validates the change against the task and its claims and finds the affected rows. The
+method `make` updates the task's ledger and records the consequences.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST_NAMED = 20
 
 
 class TaskChange(Change):
-    """A change of one task of a partition."""
+    """A change to one task in a partition."""
 
     partition_id: str
     task_name: str
@@ -39,11 +39,11 @@ class TaskChange(Change):
         return None if found is None else (partition, task, found)
 
     def check(self, partition: Partition, task: TaskLedger) -> Any | None:
-        """Validate the change and return the argument `found` of `make`, or None if there is nothing to change."""
+        """Validate the change and return the `found` argument for `make`, or None if there is nothing to change."""
         return True
 
     def apply(self, state: State, prepared: tuple[Partition, TaskLedger, Any], step: Step) -> Any:
-        """Make the change and record that the task made progress."""
+        """Make the change and record that the task has progressed."""
         partition, task, found = prepared
         step.tasks.append((partition, task.name))
         return self.make(partition, task, found, step)
@@ -92,14 +92,14 @@ class TaskForgotten(TaskChange):
 
 
 class SamplesClaimed(TaskChange):
-    """Samples were claimed by a plan, either as the next batch of all ranks or by a queue worker.
+    """Samples were claimed according to a plan, either as the next batch for all ranks or by a queue worker.
 
     Attributes:
         plan: the delivered and consumed samples.
         batch_spec: the requested batch; None for a queue claim without a name.
-        request_id: id of the queue claim; empty for a batch of the ranks.
+        request_id: id of the queue claim; empty for a batch for ranks.
         lease: lease terms of the queue claim; None: the samples are done on delivery.
-        claim_name: name for repeating the queue claim; empty for an unnamed claim.
+        claim_name: name under which the queue claim can be requested again; empty for an unnamed claim.
     """
 
     plan: RecordedPlan
@@ -131,12 +131,12 @@ class SamplesClaimed(TaskChange):
 
 
 class EndReached(TaskChange):
-    """The ranks of a task, or a named queue claim, reached the end, after which this epoch has no more batches.
+    """A task's ranks or a named queue claim reached the end of the data, so this epoch has no more batches for them.
 
     Attributes:
-        end: sample counts that are returned with the end.
-        dp_size: number of ranks; None: a queue claim reached the end.
-        claim_name: name of the queue claim; every call with this name returns the end.
+        end: sample counts returned to calls that reach the end.
+        dp_size: number of ranks; None if a queue claim reached the end.
+        claim_name: name of the queue claim; every later call with this name also returns the end.
     """
 
     end: EndCounts
@@ -157,13 +157,14 @@ class EndReached(TaskChange):
 class ClaimReleased(TaskChange):
     """A queue claim was released, so its remaining samples can be claimed again.
 
-    Samples that were already acknowledged or released are ignored. An unknown claim is ignored too, since a client may
-    release a claim whose answer it never received. The slots of unfinished prompts are removed; see `SharedLease`.
+    Samples that were already acknowledged or released are ignored. An unknown claim is also ignored, because a client
+    may release a claim without ever having received the answer. The slots of unfinished prompts are removed; see
+    `SharedLease`.
 
     Attributes:
-        global_indexes: samples of a leased claim to release; None: all remaining samples.
-        is_final: whether later calls with the request_id are rejected. False if no client received the answer, so a
-            client may retry with the same request_id.
+        global_indexes: leased samples to release; None: all remaining samples.
+        is_final: whether later calls with the same request_id are rejected. False if no client received the answer, so
+            that a client may retry with this request_id.
     """
 
     request_id: bytes
@@ -175,7 +176,7 @@ class ClaimReleased(TaskChange):
 
         Raises:
             LeaseExpiredError: the lease on a listed sample expired.
-            InvalidArgumentError: only part of a claim without a lease, or of an indivisible group, is listed.
+            InvalidArgumentError: the list contains only part of a claim without a lease or of an indivisible group.
         """
         rows, claim = self.global_indexes, task.claims.get(self.request_id)
         if rows is not None and task.ended.has_expired(self.request_id):
@@ -186,7 +187,7 @@ class ClaimReleased(TaskChange):
         return None if rows is not None and claim.lease is not None and not positions.size else (claim, positions)
 
     def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim | None, Indexes], step: Step) -> int:
-        """Release the samples; return how many of them are live, so that they can be claimed again immediately."""
+        """Release the samples; return how many of them are live and can therefore be claimed again immediately."""
         claim, positions = found
         if self.is_final:
             task.ended.add(self.request_id, step.at_seconds, is_expired=False)
@@ -204,19 +205,19 @@ class ClaimReleased(TaskChange):
 
 
 class ClaimAcked(TaskChange):
-    """Samples of a leased claim were acknowledged, which consumes them or makes them claimable for their next use.
+    """Leased samples were acknowledged, which consumes them or makes them claimable for their next use.
 
-    Samples that are done, have failed or were cleared are ignored, since no other worker will process them.
+    Samples that are done, failed or cleared are ignored, because no other worker will process them.
 
     Attributes:
-        global_indexes: the acknowledged samples; None: all remaining samples of the claim.
+        global_indexes: the acknowledged samples; None: all the claim's remaining samples.
     """
 
     request_id: bytes
     global_indexes: Indexes | None = None
 
     def check(self, partition: Partition, task: TaskLedger) -> tuple[Claim, Indexes] | None:
-        """Return the claim and the positions of the samples that it still leases, or None if it leases none of them.
+        """Return the claim and the positions of the listed samples it still leases, or None if it leases none of them.
 
         Raises:
             LeaseExpiredError: the lease on some of the samples has ended; no sample is acknowledged.
@@ -233,7 +234,7 @@ class ClaimAcked(TaskChange):
 
 
 class ClaimExtended(TaskChange):
-    """The lease on the unacknowledged samples of a claim was extended to `lease_seconds` from now."""
+    """The lease on a claim's unacknowledged samples was extended to `lease_seconds` from the time of this change."""
 
     request_id: bytes
     lease_seconds: float
@@ -251,14 +252,14 @@ class ClaimExtended(TaskChange):
         lease = replace(_lease_of(task, claim), seconds=self.lease_seconds)
         if claim.leased_count == 0:
             raise PreconditionError(
-                f"this claim of task {task.name!r} has no leased samples to extend, since all were acknowledged, "
-                f"failed, cleared or released",
+                f"this claim of task {task.name!r} has no leased samples whose lease could be extended, since all "
+                "were acknowledged, failed, cleared or released",
                 metadata={"task_name": task.name},
             )
         return claim, lease
 
     def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim, LeaseTerms], step: Step) -> int:
-        """Set the duration of the lease and restart it; return the number of samples still leased."""
+        """Set the lease duration and restart the lease; return the number of samples still leased."""
         claim, lease = found
         shared = SharedLease.of(partition, task, claim)
         for side in (Leased(partition, task, claim),) if shared is None else shared:
@@ -269,7 +270,7 @@ class ClaimExtended(TaskChange):
 
 
 class LeaseExpired(TaskChange):
-    """The lease of a claim expired, so its remaining samples can be claimed again or are dead-lettered."""
+    """A claim's lease expired, so its remaining samples can be claimed again or are dead-lettered."""
 
     request_id: bytes
 
@@ -290,11 +291,11 @@ class LeaseExpired(TaskChange):
 
 
 class ConsumptionReset(TaskChange):
-    """The consumption of a task was reset, which started the task's next epoch.
+    """A task's consumption was reset, which started the task's next epoch.
 
     Attributes:
-        keep_consumed: whether consumed samples stay consumed. Leased and dead-lettered samples can always be claimed
-            again.
+        keep_consumed: whether consumed samples stay consumed. Leased and dead-lettered samples become claimable in any
+            case.
         epoch: the epoch that the caller intends to end; None: the current epoch.
     """
 
@@ -322,7 +323,7 @@ class ConsumptionReset(TaskChange):
 
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> int:
         """Start the next epoch and return its number."""
-        for claim in list(task.claims.values()):  # the reset drops the claims, so shared leases must end first
+        for claim in list(task.claims.values()):  # the reset drops the claims, so shared leases must end before it
             if (shared := SharedLease.of(partition, task, claim)) is not None:
                 shared.expire(step)
         reopened = task.reset(keep_consumed=self.keep_consumed, open_count=partition.open_count)
@@ -336,12 +337,12 @@ class ConsumptionReset(TaskChange):
 
 
 class TaskAdvanced(TaskChange):
-    """The trainer of a task reported progress.
+    """A task's trainer reported progress.
 
     Attributes:
-        trained: last trained batch_index, which implies that all earlier batches are trained; None: not reported.
-        saved: last batch_index covered by a trainer checkpoint, which implies that all batches up to it are trained;
-            None: not reported.
+        trained: batch_index up to which all batches are trained; None if not reported.
+        saved: batch_index up to which a trainer checkpoint covers all batches, which implies that they are trained;
+            None if not reported.
     """
 
     trained: int | None = None
@@ -370,20 +371,20 @@ class TaskAdvanced(TaskChange):
         """Record the progress and release samples that are no longer needed."""
         before = task.saved if partition.settings.keeps_until_saved else task.trained
         task.advance(*found)
-        step.consumed[partition] = None  # finished work may have freed capacity
+        step.consumed[partition] = None  # the reported progress may have freed capacity
         if task.name in partition.settings.releasing_tasks:
             release_due(partition, task.rows_of_batches(before, max(found)), step)
 
 
 class RanksRestarted(TaskChange):
-    """The ranks of a task restarted after the last trained batch, in a new epoch, so that old ranks are rejected.
+    """A task's ranks restarted after the last trained batch in a new epoch, so calls from old ranks are rejected.
 
     Attributes:
-        dp_size: number of new ranks.
+        dp_size: new number of ranks.
         trained: last trained batch_index; -1: no batch was trained.
-        epoch: epoch of the old ranks, so a repeated call does not restart the ranks twice. The ranks have already
-            restarted if this epoch has ended, the task has `dp_size` ranks, and no batch after `trained` was trained.
-            None: restart in any case.
+        epoch: epoch of the old ranks, which prevents a repeated call from restarting the ranks twice. The ranks have
+            already restarted if this epoch has ended, the task has `dp_size` ranks, and no batch after `trained` was
+            trained. If None, the ranks restart in any case.
     """
 
     dp_size: int
@@ -417,19 +418,19 @@ class RanksRestarted(TaskChange):
         return True
 
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> tuple[int, int]:
-        """Restart the ranks; return how many trained batches must be planned again, and how many samples they have."""
+        """Restart the ranks; return how many trained batches must be planned again, and their sample count."""
         before = task.trained
         repeated = task.claim[task.rows_of_batches(self.trained, before)] != DROPPED
         later = task.rows_of_batches(min(before, self.trained), task.next_batch_index)
         reopened = task.restart_ranks(self.dp_size, self.trained)
         reopen(partition, task, reopened, reopened, step)
         step.note_change(partition)
-        release_due(partition, later, step)  # these rows are now trained, or no longer in any batch
+        release_due(partition, later, step)  # these rows are now trained or no longer in any batch
         return max(0, before - self.trained), int(np.count_nonzero(repeated))
 
 
 class DeadLettersRequeued(TaskChange):
-    """Dead-lettered samples of a task were requeued, so they can be claimed as if they had never been delivered.
+    """A task's dead-lettered samples were requeued, so they can be claimed as if they had never been delivered.
 
     Attributes:
         global_indexes: samples to requeue; samples that are not dead-lettered are ignored. None: all dead-lettered
@@ -439,32 +440,33 @@ class DeadLettersRequeued(TaskChange):
     global_indexes: Indexes | None = None
 
     def check(self, partition: Partition, task: TaskLedger) -> Indexes | None:
-        """Return the positions of the dead-lettered samples among the given ones, or None if there are none.
+        """Return the positions of the listed samples that are dead-lettered, or None if there are none.
 
         Raises:
-            PreconditionError: the ranks of the task have reached the end, so no more samples are delivered.
+            PreconditionError: the task's ranks have reached the end of the data, so no more samples are delivered.
         """
         positions = task.dead_lettered()
         if self.global_indexes is not None:
             positions = positions[np.isin(partition.table.index[positions], self.global_indexes)]
         if positions.size and task.end is not None:
             raise PreconditionError(
-                f"task {task.name!r} of partition {self.partition_id!r} is at its end, so its ranks request no more "
-                "batches; reset its consumption with keep_consumed to deliver dead-lettered samples again",
+                f"task {task.name!r} of partition {self.partition_id!r} has reached the end of its data, so its ranks "
+                "request no more batches; reset its consumption with keep_consumed to deliver dead-lettered samples "
+                "again",
                 metadata={"task_name": task.name},
             )
         return positions if positions.size else None
 
     def make(self, partition: Partition, task: TaskLedger, found: Indexes, step: Step) -> int:
-        """Make the samples claimable; return the number of samples."""
+        """Make the samples claimable; return their number."""
         task.requeue(found)
-        reopened = np.concatenate([found, task.unskip()])  # skipped groups of the samples may be complete again
+        reopened = np.concatenate([found, task.unskip()])  # the samples' skipped groups may be complete again
         reopen(partition, task, reopened, None, step)
         return found.size
 
 
 class GroupsKept(TaskChange):
-    """The way in which a task keeps groups together has changed.
+    """A task changed how it keeps groups together.
 
     Attributes:
         kept_groups: new value of `TaskFacts.kept_groups`.
@@ -477,13 +479,13 @@ class GroupsKept(TaskChange):
         return None if task.kept_groups == self.kept_groups else True
 
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> None:
-        """Skip the remaining members of groups that lost a member, and unskip the members of all other groups."""
+        """Skip the remaining members of groups that have lost a member, and unskip all other samples."""
         task.kept_groups = self.kept_groups
         reopen(partition, task, task.unskip(), None, step)
 
 
 def _without_data(partition: Partition, claim: Claim, positions: Indexes) -> Indexes:
-    """Return the rows of a claim that are held slots without any cells of their own."""
+    """Return a claim's rows that are held slots without cells of their own."""
     if claim.lease is None or claim.lease.on_lost is None:
         return positions[:0]
     is_empty = partition.state[positions] == HELD
@@ -502,14 +504,14 @@ def acknowledge(partition: Partition, acked: Acked, step: Step) -> None:
 
 
 def finish_prompts(partition: Partition, acked: Acked, step: Step) -> None:
-    """Acknowledge the prompts that are finished because the last of their slots has become live."""
+    """Acknowledge the prompts that are finished because their last slot has become live."""
     shared = SharedLease.of(partition, acked.task, acked.claim)
     if shared is not None and acked.claim is shared.slots.claim:
         shared.acknowledge_finished(shared.prompts.task.left(shared.prompts.claim), step)
 
 
 def _ack(partition: Partition, task: TaskLedger, claim: Claim, positions: Indexes, step: Step) -> int:
-    """Acknowledge samples, and end the slots of acknowledged prompts; return the number of acknowledged samples."""
+    """Acknowledge samples and end the acknowledged prompts' slots; return the number of acknowledged samples."""
     shared, rows = SharedLease.of(partition, task, claim), partition.table.index[positions]
     _consume(Leased(partition, task, claim), positions, step)
     if shared is not None and claim is shared.prompts.claim:
@@ -532,11 +534,11 @@ def _consume(leased: Leased, positions: Indexes, step: Step) -> None:
         reopen(partition, task, returned, returned, step)
     release_due(partition, positions, step)
     step.tasks.append((partition, task.name))
-    step.changed[partition] = None  # if no samples are leased now, claims may reach the end
+    step.changed[partition] = None  # without leased samples, claims may reach the end of the data
 
 
 def _release(leased: Leased, positions: Indexes, step: Step) -> int:
-    """Release samples of a claim and remove slots without data; return the number of live samples among them."""
+    """Release a claim's samples and remove slots without data; return how many of the released samples are live."""
     partition, task, claim = leased
     task.nack(claim, positions)
     empty = _without_data(partition, claim, positions)
@@ -551,7 +553,7 @@ def _release(leased: Leased, positions: Indexes, step: Step) -> int:
 
 def _expire(leased: Leased, positions: Indexes, step: Step) -> None:
     partition, task, claim = leased
-    step.note_change(partition)  # dead-lettering may lead to the end, or let the rest of a group be delivered
+    step.note_change(partition)  # after dead-lettering, claims may reach the end or receive the rest of a group
     step.tasks.append((partition, task.name))
     reopen(partition, task, task.expire(claim, positions, step.at_seconds), positions, step)
     release_due(partition, positions, step)
@@ -565,11 +567,11 @@ def _expire(leased: Leased, positions: Indexes, step: Step) -> None:
 
 
 class SharedLease(NamedTuple):
-    """A lease shared by a claim of prompts and the claim of the slots created for them (`Admit`) in another partition.
+    """A lease shared by a claim on prompts and a claim on the slots created for them (`Admit`) in another partition.
 
-    Each prompt has the same number of slots, in the order of the prompts. A prompt is finished when all its slots are
-    live. A prompt that can be claimed again has no slots, so generating its group again creates no duplicates. If one
-    side no longer exists, for example because its partition was cleared, the other side has an ordinary lease.
+    Each prompt has the same number of slots, and the slots are in prompt order. A prompt is finished when all its slots
+    are live. A claimable prompt has no slots, so generating its group again creates no duplicates. If one claim no
+    longer exists, for example because its partition was cleared, the other claim continues with an ordinary lease.
     """
 
     prompts: Leased
@@ -577,7 +579,7 @@ class SharedLease(NamedTuple):
 
     @classmethod
     def of(cls, partition: Partition, task: TaskLedger, claim: Claim) -> SharedLease | None:
-        """Return the shared lease of a claim, or None if its lease is not shared."""
+        """Return a claim's shared lease, or None if the claim shares no lease."""
         if claim.lease is None or not claim.lease.shared_with:
             return None
         other = partition.all_partitions.get(claim.lease.shared_with)
@@ -591,22 +593,22 @@ class SharedLease(NamedTuple):
         return cls(own, others) if claim.lease.on_lost is None else cls(others, own)
 
     def _slots_by_prompt(self, rows: Indexes) -> Indexes:
-        """Return the positions of the slots for each given prompt `(n, slots)`, -1 for slots that were cleared."""
+        """Return the positions of each given prompt's slots, of shape `(n, slots)`; -1 for cleared slots."""
         positions = self.slots.partition.table.find(self.slots.claim.rows)
         return positions.reshape(self.prompts.claim.rows.size, -1)[np.isin(self.prompts.claim.rows, rows)]
 
     def _slots_of(self, rows: Indexes) -> Indexes:
-        """Return the positions of all slots of the given prompts, except cleared slots."""
+        """Return the positions of the given prompts' slots, except cleared slots."""
         positions = self._slots_by_prompt(rows).ravel()
         return positions[positions >= 0]
 
     def _leased(self, positions: Indexes) -> Indexes:
-        """Return the slots among `positions` that the claim of the slots still leases."""
+        """Return the slots among `positions` that the claim on slots still leases."""
         leased: Indexes = positions[self.slots.task.claim[positions] == self.slots.claim.mark]
         return leased
 
     def acknowledge_finished(self, positions: Indexes, step: Step) -> Indexes:
-        """Acknowledge the finished prompts among `positions`, and their slots; return the unfinished prompts."""
+        """Acknowledge the finished prompts among `positions` and their slots; return the unfinished prompts."""
         rows = self.prompts.claim.rows
         by_prompt, states = self._slots_by_prompt(rows), self.slots.partition.state
         is_finished = ((by_prompt >= 0) & (states[by_prompt] == LIVE)).all(axis=1)
@@ -619,7 +621,7 @@ class SharedLease(NamedTuple):
         return positions[~finished]
 
     def end_slots(self, rows: Indexes, step: Step) -> None:
-        """Acknowledge the live slots of the given prompts, and release the held slots."""
+        """Acknowledge the given prompts' live slots and release their held slots."""
         leased = self._leased(self._slots_of(rows))
         is_live = self.slots.partition.state[leased] == LIVE
         if is_live.any():
@@ -628,14 +630,14 @@ class SharedLease(NamedTuple):
             _release(self.slots, leased[~is_live], step)
 
     def remove_slots(self, rows: Indexes, step: Step) -> None:
-        """Remove all slots of the given prompts, with or without data."""
+        """Remove all slots for the given prompts, with or without data."""
         if (positions := self._slots_of(rows)).size:
             step.tasks.append((self.slots.partition, self.slots.task.name))
             step.consumed[self.slots.partition] = None
             clear_rows(self.slots.partition, positions, step)
 
     def leave_to_slots(self, rows: Indexes, step: Step) -> None:
-        """Acknowledge the prompts of released slots that still exist, because other workers will fill these slots."""
+        """Acknowledge prompts whose released slots still exist, because other workers will fill these slots."""
         by_prompt = self.slots.claim.rows.reshape(self.prompts.claim.rows.size, -1)
         is_left = self.slots.partition.table.find(rows) >= 0
         kept = self.prompts.claim.rows[np.isin(by_prompt, rows[is_left]).any(axis=1)]
@@ -669,9 +671,9 @@ class SharedLease(NamedTuple):
 
 
 def check_claim(partition: Partition, claim: LeasedClaim | None, rows: Indexes) -> None:
-    """Raise an error unless the claim (None: no claim) still leases, or has acknowledged, the samples to be written.
+    """Raise an error unless the claim (None: no claim) still leases or has acknowledged the samples to be written.
 
-    Samples that have failed or were cleared are not checked, since no other worker will process them.
+    Samples that failed or were cleared are not checked, because no other worker will process them.
 
     Raises:
         LeaseExpiredError: the lease on some of the samples has ended.
@@ -684,7 +686,7 @@ def check_claim(partition: Partition, claim: LeasedClaim | None, rows: Indexes) 
 
 
 def check_growing(partition: Partition, claim: LeasedClaim | None, positions: Indexes) -> None:
-    """Raise an error if samples to append to or truncate are not held, or are not leased to the claim (None: no claim).
+    """Raise an error if samples to be grown or truncated are not held or not leased to the claim (None: no claim).
 
     Raises:
         PreconditionError: a sample is not held.
@@ -694,9 +696,9 @@ def check_growing(partition: Partition, claim: LeasedClaim | None, positions: In
     if other.size:
         index, state = int(partition.table.index[other[0]]), STATE_NAMES[int(partition.state[other[0]])]
         raise PreconditionError(
-            f"sample {index} of partition {partition.partition_id!r} is {state}, expected held ({other.size} of "
-            f"{positions.size} samples are not held), since finished samples cannot grow or shrink. Put the entire "
-            f"field, or append to slots (Acquire) before they are finished",
+            f"sample {index} of partition {partition.partition_id!r} is {state}; expected held, since finished "
+            f"samples cannot grow or shrink ({other.size} of {positions.size} samples are not held). Put the entire "
+            "field, or append to slots (Acquire) before they are finished",
             reason="SAMPLE_NOT_HELD",
             metadata={"partition_id": partition.partition_id, "global_index": str(index), "state": state},
         )
@@ -708,7 +710,7 @@ def check_growing(partition: Partition, claim: LeasedClaim | None, positions: In
 
 
 class Acked(NamedTuple):
-    """The samples that a write acknowledges: a claim, and positions `(n,)` of samples that it still leases."""
+    """The samples that a write acknowledges: a claim, and the positions of samples that the claim still leases."""
 
     task: TaskLedger
     claim: Claim
@@ -716,10 +718,10 @@ class Acked(NamedTuple):
 
 
 def check_acked(partition: Partition, leased: LeasedClaim, rows: Indexes, *, is_gathered: bool) -> Acked | None:
-    """Find the samples of a claim that a write acknowledges, including samples dropped by the claim's plan.
+    """Find the claim's samples that a write acknowledges, including samples dropped by the claim's plan.
 
     Args:
-        partition: partition of the samples.
+        partition: partition that contains the samples.
         leased: the claim to acknowledge.
         rows: global indexes of the written samples.
         is_gathered: whether the write combines several puts.
@@ -729,8 +731,8 @@ def check_acked(partition: Partition, leased: LeasedClaim, rows: Indexes, *, is_
 
     Raises:
         LeaseExpiredError, PreconditionError, TaskNotFoundError: see `check_claim`.
-        InvalidArgumentError: samples were never in the claim, or are only part of an indivisible group. Or the write
-            combines several puts although the claim has indivisible groups, which the puts could split.
+        InvalidArgumentError: samples were never in the claim or are only part of an indivisible group, or the write
+            combines several puts, which could split the claim's indivisible groups.
     """
     task = partition.known_task(leased.task_name)
     claim = task.claims.get(leased.request_id)
@@ -738,8 +740,8 @@ def check_acked(partition: Partition, leased: LeasedClaim, rows: Indexes, *, is_
         rows = np.concatenate([rows, *claim.plan.dropped])
         if is_gathered and claim.lease is not None and claim.lease.group_block_size is not None:
             raise InvalidArgumentError(
-                f"rows_per_put is set in a write that acknowledges a claim of task {task.name!r}, which keeps groups "
-                "together; send each put separately",
+                f"rows_per_put is set in a write that acknowledges a claim of task {task.name!r}, but the claim keeps "
+                "groups together; send each put separately",
                 field="rows_per_put",
             )
     found = _find_acked(partition, task, leased.request_id, rows)
@@ -749,7 +751,7 @@ def check_acked(partition: Partition, leased: LeasedClaim, rows: Indexes, *, is_
 def _find_acked(
     partition: Partition, task: TaskLedger, request_id: bytes, rows: Indexes | None
 ) -> tuple[Claim, Indexes] | None:
-    """Return a claim and the positions of the given samples that it leases, or None if it leases none of them."""
+    """Return a claim and the positions of the given samples that it leases, or None if no sample is leased."""
     _check_leased(partition, task, request_id, rows)
     claim = task.claims.get(request_id)
     if claim is None:
@@ -761,7 +763,7 @@ def _find_acked(
 def _check_leased(partition: Partition, task: TaskLedger, request_id: bytes, rows: Indexes | None) -> None:
     """Raise an error unless the claim leases or has acknowledged the given samples (None: all of its samples)."""
     claim, has_expired = task.claims.get(request_id), task.ended.has_expired(request_id)
-    if claim is None:  # the claim may have been dropped when its samples were cleared
+    if claim is None:  # the claim may have been dropped after its samples were cleared
         if rows is None or rows.size == 0 or has_expired:
             raise _lease_over_error(task, rows)
         lost = rows[(partition.table.find(rows) >= 0) | (rows < 0) | (rows >= partition.inserted_count)]
@@ -792,12 +794,12 @@ def _check_leased(partition: Partition, task: TaskLedger, request_id: bytes, row
 def _left(partition: Partition, task: TaskLedger, claim: Claim, rows: Indexes | None) -> Indexes:
     """Return the positions of the given samples (None: all) that still belong to a claim; see `TaskLedger.left`.
 
-    If other members of a dropped row's group remain, the row is included if and only if they are, whether or not it is
-    listed. Callers list all rows that the plan drops, even if they list only some of its samples.
+    If other members of a dropped row's group remain, the row is included if and only if these members are, whether or
+    not the row is listed. Callers list all rows that the plan drops, even if they list only some of the plan's samples.
 
     Raises:
-        InvalidArgumentError: the samples are only part of a claim without a lease, or of an indivisible group. The rest
-            of such a group could never be delivered as a complete group.
+        InvalidArgumentError: the samples are only part of a claim without a lease or of an indivisible group, whose
+            rest could never be delivered as a complete group.
     """
     table, positions = partition.table, task.left(claim)
     if rows is None:
@@ -806,8 +808,8 @@ def _left(partition: Partition, task: TaskLedger, claim: Claim, rows: Indexes | 
         delivered = claim.rows[table.find(claim.rows) >= 0]
         if not np.isin(delivered, rows).all():
             raise InvalidArgumentError(
-                f"got {rows.size} of the {delivered.size} samples of a claim without a lease; expected all of them. "
-                f"Use a lease to release only some",
+                f"got {rows.size} of the {delivered.size} samples in a claim without a lease; expected all of them. "
+                "To release only some samples, claim with a lease",
                 field="global_indexes",
             )
         return positions
@@ -830,7 +832,7 @@ def _left(partition: Partition, task: TaskLedger, claim: Claim, rows: Indexes | 
 
 
 def _group_ids(partition: Partition, task: TaskLedger, claim: Claim, positions: Indexes) -> Indexes:
-    """Return a group id for each row of a leased claim; without indivisible groups, each row has a different id."""
+    """Return a group id for each row in a leased claim; without indivisible groups, each row has a different id."""
     block_size = None if claim.lease is None else claim.lease.group_block_size
     if claim.lease is None or block_size is None:
         return positions
@@ -854,9 +856,9 @@ def _lease_of(task: TaskLedger, claim: Claim) -> LeaseTerms:
 def _lease_over_error(task: TaskLedger, rows: Indexes | None = None) -> LeaseExpiredError:
     what = "samples of this claim" if rows is None else f"samples {_named(rows)}"
     return LeaseExpiredError(
-        f"{what} are no longer leased to this worker of task {task.name!r}: the lease expired, the claim was released, "
-        f"or consumption was reset. Other workers may do the same work, so discard these results; next time, request "
-        f"a longer lease or extend it",
+        f"{what} are no longer leased to this worker of task {task.name!r}: the lease expired, the claim was "
+        "released, or consumption was reset. Other workers may repeat the work, so discard these results; next time, "
+        "request a longer lease or extend the lease",
         metadata={"task_name": task.name} | ({} if rows is None else {"global_indexes": _named(rows)}),
     )
 

@@ -1,4 +1,4 @@
-"""The change with which a claim evicts units that its task can never consume, and requests replacements for them."""
+"""The change by which a claim evicts units that its task can never consume and requests replacements."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class UnitsEvicted(Change):
     """Units (samples, rollouts or groups) that a task can never consume were failed or cleared for all tasks.
 
     Attributes:
-        partition_id: partition of the units.
+        partition_id: partition that contains the units.
         task_name: task whose claim evicted the units.
         evicted: the evicted units.
         action: whether the samples are failed or cleared.
-        version: policy version published at the time, recorded with each unit; None without a policy.
+        version: policy version published at eviction time, recorded with each unit; None without a policy.
         refill: task that regenerates the units, or None.
     """
 
@@ -88,13 +88,13 @@ class UnitsEvicted(Change):
         return self.evicted.sizes.size
 
     def _unit(self, is_whole: bool, group: str | None, rollout: str | None) -> BatchUnit:
-        """Return the kind of an evicted unit; a rollout outside any group is a group."""
+        """Return the kind of an evicted unit; a rollout outside any group counts as a group."""
         if not is_whole:
             return "sample"
         return "rollout" if rollout and (self.evicted.unit == "rollout" or not group) else "group"
 
     def _refill(self, state: State, names: list[str | None], step: Step) -> Sequence[RefillOutcome | None]:
-        """Make the samples with these keys claimable again for the task of `refill`; return the outcome of each key."""
+        """Make the samples with these keys claimable again for the task in `refill`; return each key's outcome."""
         if self.refill is None:
             return [None] * len(names)
         partition = state.partitions.get(self.refill.partition_id)
@@ -102,7 +102,7 @@ class UnitsEvicted(Change):
             return ["unknown"] * len(names)
         positions = partition.key_index.positions_of([name or "" for name in names])
         task = partition.tasks.get(self.refill.task_name)
-        if task is None:  # the task has not claimed yet, so all samples are still pending for it
+        if task is None:  # the task has made no claim yet, so all its samples are still pending
             return ["unknown" if position < 0 else "pending" for position in positions.tolist()]
         outcomes, reopened = task.refill(positions, self.refill.max_refills)
         reopen(partition, task, reopened, reopened, step)

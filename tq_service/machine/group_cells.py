@@ -1,4 +1,4 @@
-"""Changes of the cells that the samples of a group share, and of groups created before their samples.
+"""Changes to the cells that a group's samples share, and to groups created before their samples.
 
 put_groups before the samples --> group without members -- first sample --> group -- last sample cleared --> removed
                                       | clear_samples(groups=), seal
@@ -27,12 +27,12 @@ from tq_service.state.plan import Indexes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedGroupWrite:
-    """A put of groups that was validated against the current state of a partition.
+    """A put of groups that was validated against the partition's current state.
 
     Attributes:
-        partition: partition of the groups.
-        named: the groups of the put.
-        specs: specs of the written fields after the put.
+        partition: partition that contains the groups.
+        named: the groups in the put.
+        specs: specs of the written fields, as they will be after the put.
     """
 
     partition: Partition
@@ -41,12 +41,12 @@ class CheckedGroupWrite:
 
 
 class GroupsWritten(Change):
-    """Values that the samples of groups share were written; missing groups were created.
+    """Values shared by the samples of each group were written; missing groups were created.
 
     Attributes:
         names: names of the groups, each once.
         put: the put that contains the columns, with one row per group.
-        columns: the columns of the put.
+        columns: the put's columns.
         must_exist: whether all groups must already have samples.
     """
 
@@ -83,7 +83,7 @@ class GroupsWritten(Change):
         return CheckedGroupWrite(partition=partition, named=named, specs=specs)
 
     def apply(self, state: State, prepared: CheckedGroupWrite, step: Step) -> Written:
-        """Create the new groups and point the cells of all groups to the put."""
+        """Create the new groups and make all groups' cells refer to the put."""
         partition, groups = prepared.partition, prepared.partition.groups
         had_groups = groups.in_use
         slots = groups.open(prepared.named)
@@ -101,13 +101,13 @@ class GroupsWritten(Change):
 
 
 class GroupsRemoved(Change):
-    """Groups without samples were removed, with their cells."""
+    """Groups without samples were removed together with their cells."""
 
     partition_id: str
     names: Sequence[str]
 
     def prepare(self, state: State) -> FoundRows | None:
-        """Find the groups without samples among the named groups, or return None if there are none."""
+        """Find which of the named groups have no samples; return None if all have samples."""
         partition = state.partition(self.partition_id)
         named = partition.groups.named(self.names)
         slots = named.slots[(named.slots >= 0) & ~named.has_members]
@@ -131,7 +131,7 @@ def _check_names(names: Sequence[str]) -> None:
     if len(set(names)) != len(names):
         ((twice, count),) = Counter(names).most_common(1)
         raise InvalidArgumentError(
-            f"group {twice!r} is given {count} times in one put, expected once; put one row per group",
+            f"group {twice!r} occurs {count} times in one put; expected once. Put one row per group",
             field="groups",
         )
 
@@ -142,7 +142,7 @@ def _check_field(partition: Partition, name: str) -> None:
         shared = ", ".join(map(repr, sorted(partition.cells.shared))) or "none"
         raise InvalidArgumentError(
             f"field {name!r} of partition {partition.partition_id!r} does not have group scope (fields that do: "
-            f"{shared}); put the field for samples, or declare it with group scope when the partition is created",
+            f"{shared}); put the field for samples, or declare it with group scope when creating the partition",
             field="columns",
             metadata={"field_name": name},
         )
@@ -151,7 +151,7 @@ def _check_field(partition: Partition, name: str) -> None:
 def _check_write_once(
     partition: Partition, columns: Sequence[ColumnWrite], names: Sequence[str], slots: Indexes
 ) -> None:
-    """Raise AlreadyExistsError if a group in `slots` (-1: new) already has a value of a written write-once field."""
+    """Raise AlreadyExistsError if a group in `slots` (-1: new) already has a value in a written write-once field."""
     for name in partition.cells.write_once.intersection(column.spec.name for column in columns):
         is_there = (slots >= 0) & (partition.cells.fields[name].cell[slots] >= 0)
         if is_there.any():

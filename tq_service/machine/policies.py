@@ -1,4 +1,4 @@
-"""Changes of policies: publishing a version, and removing a policy."""
+"""Changes to policies: publishing a version, and removing a policy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class VersionPublished(Change):
     rewind: bool = False
 
     def prepare(self, state: State) -> bool | None:
-        """Return None if this version is already published, otherwise True.
+        """Return True, or None if this version is already published.
 
         Raises:
             VersionError: the version is lower than the published version, and `rewind` is not set.
@@ -46,7 +46,7 @@ class VersionPublished(Change):
         return None if self.version == known.version else True
 
     def apply(self, state: State, prepared: bool, step: Step) -> None:
-        """Record the version, and free the capacity of trained samples whose admissions wait for a publication."""
+        """Record the version and free the capacity of trained samples that admissions hold until a publication."""
         state.policies[self.policy] = Policy(name=self.policy, version=self.version, published_at=step.at_seconds)
         step.policies.append(self.policy)
         for partition in state.partitions.values():
@@ -57,10 +57,11 @@ class VersionPublished(Change):
 
 
 def check_pace(state: State, published: VersionPublished, trained: Mapping[tuple[str, str], int]) -> None:
-    """Raise an error if a version exceeds the published one by more than the number of batches trained since then.
+    """Raise an error if a version is too high for the number of batches trained since the last publication.
 
-    For tasks with a `max_staleness`, each version corresponds to one batch; see "The bound" in docs/asynchronous_rl.md.
-    Tasks without outstanding work accept any version.
+    For tasks with a `max_staleness`, each version corresponds to one batch, so a version may exceed the published
+    version by at most the number of batches trained since; see "The bound" in docs/asynchronous_rl.md. Tasks without
+    outstanding work accept any version.
 
     Args:
         state: the state before the publication.
@@ -71,7 +72,7 @@ def check_pace(state: State, published: VersionPublished, trained: Mapping[tuple
         VersionError: the version is too high.
     """
     known = state.policies.get(published.policy)
-    if known is None:  # without a published version, no work can be outstanding
+    if known is None:  # no work can be outstanding without a published version
         return
     for partition, task in _bounded(state, published.policy):
         count = task.unpublished_count(trained.get((partition.partition_id, task.name), -1))
@@ -79,10 +80,9 @@ def check_pace(state: State, published: VersionPublished, trained: Mapping[tuple
             raise VersionError(
                 f"version is {published.version}, which is {published.version - known.version} more than the "
                 f"published version of policy {published.policy!r}, but task {task.name!r} of partition "
-                f"{partition.partition_id!r} has trained {count} batches since then; with max_staleness, each "
-                f"version corresponds to one batch. Report trained batches (trained, or Advance), and publish at most "
-                f"version {known.version + count}. If the trainer returned to a checkpoint, restart its ranks "
-                f"(RestartRanks).",
+                f"{partition.partition_id!r} has trained {count} batches since then; with max_staleness, each version "
+                "corresponds to one batch. Report trained batches (trained, or Advance), and publish at most version "
+                f"{known.version + count}. If the trainer returned to a checkpoint, restart its ranks (RestartRanks).",
                 metadata={
                     "policy": published.policy,
                     "got": str(published.version),
@@ -92,7 +92,7 @@ def check_pace(state: State, published: VersionPublished, trained: Mapping[tuple
 
 
 def _bounded(state: State, policy: str) -> Iterator[tuple[Partition, TaskLedger]]:
-    """Yield partition and ledger of each task with outstanding work whose staleness a policy's versions bound."""
+    """Yield the partition and ledger of each task with outstanding work whose staleness this policy bounds."""
     for partition in state.partitions.values():
         admission = partition.settings.bounded_admission
         if admission is not None and admission.policy == policy:
@@ -107,7 +107,7 @@ class PolicyRemoved(Change):
     policy: str
 
     def prepare(self, state: State) -> bool | None:
-        """Return None if the policy does not exist, otherwise True.
+        """Return True, or None if the policy does not exist.
 
         Raises:
             PreconditionError: the policy bounds the staleness of outstanding work.

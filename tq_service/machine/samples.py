@@ -1,7 +1,7 @@
-"""Changes of partitions (created, sealed, cleared) and of samples (added, written to, cleared).
+"""Changes to partitions (create, seal, clear) and to samples (add, write, clear).
 
-A write identifies existing samples by global index or key, whereas new samples need neither. `check_write` finds the
-samples and validates the write against them. Its result is valid until the partition's `mark` changes.
+A write identifies existing samples by global index or key; new samples need neither. `check_write` finds the samples
+and validates the write against them. Its result is valid until the partition's `mark` changes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from tq_service.state.partition import Partition, PartitionSettings
 from tq_service.state.plan import Indexes, LeasedClaim
 from tq_service.state.table import CLEARED, FAILED, HELD, LIVE, STATE_CODES, distinct
 
-# Metadata of fields that are validated only when a change is made; they are not logged, so replay does not check them.
+# Marks fields that are validated only when a change is made. These fields are not logged, so replay cannot check them.
 CHECKED_ONCE = {"is_encoded": False}
 
 
@@ -82,7 +82,7 @@ class PartitionCreated(Change):
 
 
 class PartitionSealed(Change):
-    """A partition was sealed by a request, so it accepts no new samples. A write can also seal its partition."""
+    """A request sealed a partition, which then accepts no new samples. A write can also seal its partition."""
 
     partition_id: str
 
@@ -114,10 +114,10 @@ class PartitionCleared(Change):
 
 
 class SnapshotNeeded(Exception):  # noqa: N818  (not an error, and never sent to a client)
-    """Signals that the next log entry continues from a newer snapshot than the one this controller has loaded.
+    """Signals that the next log entry continues from a newer snapshot than this controller has loaded.
 
     Attributes:
-        number: lowest snapshot number that can be used.
+        number: lowest usable snapshot number.
     """
 
     def __init__(self, number: int) -> None:
@@ -126,10 +126,10 @@ class SnapshotNeeded(Exception):  # noqa: N818  (not an error, and never sent to
 
 
 class StateReplaced(Change):
-    """A checkpoint was restored, so a snapshot that is not part of the log replaced the state.
+    """A checkpoint was restored, so a snapshot from outside the log replaced the state.
 
     Attributes:
-        snapshot_number: number of the snapshot from which later log entries continue.
+        snapshot_number: number of the snapshot that later log entries continue from.
     """
 
     snapshot_number: int
@@ -150,23 +150,24 @@ class StateReplaced(Change):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleWrite:
-    """A write to samples, as requested by an Insert or Commit call.
+    """A write to samples, requested by an Insert or Commit call.
 
     Attributes:
         row_count: number of samples.
-        global_indexes: indexes of existing samples `(n,)`; None: the samples are new, or `keys` identifies them.
+        global_indexes: indexes of existing samples, of shape `(n,)`; None if the samples are new or identified by
+            `keys`.
         keys: unique keys of the samples, in row order.
-        groups: group of each sample in row order, "" for none. Only new samples are assigned to a group.
-        rollouts: rollout of each sample in row order, "" for none. Only new samples are assigned to a rollout.
+        groups: each sample's group in row order, "" for none. Only new samples are assigned to a group.
+        rollouts: each sample's rollout in row order, "" for none. Only new samples are assigned to a rollout.
         ends_rollouts: whether the write closes the samples' rollouts to further samples.
         rows_per_put: number of rows per put if the write combines several puts; 0 for a single put.
         put: the put that contains the columns; None: only metadata and state are written.
         columns: the columns of the put.
-        claim: leased claim that must contain the samples of `global_indexes`; None: the write needs no claim.
-        acks: leased claim whose samples the write also acknowledges, or None.
+        claim: leased claim that must contain the samples in `global_indexes`; None: the write needs no claim.
+        acks: leased claim for which the write also acknowledges the samples, or None.
         is_of_slots: whether the write creates slots, that is, new held samples.
-        start_version: policy version published when the slots are created, or None.
-        append_at: lengths of the samples' cells before an append `(n,)`; None: the columns replace the cells.
+        start_version: policy version that is published when the slots are created, or None.
+        append_at: lengths of the samples' cells before an append, of shape `(n,)`; None: the columns replace the cells.
 
     Raises:
         InvalidArgumentError: the samples must exist but are not identified, `rows_per_put` does not divide the number
@@ -234,21 +235,21 @@ class SampleWrite:
 
     @property
     def may_add_samples(self) -> bool:
-        """Whether the write may add samples, because it identifies no samples or its keys need not exist."""
+        """Whether the write may add samples because it identifies no existing samples or its keys need not exist."""
         return self.global_indexes is None and (self.keys is None or self.key_mode != "existing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedWrite:
-    """A write that was validated against the current state of a partition.
+    """A write that was validated against a partition's current state.
 
     Attributes:
-        positions: positions of the written rows `(n,)` in row order, -1 for new rows; None: all rows are new.
+        positions: positions of the written rows in row order, of shape `(n,)`, -1 for new rows; None: all rows are new.
         new_count: number of new rows.
-        groups: groups and rollouts of the new rows; None if the write has neither.
-        specs: specs of the written fields after the write.
+        groups: groups and rollouts of the new rows; None if the write specifies neither.
+        specs: specs of the written fields, as they will be after the write.
         acked: samples that the write acknowledges, or None.
-        mark: `Partition.mark` at the time of the check, which is valid until the mark changes.
+        mark: `Partition.mark` at the time of the check; the check is valid until the mark changes.
     """
 
     partition: Partition
@@ -261,7 +262,7 @@ class CheckedWrite:
 
     @property
     def is_current(self) -> bool:
-        """Whether the check is still valid. False if the write acknowledges, since the mark does not track claims."""
+        """Whether the check is still valid. False if the write acknowledges, because the mark does not track claims."""
         return self.acked is None and self.mark == self.partition.mark
 
     @property
@@ -275,7 +276,7 @@ FoundRows: TypeAlias = tuple[Partition, Indexes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """The result of a write: indexes of the samples (a range if all are new) and specs of the written fields."""
+    """The result of a write: sample indexes (a range if all samples are new) and specs of the written fields."""
 
     partition: Partition
     global_indexes: Indexes | range
@@ -283,17 +284,17 @@ class Written:
 
 
 class SamplesWritten(Change):
-    """Samples were added or existing samples were written to."""
+    """Samples were added, or existing samples were written to."""
 
     partition_id: str
     write: SampleWrite
 
     def prepare(self, state: State) -> CheckedWrite:
-        """Find the rows of the write and validate the write against them."""
+        """Find the rows to be written and validate the write against them."""
         return check_write(state.partition(self.partition_id), self.write)
 
     def apply(self, state: State, prepared: CheckedWrite, step: Step) -> Written:
-        """Acknowledge samples, add the new rows, and write state, cells and custom_meta of all rows."""
+        """Acknowledge samples, add the new rows, and write all rows' state, cells and custom_meta."""
         partition, positions = prepared.partition, prepared.positions
         write, table = self.write, partition.table
         if prepared.acked is not None:
@@ -311,7 +312,7 @@ class SamplesWritten(Change):
             positions[positions < 0] = np.arange(added.start, added.stop)
             rows, indexes = positions, table.index[positions]
         if write.state is SampleState.FAILED and write.put is not None:
-            step.freed.append(write.put)  # the values of failed rows are not needed
+            step.freed.append(write.put)  # values of failed rows are not needed
         elif write.put is not None and write.append_at is not None and positions is not None:
             step.freed += partition.cells.append(write.put, write.columns, prepared.specs, positions, write.append_at)
         elif write.put is not None:
@@ -338,7 +339,7 @@ class SamplesWritten(Change):
 
 
 class MetaSet(Change):
-    """The custom_meta of existing samples was written."""
+    """Existing samples' custom_meta was written."""
 
     partition_id: str
     global_indexes: Indexes
@@ -375,7 +376,7 @@ class SamplesTruncated(Change):
     claim: LeasedClaim | None = field(default=None, metadata=CHECKED_ONCE)
 
     def prepare(self, state: State) -> FoundRows | None:
-        """Find the samples to truncate, or return None if all cells already have the given lengths."""
+        """Find the samples to be truncated, or return None if all cells already have the given lengths."""
         partition = state.partition(self.partition_id)
         if self.global_indexes.size == 0 or self.lengths.size != self.global_indexes.size or self.lengths.min() < 0:
             raise InvalidArgumentError(
@@ -406,7 +407,7 @@ class SamplesTruncated(Change):
 
 
 class GroupsClosed(Change):
-    """Groups and rollouts were closed, so they accept no further members."""
+    """Groups and rollouts were closed to further members."""
 
     partition_id: str
     names: Sequence[str]
@@ -434,7 +435,7 @@ class SamplesCleared(Change):
     claim: LeasedClaim | None = field(default=None, metadata=CHECKED_ONCE)
 
     def prepare(self, state: State) -> FoundRows | None:
-        """Find the samples that exist, or return None if none of them exists."""
+        """Find the samples that still exist, or return None if there are none."""
         partition = state.partition(self.partition_id)
         check_claim(partition, self.claim, self.global_indexes)
         positions = partition.table.find(self.global_indexes)
@@ -449,12 +450,12 @@ class SamplesCleared(Change):
 
 
 class FoundCells(NamedTuple):
-    """The rows and groups whose cells are to be cleared, each with a cell of at least one of the fields.
+    """The rows and groups whose cells will be cleared; each has a cell in at least one of the fields.
 
     Attributes:
-        fields: fields whose cells belong to rows.
+        fields: fields to clear whose cells belong to rows.
         rows: positions of the rows.
-        shared: fields whose cells belong to groups.
+        shared: fields to clear whose cells belong to groups.
         slots: slots of the groups.
     """
 
@@ -466,9 +467,9 @@ class FoundCells(NamedTuple):
 
 
 class CellsCleared(Change):
-    """Cells of some fields were cleared, without removing samples or groups.
+    """Cells in some fields were cleared without removing samples or groups.
 
-    Names and indexes of fields, samples and groups that do not exist are ignored.
+    Fields, samples and groups that do not exist are ignored.
 
     Attributes:
         field_names: names of the fields, each once.
@@ -500,7 +501,7 @@ class CellsCleared(Change):
         step.freed += partition.cells.free(slots, shared)
         members = partition.groups.members_of(slots[partition.groups.members[slots] > 0], partition.table)
         step.written.append((partition, partition.table.index[np.union1d(rows, members)]))
-        step.note_change(partition)  # so plans and writes in progress that rely on the cells are checked again
+        step.note_change(partition)  # plans and writes in progress that rely on these cells are then checked again
         return count - _cell_count((*own, *shared))
 
 
@@ -508,14 +509,15 @@ class SamplesExpired(Change):
     """Samples were released because they had reached the maximum age in the partition's release policy.
 
     Attributes:
-        before: time in seconds, see `Step.at_seconds`; samples that were put or became live earlier are released.
+        before: time in seconds, see `Step.at_seconds`; samples that were put or became live before this time are
+            released.
     """
 
     partition_id: str
     before: float
 
     def prepare(self, state: State) -> FoundRows | None:
-        """Find the samples to release, which excludes partial groups, or return None if there are none."""
+        """Find the samples to release, excluding partial groups, or return None if there are none."""
         partition = state.partition(self.partition_id)
         table = partition.table
         is_old = (partition.since[: table.count] < self.before) & (partition.state[: table.count] != CLEARED)
@@ -532,7 +534,7 @@ class SamplesExpired(Change):
 
 
 def _owners(fields: Sequence[Field], owners: Indexes, bound: int) -> Indexes:
-    """Return the distinct rows or group slots among `owners` that have a cell of at least one of the fields."""
+    """Return the distinct rows or group slots among `owners` that have a cell in at least one of the fields."""
     owners = distinct(owners[owners >= 0], bound)
     has_cell = np.zeros(owners.size, np.bool_)
     for each in fields:
@@ -577,7 +579,7 @@ def _add_rows(write: SampleWrite, checked: CheckedWrite, step: Step) -> slice:
 
 
 def _new_counts(write: SampleWrite, checked: CheckedWrite) -> list[int]:
-    """Return the number of new rows in each put that a write combines."""
+    """Return the number of new rows in each of the puts that a write combines."""
     if not write.rows_per_put:
         return [checked.new_count]
     if checked.positions is None:
@@ -590,7 +592,7 @@ def _new_counts(write: SampleWrite, checked: CheckedWrite) -> list[int]:
 
 
 def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
-    """Find the rows of a write and validate the write without changing the partition; raise TqError if invalid."""
+    """Find a write's rows and validate the write without changing the partition; raise TqError if invalid."""
     _check_counts(write)
     acked = None
     if write.acks is not None and write.global_indexes is not None:
@@ -602,13 +604,13 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
         positions = None
     if partition.sealed and new_count:
         raise PartitionSealedError(
-            f"partition {partition.partition_id!r} is sealed with {partition.inserted_count} samples, got "
-            f"{new_count} new samples. Put columns of existing samples by their indexes, or by keys with key_mode "
-            f"existing; clear the partition to start over, or use another partition",
+            f"partition {partition.partition_id!r} is sealed with {partition.inserted_count} samples, but the put has "
+            f"{new_count} new samples. Put columns for existing samples by index, or by key with key_mode existing; "
+            "clear the partition to start over, or use another partition",
             metadata={"partition_id": partition.partition_id},
         )
     if partition.sealed and write.keys is not None and write.key_mode == "upsert" and positions is not None:
-        for column in write.columns:  # overwriting suggests that another run uses the same partition name
+        for column in write.columns:  # an overwrite suggests that another run uses the same partition name
             is_there = partition.cells.produced([column.spec.name], positions)
             if is_there.any():
                 raise PartitionSealedError(
@@ -655,11 +657,11 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
 
 
 def _check_columns(partition: Partition, write: SampleWrite, positions: Indexes | None) -> list[FieldSpec]:
-    """Validate columns against the samples at `positions` (None: all new); return the specs after the write."""
+    """Validate columns against the samples at `positions` (None: all new); return the resulting field specs."""
     for name in partition.cells.shared.intersection(column.spec.name for column in write.columns):
         raise InvalidArgumentError(
-            f"field {name!r} of partition {partition.partition_id!r} has group scope, got a value for each of "
-            f"{write.row_count} samples; put one value per group with a put of groups",
+            f"field {name!r} of partition {partition.partition_id!r} has group scope, but the put has a value for "
+            f"each of {write.row_count} samples; put one value per group with a put of groups",
             field="columns",
             metadata={"field_name": name},
         )
@@ -671,7 +673,7 @@ def _check_columns(partition: Partition, write: SampleWrite, positions: Indexes 
 
 
 def _check_append(partition: Partition, write: SampleWrite, positions: Indexes, before: Indexes) -> list[FieldSpec]:
-    """Validate an append to held samples whose cells have the lengths `before`; return the specs after the append."""
+    """Validate an append to held samples whose cells have the lengths `before`; return the resulting field specs."""
     check_growing(partition, write.claim, positions)
     specs = partition.cells.appended_specs(write.columns)
     for spec in specs:
@@ -696,11 +698,11 @@ def _check_append(partition: Partition, write: SampleWrite, positions: Indexes, 
 
 
 def _check_ragged(partition: Partition, name: str) -> None:
-    """Raise an error if a field cannot be truncated: one with group scope, or whose rows do not vary in dimension 0."""
+    """Raise an error if a field cannot be truncated: it has group scope, or its rows do not vary in dimension 0."""
     if name in partition.cells.shared:
         raise InvalidArgumentError(
-            f"field {name!r} has group scope, expected a field with one value per sample; put the entire field with "
-            f"a put of groups",
+            f"field {name!r} has group scope; expected a field with one value per sample. Put the entire field with a "
+            "put of groups",
             field="data_fields",
             metadata={"field_name": name},
         )
@@ -721,7 +723,7 @@ def _check_ragged(partition: Partition, name: str) -> None:
 def _check_lengths(
     partition: Partition, name: str, positions: Indexes, expected: Indexes, *, at_least: bool = False
 ) -> Indexes:
-    """Return the lengths of cells; raise PreconditionError if they are not (or not `at_least`) the expected lengths."""
+    """Return the cells' lengths; raise PreconditionError unless they equal (or are `at_least`) the expected lengths."""
     lengths = partition.cells.lengths(name, positions)
     fits = lengths >= expected if at_least else lengths == expected
     if fits.all():
@@ -744,14 +746,15 @@ def _check_lengths(
 
 
 def _check_not_bounded(partition: Partition, write: SampleWrite, new_count: int) -> None:
-    """Raise an error if a write to a partition with bounded staleness adds samples without slots or sets versions."""
+    """Raise an error if a write adds samples without slots or sets versions although staleness is bounded."""
     _check_start_version(partition, write.meta)
     bounded = partition.settings.bounded_admission
     if bounded is not None and new_count:
         raise PreconditionError(
             f"partition {partition.partition_id!r} limits the staleness of task {bounded.task_name!r} to "
-            f"{bounded.max_staleness} versions since the creation of a sample's slot; got {new_count} new samples "
-            f"without slots. Create slots before generation starts (Acquire), and put the data into them",
+            f"{bounded.max_staleness} versions since a sample's slot was created, but the put has {new_count} new "
+            "samples without slots. Create slots before generation starts (Acquire), and put the data into these "
+            "slots",
             reason="STALENESS_BOUNDED",
             metadata={"partition_id": partition.partition_id, "task_name": bounded.task_name},
         )
@@ -768,10 +771,10 @@ def _check_start_version(partition: Partition, columns: Sequence[MetaColumn]) ->
 
 
 def _check_groups(partition: Partition, write: SampleWrite, positions: Indexes | None) -> CheckedGroups | None:
-    """Return the groups and rollouts of the new samples; None if the write has neither.
+    """Return the new samples' groups and rollouts; None if the write specifies neither.
 
     Raises:
-        TqError: a group or rollout is invalid for a new sample, or differs from that of an existing sample.
+        TqError: a group or rollout is invalid for a new sample or differs from that of an existing sample.
     """
     groups, rollouts = write.groups, write.rollouts
     if groups is None and rollouts is None:
@@ -797,9 +800,9 @@ def _check_groups(partition: Partition, write: SampleWrite, positions: Indexes |
 
 
 def _check_closes(partition: Partition, write: SampleWrite, positions: Indexes | None) -> None:
-    """Raise an error if a write would close rollouts of which a later put in the same write has samples.
+    """Raise an error if a write would close rollouts that a later put in the same write adds samples to.
 
-    Failed samples also close their rollouts. With `ends_rollouts`, each put must have a sample in a rollout.
+    Failed samples also close their rollouts. With `ends_rollouts`, each put must contain a sample in a rollout.
     """
     if not write.ends_rollouts and (write.state is not SampleState.FAILED or not write.rows_per_put):
         return
@@ -826,7 +829,7 @@ def _check_closes(partition: Partition, write: SampleWrite, positions: Indexes |
 
 
 def _check_write_once(partition: Partition, write: SampleWrite, positions: Indexes) -> None:
-    """Raise AlreadyExistsError if a sample at `positions` already has a value of a written write-once field."""
+    """Raise AlreadyExistsError if a sample at `positions` already has a value in a written write-once field."""
     for name in partition.cells.write_once.intersection(column.spec.name for column in write.columns):
         is_there = partition.cells.produced([name], positions)
         if is_there.any():
@@ -865,11 +868,11 @@ def _check_counts(write: SampleWrite) -> None:
             ((twice, _),) = Counter(write.keys).most_common(1)
             raise InvalidArgumentError(f"key {twice!r} occurs twice in one put; pass each key once", field="keys")
         if "" in unique:
-            raise InvalidArgumentError("a key is empty; pass a key for every sample of the put", field="keys")
+            raise InvalidArgumentError("a key is empty; pass a key for every sample in the put", field="keys")
 
 
 def _find_rows(partition: Partition, write: SampleWrite) -> Indexes | None:
-    """Return the positions of the samples of a write, -1 for new samples; None if all samples are new."""
+    """Return the positions of a write's samples, -1 for new samples; None if all samples are new."""
     if write.global_indexes is not None:
         if write.keys is not None:
             raise InvalidArgumentError("both global_indexes and keys are set; pass only one of them", field="keys")

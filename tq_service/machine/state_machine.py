@@ -1,14 +1,14 @@
-"""The state machine, which makes every change to the controller's state.
+"""The state machine, through which every change to the controller's state is made.
 
     group:  prepare -> encode -> apply each change; the last change records the answer to the request
             -> append the group to the log as a unit
             -> pass the consequences to the listener: freed cells, started leases, wake-ups
 
-A group contains the changes made in one step of the event loop. `prepare` validates a change without modifying the
-state, so a change that is rejected or cannot be encoded has no effect. An error raised while a change is applied is
-fatal: the group is dropped, and the process stops using its state, which may be inconsistent. The log therefore
-contains exactly the applied changes, and replaying the log after a restart restores the same state. Consequences
-concern only the process that made the change, so replay ignores them.
+A group contains the changes made in one event loop iteration. `prepare` validates a change without modifying the state,
+so a change that is rejected or cannot be encoded has no effect. An error raised while a change is applied is fatal: the
+group is dropped, and the process stops using its state, which may be inconsistent. The log therefore contains exactly
+the applied changes, and replaying the log after a restart restores the same state. A change's consequences concern only
+the process that made the change, so replay ignores consequences.
 
 The design is a replicated state machine; see Ongaro and Ousterhout, "In Search of an Understandable Consensus
 Algorithm", 2014, section 2.
@@ -52,13 +52,13 @@ from tq_service.state.policies import Policy
 _AT_SECONDS: Final = struct.Struct("<d")
 _MOST_RECORD_BYTES: Final = (1 << 20) - 1
 
-_MOST_FORGOTTEN: Final = 1024  # forgotten entries are removed from the lists once there are more than this number,
-_FORGOTTEN_SHARE: Final = 8  # plus one per this many entries
-_ENTRY_BYTES: Final = 256  # approximate memory of a request id, a time, and their containers
+_MOST_FORGOTTEN: Final = 1024  # forgotten entries are removed from the lists once their number exceeds this one
+_FORGOTTEN_SHARE: Final = 8  # plus one for each group of this many entries
+_ENTRY_BYTES: Final = 256  # approximate memory used by a request id, a time, and their containers
 
 
 class Entry(NamedTuple):
-    """A recorded answer: the request id, the wall-clock time of the answer in seconds, and the answer itself."""
+    """A recorded answer: the request id, the answer's wall-clock time in seconds, and the answer itself."""
 
     key: bytes
     seconds: float
@@ -71,10 +71,10 @@ def merged(*snapshots: Iterable[Entry]) -> list[Entry]:
 
 
 class IdempotencyCache:
-    """Answers to mutating requests by request_id, each kept until no client can still be retrying the request.
+    """Answers to mutating requests by request_id, each kept for as long as a client may retry the request.
 
-    Rejected requests are not recorded, since they changed nothing and a retry may succeed. The age of an answer is
-    measured from the request's step, so a restart does not make the cache keep the answer longer.
+    Rejected requests are not recorded, because they changed nothing and a retry may succeed. An answer's age is
+    measured from the request's step, so a restart does not extend the time that the answer is kept.
 
     Attributes:
         used_bytes: approximate memory used by the answers, in bytes.
@@ -92,7 +92,7 @@ class IdempotencyCache:
         """Create an empty cache.
 
         Args:
-            keep_seconds: how long an answer is kept.
+            keep_seconds: how long to keep an answer.
             pack: converts an answer to its stored form, which should be small because a cache may hold a million.
             unpack: converts the stored form back to the answer.
             max_bytes: memory limit; if it is exceeded, the oldest answers are removed early. None: no limit.
@@ -105,19 +105,19 @@ class IdempotencyCache:
         self._weigh = weigh
         self.used_bytes = 0
         self._newest: dict[bytes, int] = {}  # sequence number of the newest answer for each request id, from 0
-        # Request id, time and stored form of each answer, oldest first; `Entry` objects would use more memory.
-        # Snapshots share these lists, so the code only appends to or replaces them.
+        # Each answer's request id, time and stored form, oldest first; `Entry` objects would use more memory. Snapshots
+        # share these lists, so the lists are only appended to or replaced.
         self._ids: list[bytes] = []
         self._seconds = array("d")
         self._packed: list[Any] = []
-        self._forgotten_count = 0  # forgotten answers at the front of the lists
-        self._removed_count = 0  # answers already removed from the front
+        self._forgotten_count = 0  # number of forgotten answers at the front of the lists
+        self._removed_count = 0  # number of answers already removed from the front
 
     def __len__(self) -> int:
         return len(self._newest)
 
     def recorded(self, request_id: bytes, kind: type[object], now_seconds: float) -> Any | None:
-        """Return the recorded answer to a request, or None if there is no answer or the answer is too old.
+        """Return the recorded answer to a request, or None if no answer is recorded or the answer is too old.
 
         Raises:
             InvalidArgumentError: the request id is not 16 bytes long, or the recorded answer is not of type `kind`
@@ -137,9 +137,9 @@ class IdempotencyCache:
         return recorded
 
     def add(self, request_id: bytes, packed: Any, at_seconds: float) -> None:
-        """Remove answers that are too old or exceed the memory limit, then record an answer as the newest.
+        """Remove answers that are too old or exceed the memory limit, then record a new answer.
 
-        A request id can be recorded twice if its first answer expired when `keep_seconds` was shorter than it is now.
+        A request id can have two entries if its first answer expired while `keep_seconds` was shorter than now.
         """
         self._forget_old(at_seconds)
         self._append(request_id, at_seconds, packed)
@@ -195,8 +195,8 @@ class State:
     Attributes:
         partitions: partitions by name.
         policies: policies by name.
-        answers: answers to mutating requests, returned to retries.
-        snapshot_number: number of the snapshot from which the state was restored; 0 without a snapshot.
+        answers: answers to mutating requests, which retries receive again.
+        snapshot_number: number of the snapshot that the state was restored from; 0 without a snapshot.
     """
 
     __slots__ = ("answers", "partitions", "policies", "snapshot_number")
@@ -208,7 +208,7 @@ class State:
         self.answers = IdempotencyCache(600.0) if answers is None else answers
 
     def add_partition(self, partition: Partition) -> None:
-        """Add a partition and give it access to the policies and to the partitions with which it shares leases."""
+        """Add a partition and set its references to the state's policies and to all partitions."""
         partition.policies, partition.all_partitions = self.policies, self.partitions
         self.partitions[partition.partition_id] = partition
 
@@ -247,17 +247,18 @@ class Step:
     Attributes:
         at_seconds: time of the group in seconds (see `StateMachine.now_seconds`); replay uses the logged time.
         freed: cells that no longer belong to any sample.
-        leases: partition, task name and claim for each lease that began or was extended.
-        batches: partition, task name and claim for each batch planned for ranks.
-        changed: partitions whose waiting claims may find more samples.
-        consumed: partitions with a task that has fewer samples left, so waiting writes may fit now.
+        leases: partition, task name and claim of each lease that began or was extended.
+        batches: partition, task name and claim of each batch planned for ranks.
+        changed: partitions in which waiting claims may find more samples.
+        consumed: partitions in which a task has fewer samples left, so waiting writes may now fit.
         created: new partitions.
         cleared: removed partitions.
         written: partition and global indexes of rows that were added or written to.
         removed: partition, global indexes and keys of removed rows; keys are None if the partition has no keys.
-        tasks: partition and name of each task that made progress; None as name means all tasks of the partition.
+        tasks: partition and name of each task that progressed; None instead of a name stands for all tasks in the
+            partition.
         policies: names of policies that were removed or have a new version.
-        pending: actions that run at the end of a change, as part of the change.
+        pending: actions that run at the end of the current change and are part of the change.
     """
 
     at_seconds: float
@@ -280,7 +281,7 @@ class Step:
             self.pending.pop(0)()
 
     def note_change(self, partition: Partition) -> None:
-        """Make every waiting claim of a partition search again, whichever rows have changed."""
+        """Make every waiting claim in a partition search again, regardless of which rows have changed."""
         partition.state_version += 1
         self.changed[partition] = None
 
@@ -320,14 +321,14 @@ class Change(ABC):
 
 
 class ChangeLog(Protocol):
-    """A log of change groups, as the state machine uses it."""
+    """The interface through which the state machine logs change groups."""
 
     def check_open(self) -> None:
         """Raise an error if the log no longer accepts records."""
         ...
 
     def append(self, records: Sequence[bytes]) -> None:
-        """Buffer the records of a group, which later become durable together; this method cannot fail."""
+        """Buffer a group's records, which later become durable together; this method cannot fail."""
         ...
 
 
@@ -350,7 +351,7 @@ def encode_group(at_seconds: float, changes: Sequence[bytes]) -> list[bytes]:
 
 
 def decode_group(record: bytes) -> tuple[float, list[Change]]:
-    """Decode a log record; return its time and its changes.
+    """Decode a log record; return its time and changes.
 
     Raises:
         NewerVersionError: a change has an unknown kind or field, so a newer version wrote it.
@@ -362,7 +363,7 @@ def decode_group(record: bytes) -> tuple[float, list[Change]]:
 
 
 class RequestAnswered(Change):
-    """A mutating request was answered. This is the last change in the group of the request.
+    """A mutating request was answered. This is the last change in the request's group.
 
     Attributes:
         packed: the answer in stored form.
@@ -372,7 +373,7 @@ class RequestAnswered(Change):
     packed: Any
 
     def prepare(self, state: State) -> State:
-        """Return the state; there is nothing to validate, since the request's other changes are already applied."""
+        """Return the state. No validation is needed, because the request's other changes have already been applied."""
         return state
 
     def apply(self, state: State, prepared: State, step: Step) -> None:
@@ -384,10 +385,10 @@ class StateMachine:
     """Applies changes to the state and logs them. Use it from one event loop only.
 
     Attributes:
-        log: log to which changes are appended; None: changes are not logged, for example during recovery.
-        fatal: function called with a reason and an error if the state can no longer be used.
-        listener: function called with the consequences of a group after the group was appended to the log.
-        refusal: function that returns the error for rejecting all changes; None: changes are accepted.
+        log: log to which changes are appended; None if changes are not logged, for example during recovery.
+        fatal: function called with a reason and an error when the state can no longer be used.
+        listener: function called with a group's consequences after the group was appended to the log.
+        refusal: function that returns the error with which to reject all changes, or None if changes are accepted.
     """
 
     def __init__(self, state: State) -> None:
@@ -402,7 +403,7 @@ class StateMachine:
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
-        """Combine the changes made in a `with` block into one group; the block must not contain `await`."""
+        """Combine all changes made in a `with` block into one group; the block must not contain `await`."""
         step, encoded = self._group = Step(self.now_seconds()), list[bytes]()
         failure: BaseException | None = None
         try:
@@ -419,7 +420,7 @@ class StateMachine:
                 self._finish(step, encoded)
 
     def _finish(self, step: Step, encoded: Sequence[bytes]) -> None:
-        """Append a group to the log, then pass the consequences of the group to the listener."""
+        """Append a group to the log, then pass the group's consequences to the listener."""
         try:
             if self.log is not None:
                 self.log.append(encode_group(step.at_seconds, encoded))
@@ -429,7 +430,7 @@ class StateMachine:
             raise
 
     def commit(self, change: Change, prepared: Any = None) -> Any:
-        """Make a change in the open group or in a new one; return its result, or None if there is nothing to change.
+        """Make a change in the open group or a new group; return its result, or None if there is nothing to change.
 
         Args:
             change: the change to make.
@@ -445,9 +446,9 @@ class StateMachine:
         return self.commit_all(((change, prepared),))
 
     def commit_all(self, changes: Sequence[tuple[Change, Any]]) -> Any:
-        """Make either all of the prepared changes or none, and return the result of the last change.
+        """Make all of the prepared changes or none of them, and return the last change's result.
 
-        All changes are encoded before the first one is applied. They join the open group, or form a new group.
+        All changes are encoded before the first one is applied. The changes join the open group or form a new group.
         """
         if self._group is None:
             with self.group():
@@ -475,7 +476,7 @@ class StateMachine:
             self.log.append(encode_group(self.now_seconds(), [encode_change(change)]))
 
     def replay(self, change: Change, at_seconds: float) -> None:
-        """Apply a change read from the log; the state must be the one before the change.
+        """Apply a change read from the log; the state must be as it was before the change.
 
         Raises:
             TqError, LookupError, ValueError: the change is not valid for the current state.
@@ -491,8 +492,8 @@ class StateMachine:
     def now_seconds(self) -> float:
         """Return the time for a group that starts now, in seconds.
 
-        The process reads the wall clock only at its start and then adds monotonic time, so clock adjustments have no
-        effect. If the result would be earlier than the last group in the log, time continues from that group.
+        The process reads the wall clock only at startup and then adds monotonic time, so clock adjustments have no
+        effect. If the result would be earlier than the last group in the log, time continues from that group's time.
         """
         now = self._clock_offset + time.monotonic()
         if now < self._last_seconds:

@@ -1,10 +1,10 @@
-"""The columns of a partition: fields, the put and row in which each cell is stored, and custom_meta.
+"""A partition's columns: its fields, the put and row in which each cell is stored, and custom_meta.
 
-Storage services store the values of fields, and a cell locates one value. The controller itself stores the values of
-custom_meta columns. A cell refers to one row of a put or, after an append, to several rows (see `extents.py`).
+Storage services store field values, and a cell locates one value. The controller itself stores custom_meta values. A
+cell refers to one row of a put or, after an append, to several rows (see `extents.py`).
 
-The cells of a field belong to rows or, if the samples of a group share the field, to group slots. A row finds its cell
-of a shared field through its group, so a row that joins a group has the shared cell immediately.
+A field's cells belong to rows or, if a group's samples share the field, to group slots. A row finds its cell of a
+shared field through its group, so a row that joins a group has the shared cell immediately.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from tq_service.state.table import (
 )
 
 NOT_PRODUCED = -1
-CELL_COLUMN = "cell/"  # name prefix of columns that contain the cells of a field
+CELL_COLUMN = "cell/"  # name prefix of columns that contain a field's cells
 CELL_BYTES_COLUMN = "cell_bytes/"  # name prefix of columns in the put table that contain a field's mean cell size
-_SLOT_SHIFT = 32  # a cell is (slot of its put << 32 | row in the put), so neighbouring cells of a put differ by 1
+_SLOT_SHIFT = 32  # a cell is (slot of its put << 32 | row in the put), so a put's consecutive cells differ by 1
 _ROW_MASK = (1 << _SLOT_SHIFT) - 1
 _ROW_BYTES = 8
 _MOST_FORMER_SPECS = 1024
@@ -61,8 +61,8 @@ class ColumnWrite:
 
     Attributes:
         spec: dtype, layout and row shape of the column.
-        extents: size of each row in each ragged dimension of `spec` `(n, ragged dims)`; None if the column is not
-            jagged.
+        extents: size of each row in each ragged dimension of `spec`, of shape `(n, ragged dims)`; None if the column is
+            not jagged.
         value_bytes: total bytes of the values.
     """
 
@@ -72,7 +72,7 @@ class ColumnWrite:
 
     @property
     def fitting_shape(self) -> tuple[int, ...]:
-        """The row shape, with -1 only for dimensions in which rows of this put differ."""
+        """The row shape, with -1 only for dimensions in which this put's rows differ."""
         shape = list(self.spec.row_shape or ())
         if self.extents is not None and self.extents.size:
             for column, dim in enumerate(self.spec.ragged_dims):
@@ -82,14 +82,14 @@ class ColumnWrite:
         return tuple(shape)
 
     def sizes(self, dim: int) -> Indexes | int:
-        """Return the size of each row in one dimension `(n,)`, or an integer if all rows have the same size."""
+        """Return the rows' sizes in one dimension, of shape `(n,)`, or an integer if all sizes are equal."""
         if self.extents is not None and dim in self.spec.ragged_dims:
             return self.extents[:, self.spec.ragged_dims.index(dim)]
         return (self.spec.row_shape or ())[dim]
 
 
 def cells_of(slot: int, row_count: int) -> Indexes:
-    """Return the cell numbers of all rows of a put, given the slot of the put."""
+    """Return the cell numbers of all rows in a put, given the put's slot."""
     first = slot << _SLOT_SHIFT
     return np.arange(first, first + row_count)
 
@@ -101,12 +101,12 @@ def slots_and_rows(cells: Indexes) -> tuple[Indexes, Indexes]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellRuns:
-    """Locations of cells, which several fields may have in common, as runs of consecutive rows in sample order.
+    """The locations of cells as runs of consecutive rows, in sample order; several fields may share the same locations.
 
     Attributes:
-        extent_counts: number of rows (extents) of each cell if cells have grown.
-        extent_lengths: for each extent, the length that belongs to its cell, or `WHOLE_EXTENT`.
-        sample_counts: for fields shared by groups, the number of consecutive samples that share each row as their cell.
+        extent_counts: number of rows (extents) in each cell, if any cells have grown.
+        extent_lengths: for each extent, the part of its length that belongs to the cell, or `WHOLE_EXTENT`.
+        sample_counts: for fields shared within groups, the number of consecutive samples whose shared cell is each row.
     """
 
     field_names: tuple[str, ...]
@@ -121,7 +121,7 @@ class CellRuns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellSet:
-    """Cells of one put: those of `field_names` in ascending `rows`, or all original cells if `rows` is None."""
+    """Cells in one put: the cells of `field_names` in ascending `rows`, or all original cells if `rows` is None."""
 
     put: Put
     field_names: tuple[str, ...] = ()
@@ -139,7 +139,7 @@ def freed_cells(freed: Freed) -> CellSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellsSnapshot:
-    """A snapshot of a partition's cells: puts, cells by field, and extents of grown cells."""
+    """A snapshot of a partition's cells, consisting of puts, cells by field, and extents of grown cells."""
 
     puts: TableSnapshot
     cells: Mapping[str, ColumnSnapshot]
@@ -153,7 +153,7 @@ def cell_columns(table: TableSnapshot) -> dict[str, ColumnSnapshot]:
 
 
 class Field:
-    """A field of the partition and its cells.
+    """A partition's field and its cells.
 
     Args:
         spec: initial spec.
@@ -161,8 +161,8 @@ class Field:
 
     Attributes:
         is_shared: whether the cells belong to groups rather than rows.
-        spec: spec that all cells satisfy; without cells, the declared spec.
-        length: size of each cell in the first dimension that varies between cells; None if no dimension varies.
+        spec: spec that all cells satisfy; the declared spec if the field has no cells.
+        length: size of each cell in the first dimension that varies between cells; None if none varies.
         produced_count: number of cells of the field.
     """
 
@@ -179,25 +179,25 @@ class Field:
 
     @property
     def has_lengths(self) -> bool:
-        """Whether the field has cells with a length, that is, tensors other than scalars."""
+        """Whether the field contains cells with a length, that is, tensors other than scalars."""
         return self.produced_count > 0 and bool(self.spec.row_shape)
 
     @property
     def row_count(self) -> int:
-        """Number of rows that have a cell of the field."""
+        """Number of rows with a cell in the field."""
         return self.produced_count
 
     def cells_of(self, rows: slice | Indexes) -> Indexes:
-        """Return the cells of rows `(n,)`, `NOT_PRODUCED` for rows without a cell. Can be called from any thread."""
+        """Return each row's cell, of shape `(n,)`; `NOT_PRODUCED` if missing. Can be called from any thread."""
         cells: Indexes = self.cell.data[rows]
         return cells
 
     def snapshot(self) -> ColumnSnapshot:
-        """Return a snapshot of all cells of the field."""
+        """Return a snapshot of all the field's cells."""
         return self.cell.snapshot(self._table.count)
 
     def lengths(self, rows: slice | Indexes) -> Indexes:
-        """Return the sizes of cells in the first dimension that varies between cells, or in dimension 0 if none does.
+        """Return each cell's size in the first dimension that varies between cells, or in dimension 0 if none varies.
 
         The size is -1 for missing cells, scalars and objects. This method can be called from any thread.
         """
@@ -213,7 +213,8 @@ class Field:
         if first and self.length is None:
             self.length = self._table.column(*_length_column(spec.name))
         if self.length is not None and self.produced_count and first != known.ragged_dims[:1]:
-            # All existing cells have the same size in this dimension, since it was not the first ragged one so far.
+            # All existing cells have the same size in this dimension, since it has not been the first ragged dimension
+            # so far.
             self.length.write(slice(0, self._table.count), (known.row_shape or ())[first[0]])
         self.spec = spec
         if not first and self.length is not None:
@@ -222,7 +223,7 @@ class Field:
 
 
 class SharedField(Field):
-    """A field with one cell per group, which the group's samples share; writes use group slots instead of rows.
+    """A field with one cell per group, shared by the group's samples; writes address group slots instead of rows.
 
     Args:
         spec: initial spec.
@@ -238,17 +239,17 @@ class SharedField(Field):
 
     @property
     def row_count(self) -> int:
-        """Number of rows whose group has a cell, excluding failed rows."""
+        """Number of rows whose group has a cell in the field, excluding failed rows."""
         groups, slots = self._groups, np.flatnonzero(self.cell[: self._groups.slots.count] >= 0)
         return int((groups.members[slots] - groups.cleared[slots] - groups.failed[slots]).sum())
 
     def cells_of(self, rows: slice | Indexes) -> Indexes:
-        """Return the cell of each row's group `(n,)`, `NOT_PRODUCED` if missing. Can be called from any thread."""
+        """Return each row's group cell, of shape `(n,)`; `NOT_PRODUCED` if missing. Can be called from any thread."""
         slots = self._groups.of_rows[rows]
         return np.where(slots < 0, NOT_PRODUCED, self.cell.data[slots])
 
     def lengths(self, rows: slice | Indexes) -> Indexes:
-        """Return the size of the cell of each row's group; see `Field.lengths`."""
+        """Return, for each row, the size of its group's cell; see `Field.lengths`."""
         slots = self._groups.of_rows[rows]
         return np.where(slots < 0, -1, super().lengths(slots))
 
@@ -262,14 +263,14 @@ def _length_column(name: str) -> NewColumn:
 
 
 class CellTable:
-    """The fields of a partition and the locations of their cells.
+    """A partition's fields and the locations of their cells.
 
     A field exists while it is declared or has cells. When a field loses its last cell, it reverts to its declared spec,
     or is removed if it was not declared.
 
     Args:
         table: row table of the partition.
-        declared: declared specs; their fields always exist.
+        declared: specs of the declared fields, which always exist.
         default_layout: layout of tensor fields that are not declared, or are declared without a layout.
         groups: groups of the partition, which own the cells of fields declared with the scope "group".
 
@@ -278,8 +279,8 @@ class CellTable:
         extents: extents of grown cells.
         write_once: names of fields whose cells can be written only once.
         shared: names of fields whose cells belong to groups; all are declared.
-        former_specs: last specs of fields that lost all cells, except the oldest ones. They describe a batch that a
-            rank requests after samples of other ranks, or a field of its own samples, were cleared.
+        former_specs: last specs of fields that have lost all cells, except the oldest specs. They describe the fields
+            of a batch that a rank requests after cells of that batch were cleared.
     """
 
     __slots__ = (
@@ -310,11 +311,11 @@ class CellTable:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the values of all cells, estimated for partly freed puts; see `PutTable`."""
+        """Bytes of all cell values, estimated for partly freed puts; see `PutTable`."""
         return self.puts.used_bytes
 
     def snapshot(self) -> CellsSnapshot:
-        """Return a snapshot of all cells for `live_cells`."""
+        """Return a snapshot of all cells, to be read by `live_cells`."""
         cells = {name: field.snapshot() for name, field in self.fields.items()}
         return CellsSnapshot(puts=self.puts.snapshot(), cells=cells, extents=self.extents.snapshot())
 
@@ -326,7 +327,7 @@ class CellTable:
             field.produced_count = int(np.count_nonzero(field.cell.data >= 0))
 
     def declare(self, spec: FieldSpec) -> Field:
-        """Create the field for a spec, or widen the existing field to fit the spec; return the field."""
+        """Create the field that a spec describes, or widen the existing field to fit the spec; return the field."""
         field = self.fields.get(spec.name)
         if field is None:
             is_shared = spec.scope is FieldScope.GROUP
@@ -338,7 +339,7 @@ class CellTable:
         return field
 
     def last_spec(self, name: str) -> FieldSpec | None:
-        """Return the spec of a field, or its last spec if it has lost all cells; None if the field never existed."""
+        """Return a field's spec, or its last spec if all cells are gone; None if the field never existed."""
         field = self.fields.get(name)
         return self.former_specs.get(name) or (None if field is None else field.spec)
 
@@ -357,7 +358,7 @@ class CellTable:
         return found
 
     def produced(self, names: Sequence[str], rows: slice | Indexes) -> NDArray[np.bool_]:
-        """Return a mask `(n,)` of the rows that have cells of all these fields; an unknown field has no cells."""
+        """Return a mask of the rows that have cells in all these fields; an unknown field has no cells."""
         fields = [self.fields.get(name) for name in names]
         masks = [field.cells_of(rows) >= 0 for field in fields if field is not None]
         if len(masks) < len(fields) or not masks:
@@ -367,7 +368,7 @@ class CellTable:
         return masks[0]
 
     def produced_by(self, positions: Indexes) -> dict[str, NDArray[np.bool_]]:
-        """Return, for each field with a cell in at least one of the rows, a mask `(n,)` of the rows with a cell."""
+        """Return, for each field with a cell in at least one of the rows, a mask of the rows that have a cell."""
         all_of_them = np.ones(positions.size, np.bool_)
         found: dict[str, NDArray[np.bool_]] = {}
         for name, field in self.fields.items():
@@ -378,11 +379,11 @@ class CellTable:
         return found
 
     def merged_specs(self, columns: Sequence[ColumnWrite], positions: Indexes | None) -> list[FieldSpec]:
-        """Return the specs of the fields after `columns` are written; raise FieldMismatchError if one does not fit.
+        """Return the field specs that result from writing `columns`; raise FieldMismatchError if a column does not fit.
 
         Args:
             columns: columns to write.
-            positions: rows or group slots to write to, -1 for new ones; None: all are new.
+            positions: rows or group slots to write to, -1 for a new row or slot; None: all are new.
         """
         merged = []
         for column in columns:
@@ -402,7 +403,7 @@ class CellTable:
         return merged
 
     def appended_specs(self, columns: Sequence[ColumnWrite]) -> list[FieldSpec]:
-        """Return the specs of the fields after `columns` are appended; raise FieldMismatchError if one does not fit."""
+        """Return the field specs that result from appending `columns`; raise FieldMismatchError if one does not fit."""
         specs = []
         for column, merged in zip(columns, self.merged_specs(columns, None), strict=True):
             spec = replace(merged, layout=Layout.JAGGED, row_shape=(-1, *(merged.row_shape or ())[1:]))
@@ -418,12 +419,12 @@ class CellTable:
         return specs
 
     def lengths(self, name: str, positions: Indexes) -> Indexes:
-        """Return the sizes of a field's cells, see `Field.lengths`; 0 for missing cells."""
+        """Return the size of each of a field's cells, or 0 for a missing cell; see `Field.lengths`."""
         field = self.fields.get(name)
         return np.zeros(positions.size, np.int64) if field is None else np.maximum(field.lengths(positions), 0)
 
     def extent_counts(self, name: str, positions: Indexes) -> Indexes:
-        """Return the number of extents of each cell of a field, 0 for missing cells."""
+        """Return the number of extents in each of a field's cells, or 0 for a missing cell."""
         field = self.fields.get(name)
         if field is None:
             return np.zeros(positions.size, np.int64)
@@ -443,9 +444,10 @@ class CellTable:
 
     def write(self, put: Put, columns: Sequence[ColumnWrite], specs: Sequence[FieldSpec], positions: slice | Indexes,
               row_count: int) -> list[Freed]:  # fmt: skip
-        """Point the cells at `positions` (a slice for new rows) to the rows of the put, in order.
+        """Make the cells at `positions` (a slice for new rows) refer to the put's rows, in order.
 
-        For fields shared by groups, positions are group slots. Either all columns of a write are shared or none.
+        For fields shared within groups, positions are group slots. In one write, either all columns are shared or none
+        are.
 
         Return the replaced cells.
         """
@@ -468,7 +470,7 @@ class CellTable:
     def append(
         self, put: Put, columns: Sequence[ColumnWrite], specs: Sequence[FieldSpec], positions: Indexes, lengths: Indexes
     ) -> list[Freed]:
-        """Append the rows of the put, in order, to the cells at `positions`, whose current lengths are `lengths`.
+        """Append the put's rows, in order, to the cells at `positions`, whose current lengths are `lengths`.
 
         Return the rows that were not added to a cell because they are empty.
         """
@@ -493,7 +495,7 @@ class CellTable:
         return self._count_off(unused)
 
     def truncate(self, names: Iterable[str], positions: Indexes, lengths: Indexes) -> list[Freed]:
-        """Truncate the cells at `positions` to `lengths` `(n,)`, at most the current lengths; return the freed cells.
+        """Truncate the cells at `positions` to `lengths`, none above the current length; return the freed cells.
 
         A cell truncated to length 0 is removed.
         """
@@ -511,7 +513,7 @@ class CellTable:
         return freed + self.free(positions[lengths == 0], fields)
 
     def free_rows(self, positions: Indexes) -> list[Freed]:
-        """Remove all cells of rows, except shared cells, and return the removed cells; see `free`."""
+        """Remove all unshared cells of rows and return them; see `free`."""
         return self.free(positions, (field for field in self.fields.values() if not field.is_shared))
 
     def free_groups(self, slots: Indexes) -> list[Freed]:
@@ -521,7 +523,7 @@ class CellTable:
         return self.free(slots, (field for field in self.fields.values() if field.is_shared))
 
     def free(self, positions: Indexes, fields: Iterable[Field]) -> list[Freed]:
-        """Remove the cells of rows and return them. Reset or remove fields that have no cells left."""
+        """Remove the rows' cells in `fields` and return them. Reset or remove fields that have no cells left."""
         looked_at = list(fields)
         freed = self._free_cells(positions, looked_at)
         for field in looked_at:  # a field without cells reverts to its declared spec, or is removed
@@ -553,7 +555,7 @@ class CellTable:
         return self._count_off(forgotten)
 
     def _count_off(self, forgotten: Iterable[tuple[str, Indexes]]) -> list[Freed]:
-        """Subtract cells that no longer belong to any sample from the counts of their puts; return the cells by put."""
+        """Subtract cells that no longer belong to any sample from their puts' counts; return the cells by put."""
         freed: list[Freed] = []
         for slot, alike in _by_put(forgotten).items():
             put = self.puts.get(slot)
@@ -562,9 +564,9 @@ class CellTable:
         return freed
 
     def count_of_runs(self, positions: Indexes, most: int) -> int:
-        """Return the number of leading rows whose cells form at most `most` runs; a position of -1 means no row.
+        """Return the number of leading rows whose cells form at most `most` runs; position -1 denotes a missing row.
 
-        Each run consists of consecutive rows of one put.
+        Each run consists of consecutive rows in one put.
         """
         breaks = np.zeros(max(0, positions.size - 1), np.int64)
         for field in self.fields.values():
@@ -576,12 +578,12 @@ class CellTable:
         return min(positions.size, int(np.searchsorted(heads, most)) + 1)
 
     def locate(self, names: Sequence[str], positions: Indexes) -> list[CellRuns]:
-        """Locate the cells of the named fields, except fields missing from some row; group fields by location."""
+        """Locate the cells of the named fields, skipping fields that some row lacks; group fields by location."""
         alike: dict[bytes, tuple[Indexes, Extents | None, list[str]]] = {}
         for name in names:
             cells, extents = self.fields[name].cells_of(positions), None
             key = cells.tobytes()
-            if not self.extents.is_empty and self.extents.has(cells):  # numbers of grown cells differ between fields
+            if not self.extents.is_empty and self.extents.has(cells):  # grown cells are numbered per field
                 extents = self.extents.chains.resolve(cells)
                 key = b"".join(
                     each.tobytes() for each in (extents.cells, extents.counts, self.extents.lengths(extents))
@@ -637,7 +639,7 @@ class CellTable:
 def live_cells(snapshot: CellsSnapshot) -> Iterator[CellSet]:
     """Yield the cells that samples had at the time of a snapshot, grouped by put.
 
-    The iteration may be long and can run on any thread; each step handles a few thousand slots or cells.
+    The iteration may take a long time and can run on any thread; each step handles a few thousand slots or cells.
     """
     partial: dict[int, Put] = {}
     masks: list[NDArray[np.bool_]] = []
@@ -667,14 +669,14 @@ def live_cells(snapshot: CellsSnapshot) -> Iterator[CellSet]:
 
 
 def _of_puts(cells: Indexes, is_meant: NDArray[np.bool_]) -> Indexes:
-    """Return the cells that have not grown and whose puts are selected by a mask over put slots."""
+    """Return the cells that have not grown and whose put slots are selected by a mask."""
     cells = cells[plain(cells)]
     meant: Indexes = cells[is_meant[cells >> _SLOT_SHIFT]]
     return meant
 
 
 def _by_put(cells_of_fields: Iterable[tuple[str, Indexes]]) -> dict[int, dict[bytes, list[str]]]:
-    """Group cells by put slot and then by their rows; each set of rows maps to the fields with cells in these rows."""
+    """Group cells by put slot and then by row set; each row set maps to the fields with cells in exactly these rows."""
     found: dict[int, dict[bytes, list[str]]] = {}
     for name, cells in cells_of_fields:
         slots, rows = slots_and_rows(np.sort(cells, kind="stable"))  # fast if already sorted, which is common
@@ -690,11 +692,12 @@ def _cell_sets(put: Put, alike: Mapping[bytes, Sequence[str]]) -> Iterator[CellS
 
 
 class PutTable(SlotTable):
-    """The puts that contain a partition's cells, with their cell counts and bytes.
+    """The puts that contain a partition's cells, with the cell count and bytes of each put.
 
     Attributes:
-        used_bytes: approximate bytes of all cells. Only the storage service knows the size of a single cell, so freeing
-            a cell subtracts the mean size of the field in the put. Freeing the last cell subtracts the rest.
+        used_bytes: approximate bytes of all cells. Only the storage service records the size of a single cell, so
+            freeing a cell subtracts the field's mean cell size in the put. Freeing the put's last cell subtracts the
+            remaining bytes.
     """
 
     __slots__ = ("_bytes", "_cell_bytes", "_cells", "_made", "used_bytes")
@@ -708,7 +711,7 @@ class PutTable(SlotTable):
         self.used_bytes = 0
 
     def declare(self, field_name: str) -> None:
-        """Declare a field, so that puts can contain cells of it."""
+        """Declare a field so that puts can contain its cells."""
         if field_name not in self._cell_bytes:
             self._cell_bytes[field_name] = self.column(CELL_BYTES_COLUMN + field_name, np.float64, 0.0)
 
@@ -718,7 +721,7 @@ class PutTable(SlotTable):
         self.remove_column(CELL_BYTES_COLUMN + field_name)
 
     def add(self, put: Put, row_count: int, columns: Sequence[ColumnWrite]) -> int:
-        """Add a put with its columns; return the slot of the put."""
+        """Add a put with its columns; return the put's slot."""
         cells, value_bytes = len(columns) * row_count, sum(column.value_bytes for column in columns)
         self.used_bytes += value_bytes
         (slot,) = self.allocate(1)
@@ -739,7 +742,7 @@ class PutTable(SlotTable):
         return put
 
     def count_off(self, slot: int, counts: Iterable[tuple[str, int]]) -> bool:
-        """Subtract freed cells, counted by field, from a put; return whether this removed the put's last cell."""
+        """Subtract the number of freed cells in each field from a put; return whether the put has no cells left."""
         cells_left, bytes_left, gone_bytes = int(self._cells[slot]), int(self._bytes[slot]), 0.0
         for field_name, count in counts:
             cells_left -= count
@@ -770,23 +773,23 @@ def _replaces_all(field: Field, positions: Indexes) -> bool:
 
 
 def merge_specs(known: FieldSpec, column: ColumnWrite, layout: Layout) -> FieldSpec:
-    """Widen the spec of a field to fit the rows of a column; raise FieldMismatchError if the column does not fit.
+    """Widen a field's spec to fit a column's rows; raise FieldMismatchError if the column does not fit.
 
     Args:
-        known: spec of the field's rows; without rows, the declared spec.
+        known: spec of the field's rows; the declared spec if there are no rows.
         column: the new rows.
         layout: declared layout of the field. A jagged field also accepts rows of equal shape. An "auto" field becomes
-            jagged with the first row of a different shape or the first jagged column.
+            jagged once a row has a different shape or a column is jagged.
     """
     new = column.spec
     if new.row_shape is None:
         raise _mismatch(known, new, "specify the row shape of every column")
     is_of_tensors = bool(known.dtype) or not _TENSORS.isdisjoint((layout, known.layout))
     if is_of_tensors and new.layout is Layout.OBJECT:
-        hint = "the field contains tensors: put tensors, arrays or lists of numbers, or declare it as object first"
+        hint = "the field contains tensors: put tensors, arrays or lists of numbers, or first declare it as object"
         raise _mismatch(known, new, hint)
     if new.layout is not Layout.OBJECT and Layout.OBJECT in (layout, known.layout):
-        hint = "the field contains objects: put its rows as a list, or declare it as dense or jagged first"
+        hint = "the field contains objects: put its rows as a list, or first declare it as dense or jagged"
         raise _mismatch(known, new, hint)
     if new.layout is Layout.OBJECT:
         if known.encoding in {Encoding.TEXT, Encoding.BYTES} and new.encoding is not known.encoding:
@@ -794,7 +797,7 @@ def merge_specs(known: FieldSpec, column: ColumnWrite, layout: Layout) -> FieldS
             raise _mismatch(known, new, hint)
         return replace(new, encoding=known.encoding, write_once=known.write_once, scope=known.scope)
     if known.dtype and known.dtype != new.dtype:
-        raise _mismatch(known, new, "convert the rows to the dtype of the field, or put them into another field")
+        raise _mismatch(known, new, "convert the rows to the field's dtype, or put them into another field")
     given = column.fitting_shape
     shape = given if known.row_shape is None else known.row_shape
     if len(shape) != len(given):
@@ -807,8 +810,8 @@ def merge_specs(known: FieldSpec, column: ColumnWrite, layout: Layout) -> FieldS
         raise _mismatch(known, new, "put rows of one shape, or declare the field as auto or jagged")
     is_jagged = -1 in widened or Layout.JAGGED in (layout, known.layout, new.layout)
     if -1 not in widened and new.layout is Layout.JAGGED:  # all rows so far have the same shape
-        # torch marks the first dimension as ragged even if all rows have the same shape; ignore the mark if there are
-        # more dimensions.
+        # torch marks the first dimension as ragged even if all rows have the same shape; ignore the mark for rows with
+        # more than one dimension.
         first = 0 if len(widened) == 1 else 1
         widened = (*widened[:first], *new.row_shape[first:])
     taken = Layout.JAGGED if is_jagged else Layout.DENSE
@@ -836,7 +839,7 @@ class _MetaStore:
 
     @property
     def kind(self) -> str:
-        """Kind of the typed values (`i`, `f`, `b` or `O`); empty if the column has no typed values."""
+        """Kind of the column's typed values (`i`, `f`, `b` or `O`); empty if there are none."""
         return "" if self.values is None else self.values.data.dtype.kind
 
 
@@ -851,9 +854,10 @@ class CustomMeta:
 
     @property
     def kinds(self) -> dict[str, str]:
-        """Kind of each column by name, in order of first use.
+        """Each column's kind by column name, in order of first use.
 
-        The kind is that of the typed values (`i`, `f`, `b` or `O`), if any, followed by `J` if some values are JSON.
+        A column's kind is the kind of its typed values (`i`, `f`, `b` or `O`), if any, followed by `J` if some values
+        are JSON.
         """
         return {name: stored.kind + _JSON * (stored.json is not None) for name, stored in self._columns.items()}
 
@@ -866,7 +870,7 @@ class CustomMeta:
         )
 
     def declare(self, kinds: Mapping[str, str]) -> None:
-        """Declare columns with the given `kinds`, before a restore of their values."""
+        """Declare columns with the given `kinds` before their values are restored."""
         for name, kind in kinds.items():
             stored = self._columns[name] = _MetaStore()
             if typed := kind.removesuffix(_JSON):
@@ -890,11 +894,11 @@ class CustomMeta:
         return name in self._columns and self._columns[name].values is not None
 
     def check(self, columns: Sequence[MetaColumn], count: int) -> None:
-        """Raise InvalidArgumentError if columns to be written do not fit the stored columns or the sample count."""
+        """Raise InvalidArgumentError if the columns to write do not fit the stored columns or the sample count."""
         names = [column.name for column in columns]
         if len(set(names)) != len(names):
             raise InvalidArgumentError(
-                f"custom_meta names a column twice: {names}; name each column once", field="custom_meta"
+                f"custom_meta contains a column twice: {names}; pass each column once", field="custom_meta"
             )
         for column in columns:
             if column.values.size != count:
@@ -906,7 +910,7 @@ class CustomMeta:
             _fitted(column, self._columns.get(column.name))
 
     def write(self, columns: Sequence[MetaColumn], rows: slice | Indexes) -> None:
-        """Write or remove the values of samples; a sample without an entry in a given column keeps its value."""
+        """Write or remove sample values; a sample without an entry in a column keeps its current value."""
         for given in columns:
             stored = self._columns.get(given.name)
             column, kind = _fitted(given, stored)
@@ -950,7 +954,7 @@ class CustomMeta:
         return [column for column in columns if column is not None and column.has_value.any()]
 
     def holds(self, condition: Condition, rows: slice | Indexes) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return two masks over rows: rows that satisfy the condition, and rows with a typed value to compare."""
+        """Return two row masks: rows that satisfy the condition, and rows that have a typed value to compare."""
         values, present = self.typed(condition.column, rows)
         holds = np.zeros(present.size, np.bool_)
         if present.any():
@@ -966,7 +970,7 @@ class CustomMeta:
         return arrays[0][rows], arrays[1][rows]
 
     def json_values(self, name: str, rows: slice | Indexes) -> NDArray[np.object_] | None:
-        """Return a column's JSON texts, None in rows without JSON or with null; None if the column has no JSON."""
+        """Return a column's JSON texts, with None for missing or null values; return None if no value is JSON."""
         stored = self._columns.get(name)
         if stored is None or stored.json is None:
             return None
@@ -975,7 +979,7 @@ class CustomMeta:
         return texts
 
     def arrays(self, name: str) -> tuple[NDArray[Any], NDArray[np.bool_]] | None:
-        """Return the stored arrays of a column's typed values and presence flags; None without typed values."""
+        """Return the arrays storing a column's typed values and presence flags; None without typed values."""
         stored = self._columns.get(name)
         if stored is None or stored.values is None or stored.present is None:
             return None

@@ -16,11 +16,11 @@ class Evicted:
     """The units that a claim evicts in one change: single samples, rollouts or groups.
 
     Attributes:
-        rows: global indexes of the samples, in the order of their units.
-        sizes: number of samples in each unit `(units,)`.
-        reasons: reason for evicting each unit `(units,)`, as an `EvictionCode`.
-        is_group: whether each unit is a group or rollout rather than a single sample `(units,)`.
-        unit: whether units that are not single samples are groups or rollouts.
+        rows: global indexes of the samples, ordered by unit.
+        sizes: number of samples in each unit, of shape `(units,)`.
+        reasons: reason for evicting each unit, as an `EvictionCode`, of shape `(units,)`.
+        is_group: whether each unit is a group or rollout rather than a single sample, of shape `(units,)`.
+        unit: kind of the units that are not single samples: groups or rollouts.
     """
 
     rows: Indexes

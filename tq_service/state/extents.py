@@ -1,9 +1,10 @@
-"""Grown cells: cells that consist of several extents, the first stored by a put and the others by appends.
+"""Grown cells, which consist of several extents: the first was stored by a put, and each later one by an append.
 
     cell of a row: GROWN | slot --> last extent -- previous --> extent before it -- previous --> ... first extent
 
 A cell that was written only once has no entry in this table. An append adds an extent at the end of a cell and leaves
-the other extents unchanged. A truncation removes extents from the end of a cell and shortens the last remaining extent.
+the earlier extents unchanged. A truncation removes extents from the end of a cell and shortens the last remaining
+extent.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from tq_service.state.plan import Indexes
 from tq_service.state.table import SlotTable
 
 GROWN: Final = 1 << 62
-"""Flag of a grown cell; the other bits are the slot of its last extent. Other cells are smaller (slots < 2^30)."""
+"""Flag bit of a grown cell; the other bits contain the slot of its last extent. Other cells are less than this flag."""
 
 MOST_EXTENTS: Final = 1024
-"""Maximum number of extents per cell; limited because a read lists all extents of its cells."""
+"""Maximum number of extents per cell; limited because a read lists every extent of the cells it reads."""
 
 _NONE: Final = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extents:
-    """The extents of an array of cells, ordered by cell and then by offset.
+    """The extents that form an array of cells, ordered by cell and then by offset.
 
     Attributes:
-        owners: for each extent, the position of its cell in the array of cells, ascending `(extents,)`.
-        slots: slot of each extent in the extent table, -1 for a cell that has not grown `(extents,)`.
-        cells: put and row of each extent, encoded like a cell that has not grown `(extents,)`.
+        owners: for each extent, the position of its cell in the cell array, in ascending order, of shape `(extents,)`.
+        slots: each extent's slot in the extent table, of shape `(extents,)`; -1 for a cell that has not grown.
+        cells: each extent's put and row, encoded like a cell that has not grown, of shape `(extents,)`.
     """
 
     owners: Indexes
@@ -49,27 +50,27 @@ class Extents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chains:
-    """Columns that link extents, by slot, taken from the current table or from a snapshot."""
+    """Columns that link extents by slot, from the current table or a snapshot."""
 
     cell: Indexes
     previous: Indexes
     depth: Indexes
 
     def counts(self, cells: Indexes) -> Indexes:
-        """Return the number of extents of each cell."""
+        """Return the number of extents in each cell."""
         counts = np.ones(cells.size, np.int64)
         has_grown = cells >= GROWN
         counts[has_grown] = self.depth[cells[has_grown] - GROWN]
         return counts
 
     def resolve(self, cells: Indexes) -> Extents:
-        """Return all extents of the given cells."""
+        """Return all extents in the given cells."""
         counts = self.counts(cells)
         owners = np.repeat(np.arange(cells.size), counts)
         slots, found = np.full(owners.size, _NONE), cells[owners]
         has_grown = cells >= GROWN
         places, current = np.cumsum(counts)[has_grown] - 1, cells[has_grown] - GROWN
-        while current.size:  # from the last extent of each cell to the first
+        while current.size:  # from each cell's last extent to its first
             slots[places] = current
             found[places] = self.cell[current]
             current = self.previous[current]
@@ -87,7 +88,7 @@ class ExtentTable(SlotTable):
         super().__init__("field")
         self._cell = self.column("cell", np.int64, _NONE)
         self._previous = self.column("previous", np.int64, _NONE)
-        self._end = self.column("end", np.int64, 0)  # length of the cell up to the end of this extent
+        self._end = self.column("end", np.int64, 0)  # cell length up to the end of this extent
         self._depth = self.column("depth", np.int64, 0)  # number of extents in the cell up to and including this extent
 
     @property
@@ -100,21 +101,21 @@ class ExtentTable(SlotTable):
         return not self.is_empty and bool((cells >= GROWN).any())
 
     def lengths(self, extents: Extents) -> Indexes:
-        """Return the length of each extent, or `WHOLE_EXTENT` for the extent of a cell that has not grown."""
+        """Return the length of each extent, or `WHOLE_EXTENT` for the only extent in a cell that has not grown."""
         slots = extents.slots
         previous = self._previous[slots]
         starts = np.where(previous == _NONE, 0, self._end[previous])
         return np.where(slots == _NONE, WHOLE_EXTENT, self._end[slots] - starts)
 
     def append(self, name: str, cells: Indexes, lengths: Indexes, added: Indexes, ends: Indexes) -> Indexes:
-        """Add one extent to each of the given cells of a field; return the new cell numbers.
+        """Add one extent to each of the given cells in a field; return the new cell numbers.
 
         Args:
             name: field name.
-            cells: current cell numbers `(n,)`.
-            lengths: current lengths of the cells `(n,)`.
-            added: extents to add, as cells of a put `(n,)`.
-            ends: lengths of the cells after the append `(n,)`.
+            cells: current cell numbers, of shape `(n,)`.
+            lengths: current cell lengths, of shape `(n,)`.
+            added: extents to add, as cells in a put, of shape `(n,)`.
+            ends: cell lengths after the append, of shape `(n,)`.
         """
         previous = cells - GROWN
         is_first = previous < 0
@@ -134,9 +135,9 @@ class ExtentTable(SlotTable):
         return slots
 
     def truncate(self, name: str, cells: Indexes, lengths: Indexes) -> tuple[Indexes, Indexes]:
-        """Truncate cells of a field to `lengths` `(n,)`, each at least 1 and below the current length of the cell.
+        """Truncate a field's cells to `lengths`, each at least 1 and below the cell's current length.
 
-        Return the new cell numbers, and the removed extents as cells of puts.
+        Return the new cell numbers, and the removed extents as cells in puts.
         """
         last = cells - GROWN
         is_first = last < 0
@@ -155,7 +156,7 @@ class ExtentTable(SlotTable):
         return GROWN + last, freed
 
     def release(self, cells: Indexes) -> Indexes:
-        """Remove the extents of grown cells; return these extents as cells of puts, and the other cells unchanged."""
+        """Remove the extents of grown cells; return them as cells in puts; return all other cells unchanged."""
         if not self.has(cells):
             return cells
         extents = self.chains.resolve(cells)

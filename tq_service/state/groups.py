@@ -1,6 +1,6 @@
-"""Groups (the responses to one prompt), rollouts (an agent's turns), and indexes that find rows and groups by name.
+"""Groups (the responses to one prompt), rollouts (an agent's turns), and indexes for finding rows and groups by name.
 
-`NameIndex` maps names to numbers like a dict, but no single operation is slow, even with very many names.
+`NameIndex` maps names to numbers as a dict does, but no single operation is slow, even with very many names.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ NO_GROUP = -1
 _MOST_IN_ONE_DICT: Final = 1 << 15  # maximum number of names in a single dict; splitting it takes about 10 ms
 _PART_COUNT: Final = 256
 _HASH_MASK: Final = (1 << 16) - 1
-# Maps the last bits of a hash to a part. Sizes grow evenly from the first to the last part, which is twice as large.
+# Maps the last bits of a hash to a part. Part sizes increase evenly from the first part to the last, which is twice as
+# large.
 _PART_OF: Final = (_PART_COUNT * np.log2(1 + np.arange(_HASH_MASK + 1) / (_HASH_MASK + 1))).astype(np.uint8)
-_FEW: Final = 1 << 10  # number of names up to which using arrays is slower than a loop
+_FEW: Final = 1 << 10  # up to this number of names, a loop is faster than arrays
 _GAPS_FROM_BYTES: Final = 1 << 12
-_MOST_BYTES_PER_NAME: Final = 1 << 8  # a dict with more bytes per name is copied; one that has just grown uses up to 90
+_MOST_BYTES_PER_NAME: Final = 1 << 8  # a dict above this is copied; a newly grown dict uses up to 90
 
 Part: TypeAlias = tuple[dict[str, int], Collection[str], Any]
 
@@ -43,7 +44,7 @@ class NameIndex(Collection[str]):
 
     def __init__(self) -> None:
         self._dicts: list[dict[str, int]] = [{}]
-        self._looked_at = 0  # number of the dict last checked for gaps
+        self._looked_at = 0  # number of the dict that was last checked for gaps
 
     def __len__(self) -> int:
         return sum(map(len, self._dicts))
@@ -55,7 +56,7 @@ class NameIndex(Collection[str]):
         return itertools.chain(*self._dicts)
 
     def find(self, names: Sequence[str]) -> Indexes:
-        """Return the number of each name `(n,)`, -1 for an unknown name."""
+        """Return each name's number, of shape `(n,)`; -1 for an unknown name."""
         numbers = np.full(len(names), -1, np.int64)
         for known, some, positions in self._parts(names):
             if not known.keys().isdisjoint(some):  # halves the time if all names are new
@@ -63,7 +64,7 @@ class NameIndex(Collection[str]):
         return numbers
 
     def add(self, names: Sequence[str], numbers: Indexes) -> None:
-        """Add new names with their numbers `(n,)`."""
+        """Add new names with their numbers, of shape `(n,)`."""
         if len(self._dicts) == 1 and len(self._dicts[0]) + len(names) > _MOST_IN_ONE_DICT:
             (known,) = self._dicts
             self._dicts = [{} for _ in range(_PART_COUNT)]
@@ -105,10 +106,10 @@ class NameIndex(Collection[str]):
 
 
 class KeyIndex(NameIndex):
-    """Maps keys to the global indexes of their rows. The column `key` of the row table contains the keys.
+    """Maps keys to the global indexes of their rows. The keys are stored in the row table's column `key`.
 
     Attributes:
-        column: key of each row, None for a row without a key.
+        column: each row's key, or None for a row without a key.
     """
 
     def __init__(self, table: RowTable) -> None:
@@ -117,7 +118,7 @@ class KeyIndex(NameIndex):
         self._table = table
 
     def positions_of(self, keys: Sequence[str]) -> Indexes:
-        """Return the positions of the rows with these keys `(n,)`, -1 for an unknown key."""
+        """Return the row position for each key, of shape `(n,)`; -1 for an unknown key."""
         positions = self.find(keys)
         is_known = positions >= 0
         if is_known.any():
@@ -125,7 +126,7 @@ class KeyIndex(NameIndex):
         return positions
 
     def on_rows_cleared(self, positions: Indexes) -> None:
-        """Remove the keys of rows from the index, before the rows are removed from the table."""
+        """Remove the keys of rows from the index before the rows are removed from the table."""
         if self:
             keys = self.column[positions]
             self.remove(keys[keys != None].tolist())  # noqa: E711  (of each)
@@ -141,13 +142,13 @@ class KeyIndex(NameIndex):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedNames:
-    """The names of groups or rollouts of new samples, looked up in the current table.
+    """The group or rollout names of new samples, looked up in the current table.
 
     Attributes:
         names: the distinct names.
-        codes: position in `names` of each new sample's name `(n,)`, NO_GROUP for a sample without a name.
-        slots: slot of each name `(names,)`, negative for a name that does not exist yet.
-        has_members: whether each name already has samples `(names,)`.
+        codes: for each new sample, the position of its name in `names`, or NO_GROUP for a sample without a name.
+        slots: each name's slot; negative for a name that does not exist yet.
+        has_members: for each name, whether it already has samples.
     """
 
     names: Sequence[str]
@@ -157,7 +158,7 @@ class CheckedNames:
 
     @classmethod
     def of(cls, given: Sequence[str], known: NameIndex, members: Column) -> CheckedNames:
-        """Look up names, one per new sample ("" for none); `members` is the column of member counts by slot."""
+        """Look up names, one per new sample ("" for none); the column `members` contains member counts by slot."""
         names = list(filter(None, dict.fromkeys(given)))
         code_of = dict(zip(names, itertools.count()))
         codes = np.fromiter(map(code_of.get, given, itertools.repeat(NO_GROUP)), np.int64, len(given))
@@ -171,7 +172,7 @@ class CheckedNames:
 
     @property
     def names_without_members(self) -> list[str]:
-        """Names that do not have samples yet."""
+        """Names without any samples yet."""
         return list(itertools.compress(self.names, ~self.has_members))
 
     def have_begun(self, codes: Indexes) -> NDArray[np.bool_]:
@@ -186,8 +187,8 @@ class CheckedGroups:
     Attributes:
         groups: names of the groups.
         rollouts: names of the rollouts, or None.
-        group_codes: position in `groups.names` of each new sample's group `(n,)`; NO_GROUP for a sample without a
-            group, or in a rollout that already has samples.
+        group_codes: for each new sample, the position of its group in `groups.names`; NO_GROUP for a sample without a
+            group or in a rollout that already has samples.
     """
 
     groups: CheckedNames
@@ -196,14 +197,14 @@ class CheckedGroups:
 
     @property
     def begins(self) -> NDArray[np.bool_]:
-        """A mask `(n,)` of the new samples whose group and rollout, if any, do not have samples yet."""
+        """A mask of the new samples whose group and rollout, if any, do not have samples yet, of shape `(n,)`."""
         has_begun = self.groups.have_begun(self.group_codes)
         if self.rollouts is not None:
             has_begun |= self.rollouts.have_begun(self.rollouts.codes)
         return ~has_begun
 
     def count_units(self, unit: BatchUnit, samples: Indexes) -> int:
-        """Return the number of units among some of the new samples, given by their positions `samples`."""
+        """Return the number of units that the new samples at the positions `samples` form."""
         if unit == "sample":
             return samples.size
         ids, rollout_count = -2 - samples, 0
@@ -217,11 +218,12 @@ class CheckedGroups:
 
 
 class GroupTable:
-    """The groups and rollouts of a partition, with counts of their members by status.
+    """A partition's groups and rollouts, with their member counts by status.
 
-    Each group occupies a slot in parallel columns, which is reused after the last member is cleared. A group may exist
-    before it has members, if its cells were put first (see `CellTable.shared`). A rollout also occupies a slot. Its
-    samples are also members of the containing group; a rollout outside any group is itself a group.
+    Each group occupies a slot in parallel columns. The slot is reused after the group's last member is cleared. A group
+    may exist before it has members, if its cells were put first (see `CellTable.shared`). Each rollout occupies a slot
+    as well. A rollout's samples are also members of the group that contains the rollout; a rollout outside any group is
+    itself a group.
 
     A rollout is complete when it is closed. A group is complete when it has reached its declared size or is closed, and
     all its rollouts are closed.
@@ -237,9 +239,9 @@ class GroupTable:
         self.slots = SlotTable("name")
         self.slot_of = NameIndex()
         self.rollout_slot_of = NameIndex()
-        self.in_use = False  # becomes True with the first named group or rollout, and remains True
+        self.in_use = False  # becomes True with the first named group or rollout and remains True
         self._members: Column = table.column("group", np.int64, NO_GROUP)
-        # Contains the slot plus 1, so the fill is 0 and the memory is not touched if there are no rollouts.
+        # Contains the slot plus 1, so the fill is 0 and the memory remains untouched if there are no rollouts.
         self._rollouts: Column = table.column("rollout", np.int64, 0)
         self._names = self.slots.occupants
         self.declared = self.slots.column("declared", np.int64, 0)
@@ -250,11 +252,9 @@ class GroupTable:
         self.failed = self.slots.column("failed", np.int64, 0)
         self.cleared = self.slots.column("cleared", np.int64, 0)
         self.closed = self.slots.column("closed", np.bool_, False)
-        self.open_rollouts = self.slots.column(
-            "open_rollouts", np.int64, 0
-        )  # for a group: number of its rollouts that are not closed
+        self.open_rollouts = self.slots.column("open_rollouts", np.int64, 0)  # for a group: number of open rollouts
         self.parent = self.slots.column("parent", np.int64, NO_GROUP)  # for a rollout: slot of its group, or its own
-        self.first = self.slots.column("first", np.int64, -1)  # first and last global index of the members
+        self.first = self.slots.column("first", np.int64, -1)  # first and last global indexes of the members
         self.last = self.slots.column("last", np.int64, -1)
         self._index = table.index
 
@@ -273,21 +273,21 @@ class GroupTable:
 
     @property
     def of_rows(self) -> NDArray[np.int64]:
-        """Group slot of each row of the table, NO_GROUP for a row without a group."""
+        """Group slot of each row in the table; NO_GROUP for a row without a group."""
         return self._members.data
 
     def of_unit(self, unit: BatchUnit, rows: slice | Indexes) -> Indexes:
-        """Return the group slot or rollout slot of each row, NO_GROUP for a row without a group or rollout."""
+        """Return each row's group slot or rollout slot; NO_GROUP for a row without a group or rollout."""
         slots: Indexes = self._rollouts[rows] - 1 if unit == "rollout" else self._members[rows]
         return slots
 
     def outermost(self, slots: Indexes) -> Indexes:
-        """Replace the slots of rollouts by the slots of their groups; slots of groups are unchanged."""
+        """Replace rollout slots with the slots of the rollouts' groups; leave group slots unchanged."""
         parents = self.parent[slots]
         return np.where(parents < 0, slots, parents)
 
     def slots_of_unit(self, unit: BatchUnit) -> Indexes:
-        """Return the slots of all groups, or of all rollouts, that have members."""
+        """Return the slots of all groups or all rollouts that have members."""
         slots = np.flatnonzero(self.members[: self.slots.count])
         if not self.has_rollouts:
             return slots if unit == "group" else slots[:0]
@@ -295,12 +295,12 @@ class GroupTable:
         return slots[parent >= 0] if unit == "rollout" else slots[(parent < 0) | (parent == slots)]
 
     def names_of(self, positions: Indexes) -> list[str | None]:
-        """Return the name of each row's group, None for a row without a group."""
+        """Return the name of each row's group, or None for a row without a group."""
         slots = self._members[positions]
         return self._named(slots, slots < 0 if not self.has_rollouts else (slots < 0) | (self.parent[slots] >= 0))
 
     def rollout_names_of(self, positions: Indexes) -> list[str | None]:
-        """Return the name of each row's rollout, None for a row without a rollout."""
+        """Return the name of each row's rollout, or None for a row without a rollout."""
         slots = self.of_unit("rollout", positions)
         return self._named(slots, slots < 0)
 
@@ -311,7 +311,7 @@ class GroupTable:
         return listed
 
     def count_units(self, positions: Indexes, unit: BatchUnit) -> int:
-        """Return the number of units to which rows belong; a row without a group or rollout counts as one unit."""
+        """Return the number of units that rows belong to; a row without a group or rollout counts as one unit."""
         if unit == "sample" or not self.in_use or (unit == "rollout" and not self.has_rollouts):
             return int(positions.size)
         slots = self.of_unit(unit, positions)
@@ -321,12 +321,13 @@ class GroupTable:
         """Validate the groups and rollouts of new samples without changing the table.
 
         Args:
-            groups: group of each sample; "" for no group, or for the group of the sample's rollout.
+            groups: each sample's group; "" for no group or for the same group as the sample's rollout.
             group_size: declared size of new groups; 0: unknown.
-            rollouts: rollout of each sample, "" for no rollout; () if no sample has a rollout.
+            rollouts: each sample's rollout, or "" for no rollout; () if no sample has a rollout.
 
         Raises:
-            InvalidArgumentError: a size or a rollout's group differs from an earlier put, or `group_size` is negative.
+            InvalidArgumentError: a group's size or a rollout's group differs from an earlier put, or `group_size` is
+                negative.
             PreconditionError: a group or rollout is closed, or a group would have too many members.
         """
         if group_size < 0:
@@ -353,7 +354,7 @@ class GroupTable:
             if size and group_size and size != group_size:
                 raise InvalidArgumentError(
                     f"group {name!r} was declared with group_size {size}, got {group_size}; pass the same size with "
-                    f"every put of the group",
+                    "every put for the group",
                     field="group_size",
                 )
             if self.closed[slot] and counts[code]:
@@ -367,7 +368,7 @@ class GroupTable:
     def _check_rollouts(
         self, groups: Sequence[str], named: CheckedNames, rollouts: CheckedNames
     ) -> tuple[Indexes, Indexes]:
-        """Return `CheckedGroups.group_codes`, and the group codes of new samples without a rollout and of new rollouts.
+        """Return `CheckedGroups.group_codes`, and the group codes of new rollouts and of new samples without a rollout.
 
         Raises:
             PreconditionError: a rollout is closed.
@@ -402,7 +403,7 @@ class GroupTable:
         return codes, np.concatenate([named.codes[rollouts.codes < 0], group_of[~has_begun]])
 
     def add(self, checked: CheckedGroups, group_size: int, rows: slice) -> None:
-        """Add new rows as members of the groups and rollouts that `check` returned for them."""
+        """Add new rows as members of their groups and rollouts, as returned by `check`."""
         slots, codes = self._slots_for(checked.groups, self.slot_of), checked.group_codes
         of_rows = np.append(slots, NO_GROUP)[codes]  # as an index, NO_GROUP (-1) selects the last element
         indexes, rollouts = self._index[rows], checked.rollouts
@@ -432,7 +433,7 @@ class GroupTable:
         return CheckedNames.of(names, self.slot_of, self.members)
 
     def open(self, named: CheckedNames) -> Indexes:
-        """Return the slots of groups `(names,)`, creating missing groups without members."""
+        """Return the slot of each named group, creating missing groups without members."""
         return self._slots_for(named, self.slot_of)
 
     def without_members(self) -> Indexes:
@@ -441,12 +442,12 @@ class GroupTable:
         return np.flatnonzero((self._names[: slots.count] != None) & (self.members[: slots.count] == 0))  # noqa: E711  (of each)
 
     def find(self, names: Sequence[str], rollouts: Sequence[str] = ()) -> Indexes:
-        """Return the slots of groups and then of rollouts, -1 for names without members or unknown names."""
+        """Return the groups' slots, then the rollouts' slots; -1 for names that are unknown or without members."""
         slots = np.append(self.slot_of.find(names), self.rollout_slot_of.find(rollouts))
         return np.where(self.members[slots] > 0, slots, -1)
 
     def _slots_for(self, named: CheckedNames, index: NameIndex) -> Indexes:
-        """Return the slots of names, allocating slots for new names."""
+        """Return the slot of each name, allocating slots for new names."""
         slots = named.slots.copy()
         if names := named.new_names:
             taken = slots[slots < 0] = np.array(self.slots.allocate(len(names)))
@@ -456,11 +457,11 @@ class GroupTable:
         return slots
 
     def _add_members(self, slots: Indexes, indexes: Indexes) -> None:
-        """Count rows as members of groups or rollouts; `slots` has one entry per row."""
+        """Count rows as members of groups or rollouts; `slots` contains one slot per row."""
         fresh = self.first[slots] < 0
         self.first.write(
             slots[fresh][::-1], indexes[fresh][::-1]
-        )  # in reverse order, so the first of several rows in a slot is written last
+        )  # in reverse order, so that a slot's first row is written last
         self.last.write(slots, indexes)
         self.members.add(slots, 1)
 
@@ -470,7 +471,7 @@ class GroupTable:
         Args:
             slots: slots of the groups or rollouts.
             default_size: size of groups without a declared size; None: unknown.
-            no_more: whether no new rows will be inserted, which completes rollouts and groups of unknown size.
+            no_more: True if no new rows will be inserted, which completes rollouts and groups of unknown size.
         """
         size = self.declared[slots]
         if default_size is not None:
@@ -483,17 +484,17 @@ class GroupTable:
         return complete
 
     def members_of(self, slots: Indexes, table: RowTable, unit: BatchUnit = "group") -> Indexes:
-        """Return the positions of the members of groups or rollouts by scanning from the first to the last member."""
+        """Return the positions of all members of groups or rollouts, scanning from the first member to the last."""
         if not slots.size:
             return np.zeros(0, np.int64)
         start = table.position_from(int(self.first[slots].min()))
         end = table.position_from(int(self.last[slots].max()) + 1)
-        is_wanted = np.zeros(self.slots.count + 1, np.bool_)  # the last element is for rows without a group
+        is_wanted = np.zeros(self.slots.count + 1, np.bool_)  # the last element stands for rows without a group
         is_wanted[slots] = True
         return start + np.flatnonzero(is_wanted[self.of_unit(unit, slice(start, end))])
 
     def slots_of(self, names: Sequence[str], rollouts: Sequence[str] = ()) -> Indexes:
-        """Return the slots of groups and then of rollouts; raise NotFoundError if one does not exist."""
+        """Return the groups' slots followed by the rollouts' slots; raise NotFoundError if a name does not exist."""
         found = []
         for what, given, index in (("group", names, self.slot_of), ("rollout", rollouts, self.rollout_slot_of)):
             slots = index.find(given)
@@ -508,7 +509,7 @@ class GroupTable:
         return np.concatenate(found)
 
     def close(self, slots: Indexes) -> None:
-        """Close groups and rollouts, so they accept no further members."""
+        """Close groups and rollouts so that they accept no further members."""
         slots = distinct(slots, self.slots.count)
         self._count_not_open(slots)
         self.closed.write(slots, True)
@@ -519,19 +520,19 @@ class GroupTable:
         self.close(slots[slots >= 0])
 
     def _count_not_open(self, slots: Indexes) -> None:
-        """Subtract the open rollouts among `slots` from the open rollout counts of their groups."""
+        """Subtract the open rollouts among `slots` from their groups' open rollout counts."""
         if self.has_rollouts:
             parents = self.parent[slots]
             self.open_rollouts.add(parents[(parents >= 0) & (parents != slots) & ~self.closed[slots]], -1)
 
     def count_failed(self, rows: slice | Indexes, by: int) -> None:
-        """Count rows as failed and close their rollouts; if `by` is -1, subtract the rows and close nothing."""
+        """Count rows as failed and close their rollouts; if `by` is -1, only subtract the rows from the counts."""
         self.failed.add(self._slots_of(rows), by)
         if by > 0 and self.has_rollouts:
             self.close_rollouts_of(rows)
 
     def count_cleared(self, positions: Indexes) -> Indexes:
-        """Count rows as cleared; return the slots of groups and rollouts that have no members left, for `remove`."""
+        """Count rows as cleared; return the slots of groups and rollouts without members, to be passed to `remove`."""
         slots = self._slots_of(positions)
         self.cleared.add(slots, 1)
         slots = distinct(slots, self.slots.count)
@@ -539,7 +540,7 @@ class GroupTable:
         return empty
 
     def remove(self, empty: Indexes) -> None:
-        """Free the slots of groups and rollouts without members, each given once."""
+        """Free the given distinct slots of groups and rollouts without members."""
         is_rollout = self.parent[empty] >= 0
         self._count_not_open(empty)
         self.slot_of.remove(self._names[empty[~is_rollout]].tolist())
@@ -547,7 +548,7 @@ class GroupTable:
         self.slots.free_slots(empty)
 
     def _slots_of(self, rows: slice | Indexes) -> Indexes:
-        """Return the group slots and rollout slots of rows, one slot per membership."""
+        """Return the rows' group slots and rollout slots, one slot per membership."""
         slots = self._members[rows]
         of_groups: Indexes = slots[slots >= 0]
         if not self.has_rollouts:
@@ -567,14 +568,15 @@ class GroupTable:
 
 
 class UnitCount:
-    """Counts the groups or rollouts that contain any row of a set of rows.
+    """Counts the groups or rollouts that contain at least one row from a set.
 
     Args:
         groups: groups of the partition.
         unit: "group" or "rollout".
 
     Attributes:
-        count: number of these groups or rollouts, plus the number of rows in the set without a group or rollout.
+        count: number of groups or rollouts with a row in the set, plus the number of the set's rows without a group or
+            rollout.
     """
 
     def __init__(self, groups: GroupTable, unit: BatchUnit) -> None:

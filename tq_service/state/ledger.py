@@ -1,4 +1,4 @@
-"""The ledger of one task, which records the samples of a partition that the task has consumed, leased or lost.
+"""The ledger of one task: a record of the partition's samples that the task has consumed, leased or lost.
 
 The ledger stores the status of each row in the column `claim`:
 
@@ -21,13 +21,13 @@ them.
     any --reset--> 0, or 1 for a consumed row that stays consumed
 
 A plan can deliver samples without consuming them (`RecordedPlan.consumed`). The status of such a sample stays 0, or
-returns to 0 when its lease is acknowledged, and the column `uses` counts these deliveries. The status then does not
-identify the claims of the row, so the records of these claims are not dropped with their rows. Instead, the ledger
-keeps only the most recent of these records.
+returns to 0 when its lease is acknowledged, and the column `uses` counts these deliveries. The row's status then does
+not identify the claims that delivered the row, so the records of such claims outlive their rows. Instead, the ledger
+keeps a limited number of these records and drops the oldest.
 
 Methods that change the ledger do not validate their arguments and do not read a clock. Callers resolve and check the
-arguments first, so a claim has the same effect live and when the log is replayed. A timer in the instance that serves
-the partition decides when a lease expires, and the ledger receives the expiry as a change.
+arguments first, so a claim has the same effect live and when the log is replayed. A timer in the service instance that
+serves the partition decides when a lease expires, and the expiry reaches the ledger as a change.
 """
 
 from __future__ import annotations
@@ -88,20 +88,20 @@ from tq_service.state.table import (
 _ENDED_SECONDS = 900.0
 _MOST_ENDED = 131_072
 _DERIVED = {"is_encoded": False}  # not encoded: rebuilt from the columns, or specific to this service instance
-_MOST_REMEMBERED_ROWS, _MOST_REMEMBERED_PACKS = 1 << 13, 512  # per rank; 256 steps of this size take about 40 MB
+_MOST_REMEMBERED_ROWS, _MOST_REMEMBERED_PACKS = 1 << 13, 512  # per rank; 256 steps of this size use about 40 MB
 _MOST_RECENT: Final = 16
-_MOST_BATCHES_WITHOUT_ROWS = 16  # short batches occur at the end of an epoch, and rarely more than one
-_MOST_REUSING, _MOST_REUSING_ROWS = 1 << 10, 1 << 22  # limits for the records of plans that deliver without consuming
+_MOST_BATCHES_WITHOUT_ROWS = 16  # an epoch rarely ends with more than one short batch
+_MOST_REUSING, _MOST_REUSING_ROWS = 1 << 10, 1 << 22  # limits on records of plans that deliver without consuming
 _NO_ROWS: Final = np.zeros(0, np.int64)
 _NOT_FOLLOWED: Final = nullcontext()
 _OTHER_DP_SIZE: Final = ". To change the number of ranks, restart the ranks (docs/asynchronous_rl.md)"
 
 KEPT_ROLLOUTS: Final = -1
-"""Value of `kept_groups` for a task or claim that keeps rollouts together instead of groups."""
+"""Value of `kept_groups` if a task or claim keeps rollouts together instead of groups."""
 MOST_EVICTED: Final = 65_536
-"""Maximum number of evicted units recorded per task; further units replace the oldest records."""
+"""Maximum number of evicted units recorded per task; beyond this number, each new record replaces the oldest."""
 MOST_PAST_NAMES: Final = 65_536
-"""Maximum number of ended claim names recorded per task; further names replace the oldest."""
+"""Maximum number of ended claim names recorded per task; beyond this number, each new name replaces the oldest."""
 
 Loss: TypeAlias = Literal["cleared", "released", "expired", "forgotten"]
 _LOSSES: Final[Mapping[Loss, tuple[type[TqError], str]]] = {
@@ -111,30 +111,31 @@ _LOSSES: Final[Mapping[Loss, tuple[type[TqError], str]]] = {
     ),
     "expired": (
         LeaseExpiredError,
-        "the lease of this claim of task {task!r} expired, and other workers may have its samples. Claim again with a "
-        "new request_id or claim_name",
+        "the lease of this claim of task {task!r} expired, and other workers may have claimed its samples. Claim "
+        "again with a new request_id or claim_name",
     ),
     "cleared": (
         SamplesClearedError,
-        "samples of this planned batch or claim of task {task!r} have been cleared. Continue with a later batch_index "
-        "(the next to be planned is {next}) or, as a queue worker, with a new request_id or claim_name",
+        "samples of this planned batch or claim of task {task!r} have been cleared. Continue with a later "
+        "batch_index (the next one to be planned is {next}) or, as a queue worker, with a new request_id or "
+        "claim_name",
     ),
     "forgotten": (
         BatchForgottenError,
-        "the record of this batch or claim of task {task!r} was dropped, since only the last {most} plans that deliver "
-        "samples without consuming them are kept. Continue with a later batch_index (the next to be planned is {next}) "
-        "or, as a queue worker, with another claim_name",
+        "the record of this batch or claim of task {task!r} was dropped, since records are kept only for the last "
+        "{most} plans that deliver samples without consuming them. Continue with a later batch_index (the next one "
+        "to be planned is {next}) or, as a queue worker, with another claim_name",
     ),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastName:
-    """The record of a claim name without a claim: the named call returned the end, or the named claim was lost.
+    """The record of a claim name without a claim, because its call returned the end of the data or its claim was lost.
 
     Attributes:
-        end: the end that the call returned; None if the call returned a claim.
-        loss: how the claim was lost; None if the call returned the end.
+        end: the sample counts at the end of the data, as the call returned them; None if the call returned a claim.
+        loss: how the claim was lost; None if the call returned the end of the data.
     """
 
     end: EndCounts | None = None
@@ -146,15 +147,16 @@ Steps: TypeAlias = tuple[tuple[Pack, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedPlan:
-    """The compact record of a plan. A ledger keeps hundreds of thousands, so a record omits derived values.
+    """The compact record of a plan. A ledger stores hundreds of thousands of records, so each omits derived values.
 
     Attributes:
-        rows: global indexes of the samples for all ranks `(sum(sizes),)`, in rank order.
-        sizes: number of rows for each rank.
+        rows: global indexes of all ranks' samples in rank order, of shape `(sum(sizes),)`.
+        sizes: number of rows per rank.
         steps: steps of each rank, see `RankPlan`; empty if the sampler returned none.
         micro_batch_size: samples per micro-batch of a plan without steps, or None.
-        consumed: global indexes of the consumed samples, see `Plan`; None: each row is consumed.
-        dropped: global indexes of the samples that each rank's part drops, see `RankPlan`; empty if none is dropped.
+        consumed: global indexes of the consumed samples, see `Plan`; None: every row is consumed.
+        dropped: for each rank, global indexes of the samples that its part drops, see `RankPlan`; empty if none are
+            dropped.
         totals: totals of each step over all ranks; empty for a queue worker.
         summed: names of the columns whose sums `totals` contains.
     """
@@ -189,12 +191,12 @@ class RecordedPlan:
 
     @property
     def used(self) -> Indexes:
-        """Global indexes of the samples that the plan delivers or consumes, each once."""
+        """Global indexes of the samples that the plan delivers or consumes, without duplicates."""
         return self.rows if self.consumed is None else np.union1d(self.rows, self.consumed)
 
     @property
     def named(self) -> Indexes:
-        """Global indexes of all samples in the plan, each once: first `used`, then the dropped samples."""
+        """Global indexes of all samples in the plan without duplicates: first `used`, then the dropped samples."""
         return np.concatenate([self.used, *self.dropped]) if self.dropped else self.used
 
     @property
@@ -203,17 +205,18 @@ class RecordedPlan:
         return sum(map(len, self.dropped))
 
     def drops(self, rows: Indexes) -> NDArray[np.bool_]:
-        """Return a mask `(n,)` of the given samples that the plan drops."""
+        """Return a mask of the given samples that the plan drops, of shape `(n,)`."""
         return np.isin(rows, np.concatenate(self.dropped)) if self.dropped else np.zeros(rows.size, np.bool_)
 
     def consumes(self, rows: Indexes) -> NDArray[np.bool_]:
-        """Return a mask `(n,)` of the given samples that the plan consumes."""
+        """Return a mask of the given samples that the plan consumes, of shape `(n,)`."""
         return np.ones(rows.size, np.bool_) if self.consumed is None else np.isin(rows, self.consumed)
 
     def part(self, dp_rank: int = 0) -> RankPlan:
         """Return the part of the plan for one rank.
 
-        Without steps, the part consists of micro-batches. Every rank gets the same number, so some may be empty.
+        If the plan has no steps, the part consists of micro-batches. Every rank gets the same number of micro-batches,
+        some of which may be empty.
         """
         start, size = sum(self.sizes[:dp_rank]), self.sizes[dp_rank]
         if self.steps:
@@ -228,7 +231,7 @@ class RecordedPlan:
 
 
 def _one_step(count: int, largest: int, micro_batch_size: int | None) -> Steps:
-    """Split the `count` rows of a rank into micro-batches; `largest` is the highest row count of any rank."""
+    """Split a rank's `count` rows into micro-batches; `largest` is the largest row count of any rank."""
     positions = np.arange(count)
     positions.flags.writeable = False
     size = micro_batch_size or max(1, largest)
@@ -248,19 +251,21 @@ class Claim:
         request_id: id of the queue worker's call; empty for a batch.
         batch_index: index of the batch; -1 for a queue worker.
         name: claim name passed by the queue worker; empty for an unnamed claim.
-        batch_spec: arguments that must be the same for all ranks, or for all calls with this claim name; None for an
-            unnamed claim of a queue worker.
-        lease: the lease terms, kept after the lease ends; None: the samples were done on delivery.
-        delivery_counts: number of deliveries of each sample under a lease, including this one; None without a lease.
+        batch_spec: arguments that must be the same for all ranks, or for all calls with this claim name; None for a
+            queue worker's unnamed claim.
+        lease: the lease terms, kept after the lease ends; None: no lease, so the samples were done on delivery.
+        delivery_counts: for each sample, its number of deliveries under a lease, including this delivery; None without
+            a lease.
         returned: global indexes of leased samples that were acknowledged but not consumed, or None.
-        remaining: number of samples of the claim that are neither cleared nor released. If the plan may deliver without
-            consuming and the claim has no lease: number of consumed samples.
-        leased_count: number of leased samples, that is, neither acknowledged, failed, cleared nor released.
-        deadline: when the lease expires, on the event loop's clock. The lease timer sets it, except during replay.
-        delivered_at: when the lease first began in this service instance, on the event loop's clock; set by the lease
-            timer too.
+        remaining: number of the claim's samples that are neither cleared nor released. For a claim without a lease
+            whose plan may deliver without consuming, the number of consumed samples.
+        leased_count: number of samples still leased, that is, neither acknowledged, failed, cleared nor released.
+        deadline: time on the event loop's clock at which the lease expires, set by the lease timer except during
+            replay.
+        delivered_at: time on the event loop's clock at which the lease first began in this service instance, set by the
+            lease timer.
         answer_count: number of calls to which this service instance returned the claim. If a client disconnects before
-            it gets the answer, the claim is released only if no retry received the same answer.
+            it receives the answer, the claim is released unless a retry has received the same answer.
     """
 
     serial: int
@@ -290,12 +295,12 @@ class Claim:
 
     @property
     def may_change(self) -> bool:
-        """Whether encoded attributes may still change: the lease terms, or the returned or reused samples."""
+        """Whether encoded attributes (the lease terms, and the returned or reused samples) may still change."""
         return self.lease is not None or self.plan.is_reusing
 
     @property
     def mark(self) -> int:
-        """Value of the `claim` column for the claim's samples after delivery."""
+        """Value written to the `claim` column for the claim's samples on delivery."""
         return self.serial if self.lease is None else -self.serial
 
     def leased_seconds(self, now: float) -> float:
@@ -304,13 +309,13 @@ class Claim:
 
 
 class EndedClaims(OrderedDict[bytes, tuple[float, bool]]):
-    """Request ids of released and expired claims, oldest first; used to reject late GetMeta calls with these ids.
+    """Request ids of released and expired claims, oldest first; late GetMeta calls with these ids are rejected.
 
-    The value for a request id is the time when the claim ended, and whether any of its leases expired.
+    Each request id maps to the time when the claim ended and whether the lease on any of its samples expired.
     """
 
     def add(self, request_id: bytes, at_seconds: float, *, is_expired: bool) -> None:
-        """Add the request id of a claim that ended at `at_seconds`, the latest time so far, and remove old ids."""
+        """Add the request id of a claim that ended at `at_seconds`, and remove old ids. Times must not decrease."""
         self[request_id] = (at_seconds, is_expired or self.has_expired(request_id))
         self.move_to_end(request_id)
         while len(self) > _MOST_ENDED or next(iter(self.values()))[0] < at_seconds - _ENDED_SECONDS:
@@ -323,7 +328,7 @@ class EndedClaims(OrderedDict[bytes, tuple[float, bool]]):
 
 @dataclass(slots=True, kw_only=True)
 class TaskTotals:
-    """Sample counters of a task over all epochs, counted since this process started.
+    """A task's sample counters for all epochs since this process started.
 
     The counters never decrease and are not part of snapshots.
 
@@ -331,8 +336,8 @@ class TaskTotals:
         delivered: sample deliveries, including redeliveries.
         redelivered: deliveries of samples whose earlier lease expired.
         expired: samples whose leases expired.
-        dead_lettered: samples whose leases expired and that are not delivered again.
-        unmatched: units that the task's claims evicted because the `where` of the claims excludes them.
+        dead_lettered: samples whose leases expired and that will not be delivered again.
+        unmatched: units that the task's claims evicted because the claims' `where` excluded them.
         too_small: groups that the task's claims evicted because too few members were left.
         late: samples and groups that the task's claims evicted because they would have become too stale.
         overflow: samples and groups that were cleared to admit new ones.
@@ -350,34 +355,35 @@ class TaskTotals:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TaskFacts:
-    """The scalar values of a task, which snapshots store unchanged; columns and records are stored separately.
+    """A task's scalar values, which snapshots store unchanged; its columns and records are stored separately.
 
     Attributes:
-        end: the end of the task in this epoch; None until the task reaches it.
+        end: sample counts recorded when the task reached the end of the data in this epoch; None until then.
         consumed_count: rows consumed in this epoch, including leased rows and rows cleared later.
-        kept_count: number of consumed rows that were consumed in earlier epochs and stayed consumed at the last reset.
+        kept_count: number of rows that were consumed in earlier epochs and stayed consumed at the last reset.
         backlog: live or held rows that are neither consumed, dead-lettered, dropped nor skipped.
-        skipped_count: live or held rows that are skipped; rows cleared later are not counted.
+        skipped_count: live or held rows that are skipped, excluding rows cleared later.
         kept_groups: how the last request kept groups together: `KEPT_ROLLOUTS`, 0 for named groups, or the block length
-            if blocks of rows replace named groups. None: the request took single samples or the rest of incomplete
-            groups, or there was no request in this epoch.
+            if blocks of rows replace named groups. None: the request accepted single samples or incomplete groups, or
+            the epoch has had no request.
         dead_lettered_count: rows dead-lettered in this epoch, including rows cleared later.
         dropped_count: rows dropped by plans of this epoch, including rows cleared later.
-        last_forgotten: highest batch_index whose record was dropped before its rows; -1: none.
+        last_forgotten: highest batch_index whose record was dropped before its rows; -1 if there is none.
         serial: serial of the latest claim.
-        trained: last trained batch_index, which implies that all earlier batches are trained; -1: none.
-        saved: last batch_index covered by a trainer checkpoint, which also covers all earlier batches; -1: none.
-        delivered_units: number of units in each of the last batches that still occupy capacity; empty if the admission
-            frees capacity on delivery.
-        done_units: units that were acknowledged, or delivered to queue workers without a lease, and occupy capacity
-            until the next publication.
-        unmatched_count: units that the task's claims evicted because the claims' `where` excludes them, in all epochs.
-        too_small_count: groups that the task's claims evicted because too few members were left, in all epochs.
-        late_count: samples and groups that the task's claims evicted because they would have become too stale.
-        overflow_count: samples and groups that were cleared to admit new ones, in all epochs.
+        trained: batch_index up to which all batches are trained; -1 if none is trained.
+        saved: batch_index up to which a trainer checkpoint covers all batches; -1 if none is covered.
+        delivered_units: number of units in each of the latest batches that still occupy capacity; empty if the
+            admission frees capacity on delivery.
+        done_units: units that occupy capacity until the next publication because they were acknowledged, or delivered
+            to queue workers without a lease.
+        unmatched_count: units that the task's claims evicted in all epochs because the claims' `where` excluded them.
+        too_small_count: groups that the task's claims evicted in all epochs because too few members were left.
+        late_count: samples and groups that the task's claims evicted in all epochs because they would have become too
+            stale.
+        overflow_count: samples and groups that were cleared in all epochs to admit new ones.
         delivered_count: sample deliveries in all epochs, including redeliveries but not released deliveries.
-        refilled_count: rows that evictions made claimable again for this task, in all epochs.
-        released: last batch_index of this epoch with samples that may have been released; -1: none.
+        refilled_count: rows that evictions in all epochs made claimable again for this task.
+        released: last batch_index of this epoch whose samples may have been released; -1 if there is none.
     """
 
     name: str
@@ -414,14 +420,14 @@ class TaskFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSnapshot:
-    """A snapshot of a task without its columns; `TaskLedger.restore` counts the remaining rows from the columns."""
+    """A snapshot of a task without its columns; `TaskLedger.restore` recounts each claim's remaining rows."""
 
     facts: TaskFacts
     batches: list[Claim] = field(default_factory=list)
     claims: list[Claim] = field(default_factory=list)
     names: list[tuple[str, bytes]] = field(default_factory=list)
     past_names: list[tuple[str, PastName]] = field(default_factory=list)
-    reusing: list[int] = field(default_factory=list)  # serials of claims whose rows can be reused, oldest first
+    reusing: list[int] = field(default_factory=list)  # serials of claims with reusable rows, oldest first
     ended: list[tuple[bytes, tuple[float, bool]]] = field(default_factory=list)
     evicted: list[EvictedUnit] = field(default_factory=list)
 
@@ -429,28 +435,30 @@ class TaskSnapshot:
 class TaskLedger(TaskFacts):
     """The progress of one named consumer in a partition: its claims, leases, epoch and end.
 
-    The record of a claim is dropped with its last row, so the number of stored samples bounds the memory. Two kinds of
-    records may outlive their rows. A short batch in which a rank received no samples is kept, since that rank may
-    request it late. If other claims may receive the same rows, only the latest records are kept.
+    A claim's record is dropped with the claim's last row, so the number of stored samples bounds the ledger's memory.
+    Two kinds of records may outlive their rows. The record of a short batch in which a rank received no samples is
+    kept, because that rank may still request the batch. Of the claims whose rows other claims may receive again, only
+    the latest records are kept.
 
     Other modules may read these attributes and those of `TaskFacts`, but must not change them.
 
     Attributes:
         claim: status of each row, see the module docstring.
-        deliveries: number of deliveries of each row under a lease in this epoch since the last acknowledgement.
-        uses: number of deliveries of each row that did not consume it; leased rows count when acknowledged.
+        deliveries: for each row, number of deliveries under a lease in this epoch since the last acknowledgement.
+        uses: for each row, number of deliveries that did not consume the row; a leased delivery counts once
+            acknowledged.
         skipped: whether each row is skipped, see the module docstring.
-        refills: how often an eviction made each row claimable again in this epoch. Negative: the row becomes claimable
-            when its current worker acknowledges it.
-        batches: recorded batches by batch_index, in ascending order, including the few kept without rows.
-        claims: claims of queue workers by request_id.
-        leases: claims of queue workers that currently lease samples, by request_id, in order of delivery.
-        names: request_id of the queue claim for each claim name.
+        refills: number of times in this epoch that an eviction made each row claimable again. The value is negative if
+            the row becomes claimable only when its current worker acknowledges the row.
+        batches: recorded batches by batch_index, in ascending order, including the few batches kept without rows.
+        claims: queue workers' claims by request_id.
+        leases: queue workers' claims that still lease samples, by request_id, in delivery order.
+        names: request_id of the queue worker's claim for each claim name.
         past_names: names that no longer refer to a claim, oldest first.
         ended: request ids of claims that were released or have expired.
-        evicted: units most recently evicted by the task's claims in any epoch, oldest first.
-        totals: counters since this process started, over all epochs.
-        recent_batches: statistics of the last batches of this epoch that this process planned.
+        evicted: units that the task's claims evicted most recently, in any epoch, oldest first.
+        totals: counters for all epochs since this process started.
+        recent_batches: statistics on the last batches that this process planned in this epoch.
         state: state of each row; the partition writes this column.
         outstanding: counter of the task's outstanding units; None without an admission.
     """
@@ -477,21 +485,21 @@ class TaskLedger(TaskFacts):
             outstanding.recount(self, table.count)
 
     def _forget_records(self) -> None:
-        """Drop all records of batches and claims, as needed at the start of an epoch."""
+        """Drop all batch and claim records, as needed at the start of an epoch."""
         self.batches: dict[int, Claim] = {}
         self.claims: dict[bytes, Claim] = {}
         self.leases: dict[bytes, Claim] = {}
         self.names: dict[str, bytes] = {}
         self.past_names: OrderedDict[str, PastName] = OrderedDict()
         self._without_rows: list[int] = []  # batch indexes, ascending
-        self._reusing: dict[int, Claim] = {}  # claims without leased rows whose rows can be reused, by serial
+        self._reusing: dict[int, Claim] = {}  # claims with reusable and without leased rows, by serial
         self._reusing_row_count = 0
         self._by_serial: dict[int, Claim] = {}
         self.recent_batches: deque[RecentBatch] = deque(maxlen=_MOST_RECENT)
 
     @property
     def is_unused(self) -> bool:
-        """Whether the task has no history: no claim, end, reset, release or eviction."""
+        """Whether the task has no history, that is, no claim, recorded end, reset, release or eviction."""
         is_first = self.epoch == 0 and self.serial == LAST_RESERVED and not self.evicted_count
         return is_first and self.end is None and not (self.ended or self.past_names)
 
@@ -503,7 +511,7 @@ class TaskLedger(TaskFacts):
         return TaskFacts(**{each.name: getattr(self, each.name) for each in fields(TaskFacts)})
 
     def snapshot(self) -> TaskSnapshot:
-        """Return a snapshot of the task, which copies records that may change and references all others.
+        """Return a snapshot of the task that copies the records that may change and references the other records.
 
         The task's columns are part of the table's snapshot.
         """
@@ -519,7 +527,7 @@ class TaskLedger(TaskFacts):
         )
 
     def restore(self, snapshot: TaskSnapshot) -> None:
-        """Load the facts and records of a snapshot into a new task whose columns have already been restored."""
+        """Load a snapshot's facts and records into a new task whose columns have already been restored."""
         for each in fields(TaskFacts):
             setattr(self, each.name, getattr(snapshot.facts, each.name))
         self.ended.update(snapshot.ended)
@@ -533,7 +541,7 @@ class TaskLedger(TaskFacts):
         for claim in chain(snapshot.batches, snapshot.claims):
             claim.batch_spec = specs.setdefault(claim.batch_spec, claim.batch_spec)
             self._add(claim)
-            claim.leased_count = 0  # in a snapshot that was not encoded, the claim has the count of another ledger
+            claim.leased_count = 0  # in an unencoded snapshot, the claim contains another ledger's count
             self._count_leased(claim, rows_of.get(-claim.serial, 0))
             claim.remaining = rows_of.get(claim.serial, 0) + claim.leased_count
             if claim.plan.consumed is not None and claim.lease is None:
@@ -572,7 +580,7 @@ class TaskLedger(TaskFacts):
             raise _disagreement("dp_size", rank.dp_size, len(batch.plan.sizes), what)
         self._check_alike(request, batch, f"batch_index {rank.batch_index}")
         part = batch.plan.part(rank.dp_rank)
-        if batch.plan.is_reusing or batch.remaining < batch.rows.size:  # some of its samples may have been cleared
+        if batch.plan.is_reusing or batch.remaining < batch.rows.size:  # some samples may have been cleared
             if (self._table.find(part.rows) < 0).any():
                 self.check_not_released(rank.batch_index)
             self.check_present(part.rows)
@@ -602,18 +610,18 @@ class TaskLedger(TaskFacts):
         return claim
 
     def _check_alike(self, request: ClaimRequest, claim: Claim, what: str) -> None:
-        """Raise an error if the arguments of a call differ from the arguments for which the answer was recorded."""
+        """Raise an error if a call's arguments differ from those for which the answer was recorded."""
         differs = None if claim.batch_spec is None else request.batch_spec.disagreement(claim.batch_spec)
         if differs is not None:
             raise _disagreement(*differs, f"{what} of task {self.name!r}")
 
     def check_present(self, rows: Indexes) -> None:
-        """Raise SamplesClearedError if any of these samples of a recorded answer has been cleared."""
+        """Raise SamplesClearedError if any of these samples from a recorded answer have been cleared."""
         if bool((self._table.find(rows) < 0).any()):
             raise self._loss_error("cleared")
 
     def check_not_released(self, batch_index: int) -> None:
-        """Raise SamplesClearedError if samples of this batch or of a later batch may have been released."""
+        """Raise SamplesClearedError if samples in this batch or a later batch may have been released."""
         if batch_index <= self.released:
             raise SamplesClearedError(
                 f"batch_index is {batch_index}; expected {self.released + 1} or more, since samples of earlier "
@@ -638,9 +646,10 @@ class TaskLedger(TaskFacts):
     # Claims
 
     def using_up(self, plan: RecordedPlan, max_uses: int) -> RecordedPlan:
-        """Return the plan, changed to also consume the samples that it delivers for the last of their `max_uses` uses.
+        """Return a version of the plan that also consumes each sample delivered for the last of its `max_uses` uses.
 
-        If `max_uses` is 1, the plan consumes the rows that the sampler listed as consumed; without a list, all rows.
+        If `max_uses` is 1, the plan consumes the rows that the sampler listed as consumed or, without such a list, all
+        rows.
         """
         if max_uses == 1:
             spent = plan.rows if plan.consumed is None else plan.consumed
@@ -667,7 +676,7 @@ class TaskLedger(TaskFacts):
             plan: plan to record.
             positions: positions of the rows in `plan.named`.
             request_id: id of the queue worker's call; empty for a batch.
-            batch_spec: requested arguments of a batch or a named claim.
+            batch_spec: arguments with which a batch or a named claim was requested.
             lease: lease terms; None: the samples are done on delivery.
             name: claim name; empty for an unnamed claim.
         """
@@ -716,11 +725,11 @@ class TaskLedger(TaskFacts):
 
     @property
     def outstanding_count(self) -> int | None:
-        """Number of outstanding units, in the units of the admission; None without an admission."""
+        """Number of outstanding units, counted in the admission's unit; None without an admission."""
         return None if self.outstanding is None else self.outstanding.count(self)
 
     def _followed(self, positions: Indexes) -> AbstractContextManager[None]:
-        """Return a context manager that updates the count of outstanding units for rows changed in its block."""
+        """Return a context manager that updates the outstanding unit count for rows changed in its block."""
         return _NOT_FOLLOWED if self.outstanding is None else self.outstanding.following(self, positions)
 
     def _count_delivered(self, outstanding: Outstanding, positions: Indexes, *, is_batch: bool) -> None:
@@ -739,7 +748,7 @@ class TaskLedger(TaskFacts):
         self.end = end
 
     def _lease(self, claim: Claim, positions: Indexes, dropped: Indexes) -> None:
-        """Lease the samples that a claim delivers or drops; consume samples that it does not deliver immediately."""
+        """Lease the samples that a claim delivers or drops; immediately consume all its other samples."""
         delivered = positions
         if claim.plan.is_reusing:
             is_delivered = np.isin(claim.plan.used, claim.rows)
@@ -757,13 +766,13 @@ class TaskLedger(TaskFacts):
         self._consume(delivered, claim.mark)
 
     def _write_deliveries(self, positions: Indexes, counts: NDArray[np.int32]) -> None:
-        """Write the delivery counts of rows and update `redelivered_count`."""
+        """Write the rows' delivery counts and update `redelivered_count`."""
         before = self.deliveries[positions]
         self.redelivered_count += int(np.count_nonzero(counts > 1)) - int(np.count_nonzero(before > 1))
         self.deliveries.write(positions, counts)
 
     def _count_uses(self, rows: Indexes, by: int) -> None:
-        """Add `by` to the use count of each row, once per occurrence of the row; ignore rows that no longer exist."""
+        """Add `by` to each row's use count, once per occurrence of the row; ignore rows that no longer exist."""
         positions = self._table.find(rows)
         self.uses.add(positions[positions >= 0], by)
 
@@ -772,19 +781,19 @@ class TaskLedger(TaskFacts):
         self._remember(name, PastName(end=end))
 
     def _lose_name(self, claim: Claim, loss: Loss) -> None:
-        """Record the loss of a claim under its claim name, if the name still refers to the claim."""
+        """Record under the claim name that the claim was lost, if the name still refers to the claim."""
         if self.names.get(claim.name) == claim.request_id:
             del self.names[claim.name]
             self._remember(claim.name, PastName(loss=loss))
 
     def _remember(self, name: str, past: PastName) -> None:
-        """Record a claim name that does not refer to a claim, and drop the oldest such name above the limit."""
+        """Record a claim name that no longer refers to a claim; above the limit, drop the oldest such name."""
         self.past_names[name] = past
         if len(self.past_names) > MOST_PAST_NAMES:
             self.past_names.popitem(last=False)
 
     def _consume(self, positions: Indexes, mark: int) -> None:
-        """Write a mark to the `claim` column of rows and count them as consumed, or as dropped for `DROPPED`."""
+        """Write a mark to the rows' `claim` column and count the rows as consumed or, for `DROPPED`, as dropped."""
         if not positions.size:
             return
         self.claim.write(positions, mark)
@@ -807,13 +816,13 @@ class TaskLedger(TaskFacts):
             self._forget(oldest, "forgotten")
 
     def advance(self, trained: int, saved: int) -> None:
-        """Record the trainer's progress; lower values than before are ignored. Saved batches count as trained."""
+        """Record the trainer's progress, ignoring values below the recorded ones. Saved batches count as trained."""
         self.trained, self.saved = max(self.trained, trained, saved), max(self.saved, saved)
         if self.outstanding is not None and self.outstanding.admission.given_back == "trained":
             self._give_back_trained()
 
     def give_back_published(self) -> None:
-        """Free the capacity of all trained or acknowledged units, after the version trained on them was published."""
+        """Free the capacity of all trained or acknowledged units once the version trained on them is published."""
         self._give_back_trained()
         self.done_units = 0
 
@@ -842,7 +851,7 @@ class TaskLedger(TaskFacts):
         return held
 
     def ack(self, claim: Claim, positions: Indexes) -> Indexes:
-        """Acknowledge leased rows, which consumes or drops them or counts a use; return the rows claimable again."""
+        """Acknowledge leased rows by consuming or dropping them or counting a use; return the rows claimable again."""
         with self._followed(positions):
             consumed, returned = self._ack(claim, positions)
         if self.outstanding is not None:
@@ -880,7 +889,7 @@ class TaskLedger(TaskFacts):
         """Undo the delivery of rows of a claim; without a lease, `positions` must contain all remaining rows."""
         count = positions.size
         self._lose_name(claim, "released")
-        if claim.lease is None:  # rows cleared after their delivery are counted as cleared before it
+        if claim.lease is None:  # rows cleared after delivery count as if cleared before delivery
             count = claim.remaining = claim.rows.size if claim.plan.consumed is None else claim.plan.consumed.size
             self.dropped_count -= claim.plan.dropped_count
             self.delivered_count -= claim.rows.size
@@ -894,7 +903,7 @@ class TaskLedger(TaskFacts):
         self._lose(claim, count)
 
     def expire(self, claim: Claim, positions: Indexes, at_seconds: float) -> Indexes:
-        """Expire the lease on rows; return the rows that can be claimed again, which excludes dead-lettered rows."""
+        """Expire the lease on rows; dead-letter rows delivered too often, and return the rows claimable again."""
         most = None if claim.lease is None else claim.lease.max_deliveries
         is_spent = self.deliveries[positions] >= (np.iinfo(np.int32).max if most is None else most)
         reopened, spent = positions[~is_spent], positions[is_spent]
@@ -917,7 +926,7 @@ class TaskLedger(TaskFacts):
         self.backlog += int(np.count_nonzero(is_open(states)))
 
     def _count_leased(self, claim: Claim, count: int) -> None:
-        """Add `count`, which may be negative, to the number of leased rows of the task and of a claim."""
+        """Add `count`, which may be negative, to the task's and a claim's number of leased rows."""
         self.leased_count += count
         claim.leased_count += count
         if not claim.leased_count:
@@ -926,7 +935,7 @@ class TaskLedger(TaskFacts):
             self.leases[claim.request_id] = claim
 
     def _lose(self, claim: Claim, count: int) -> None:
-        """Subtract rows that a claim no longer consumes or leases from the counts of the task and of the claim."""
+        """Subtract rows that a claim no longer consumes or leases from the task's and the claim's counts."""
         if claim.lease is not None:
             self._count_leased(claim, -count)
         self.consumed_count -= count
@@ -934,9 +943,9 @@ class TaskLedger(TaskFacts):
         self._on_fewer_rows(claim)
 
     def _on_fewer_rows(self, claim: Claim) -> None:
-        """Drop the record of a claim without remaining rows, unless some of its rows can be reused.
+        """Drop a claim's record if no rows remain, unless some of the claim's rows can be reused.
 
-        The last few batches in which a rank received no samples are also kept, since that rank may request its part
+        The latest few batches in which a rank received no samples are also kept, because that rank may request its part
         later.
         """
         if claim.remaining == 0 and claim.returned is None:
@@ -964,7 +973,7 @@ class TaskLedger(TaskFacts):
             del self.batches[claim.batch_index]
 
     def dead_lettered(self) -> Indexes:
-        """Return the positions of dead-lettered rows, except cleared ones."""
+        """Return the positions of dead-lettered rows that have not been cleared."""
         if self.dead_lettered_count == 0:
             return np.zeros(0, np.int64)
         return np.flatnonzero(self.claim[: self._table.count] == DEAD_LETTERED)
@@ -979,7 +988,7 @@ class TaskLedger(TaskFacts):
     # Evicted rows
 
     def note_evicted(self, units: Sequence[EvictedUnit]) -> None:
-        """Record the units that a claim of the task evicted, replacing the oldest records above the limit."""
+        """Record the units that one of the task's claims evicted; above the limit, drop the oldest records."""
         for unit in units:
             count = f"{unit.reason}_count"
             setattr(self, count, getattr(self, count) + 1)
@@ -993,7 +1002,7 @@ class TaskLedger(TaskFacts):
         return list(islice(self.evicted, start, start + most))
 
     def refill(self, positions: Indexes, most: int) -> tuple[list[RefillOutcome], Indexes]:
-        """Make rows claimable again to replace evicted units; return each row's outcome and the claimable rows.
+        """Make rows claimable again to replace evicted units; return each row's outcome and the rows now claimable.
 
         Args:
             positions: positions of the rows; -1 for a row that does not exist.
@@ -1029,7 +1038,7 @@ class TaskLedger(TaskFacts):
         return outcomes, reopened
 
     def _refill(self, position: int, most: int) -> RefillOutcome:
-        """Count a refill of a row if the limit allows another refill; return the outcome."""
+        """Count one more refill of a row if the limit allows; return the outcome."""
         mark, count = int(self.claim[position]), int(self.refills[position])
         is_skipped = mark == UNCLAIMED and bool(self.skipped[position])
         is_lost = not is_open(self.state[position]) or mark in {DEAD_LETTERED, DROPPED} or is_skipped
@@ -1045,7 +1054,7 @@ class TaskLedger(TaskFacts):
     # Skipped rows
 
     def skip(self, positions: Indexes) -> int:
-        """Mark the pending rows among the given rows as skipped; return the number of rows marked."""
+        """Mark the given rows that are pending as skipped; return the number of rows marked."""
         skipped = positions[self.is_pending(positions)]
         with self._followed(skipped):
             self.skipped.write(skipped, True)
@@ -1054,7 +1063,7 @@ class TaskLedger(TaskFacts):
         return int(skipped.size)
 
     def unskip(self) -> Indexes:
-        """Remove the skipped mark from all rows; return the positions of the rows that had it."""
+        """Remove the skipped mark from all rows; return the positions of the rows that were marked."""
         if not self.skipped_count:
             return np.zeros(0, np.int64)
         positions = np.flatnonzero(self.skipped[: self._table.count])
@@ -1072,7 +1081,7 @@ class TaskLedger(TaskFacts):
         return int(marked.size)
 
     def is_left(self, rows: slice | Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the rows that are unclaimed and live or held, whether skipped or not."""
+        """Return a mask of the rows, skipped or not, that are unclaimed and live or held."""
         left = is_open(self.state[rows])
         left &= self.claim[rows] == UNCLAIMED
         return left
@@ -1085,7 +1094,7 @@ class TaskLedger(TaskFacts):
         return pending
 
     def is_lost(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of rows the task never receives: failed before a claim, dead-lettered, dropped or skipped."""
+        """Return a mask of rows that the task never receives: failed unclaimed, dead-lettered, dropped or skipped."""
         claims = self.claim[positions]
         is_failed = (self.state[positions] == FAILED) & (claims == UNCLAIMED)
         is_given_up = (claims == DEAD_LETTERED) | (claims == DROPPED)
@@ -1106,7 +1115,7 @@ class TaskLedger(TaskFacts):
     def rows_of_batches(self, index: int, last: int) -> Indexes:
         """Return the positions of the stored samples in the batches from `index + 1` to `last`, inclusive.
 
-        The result includes dropped samples, and contains a sample of several batches only once.
+        The result includes dropped samples and lists each sample once, even if several batches contain the sample.
         """
         batches = [batch for batch in self._batches_after(index) if batch.batch_index <= last]
         positions = self._table.find(np.concatenate([_NO_ROWS, *(batch.plan.named for batch in batches)]))
@@ -1118,7 +1127,7 @@ class TaskLedger(TaskFacts):
         batches = self._batches_after(self.saved if until_saved else self.trained)
         is_under_way = np.isin(claims, [batch.serial for batch in batches])
         for batch in batches:
-            if batch.plan.is_reusing or batch.plan.dropped:  # the marks of its rows may not identify the batch
+            if batch.plan.is_reusing or batch.plan.dropped:  # its rows' marks may not identify the batch
                 is_under_way |= np.isin(self._table.index[positions], batch.plan.named)
         return is_under_way
 
@@ -1130,7 +1139,7 @@ class TaskLedger(TaskFacts):
         return is_done
 
     def note_released(self, positions: Indexes) -> None:
-        """Record the last batch whose samples are being released; ranks can resume only after this batch."""
+        """Record which batches the rows being released belong to; ranks can resume only after the last such batch."""
         last = int(self.claim[positions].max(initial=UNCLAIMED))
         for batch in reversed(self.batches.values()) if last > LAST_RESERVED else ():
             if batch.serial <= last:
@@ -1140,8 +1149,8 @@ class TaskLedger(TaskFacts):
     def reset(self, *, keep_consumed: bool, open_count: int) -> Indexes:
         """Start the next epoch; return the positions of rows that were leased, dead-lettered, dropped or skipped.
 
-        These rows become claimable. Without `keep_consumed`, all other rows become claimable too, and the backlog is
-        set to `open_count`, the number of live or held rows.
+        The returned rows become claimable. Without `keep_consumed`, all other rows also become claimable, and the
+        backlog is set to `open_count`, the number of live or held rows.
         """
         self.epoch += 1
         self.dp_size = None
@@ -1177,15 +1186,15 @@ class TaskLedger(TaskFacts):
         """Start the next epoch for new ranks and undo all batches after `trained`; return the positions of their rows.
 
         Args:
-            dp_size: number of new ranks.
-            trained: last trained batch_index; the next batch planned has index `trained + 1`.
+            dp_size: new number of ranks.
+            trained: last trained batch_index; the next planned batch gets index `trained + 1`.
         """
         reopened, dropped_count = [np.zeros(0, np.int64)], self.next_batch_index - trained - 1
         for index in range(trained + 1, self.next_batch_index):
             if (batch := self.batches.get(index)) is not None:
                 reopened.append(self.left(batch))
                 self.nack(batch, reopened[-1])
-                if index in self.batches:  # the record was kept although the batch has no rows left
+                if index in self.batches:  # the record was kept even though the batch has no rows left
                     self._forget(batch, "cleared")
         self._without_rows = [index for index in self._without_rows if index <= trained]
         recent = [batch for batch in self.recent_batches if batch.batch_index <= trained]
@@ -1206,9 +1215,9 @@ class TaskLedger(TaskFacts):
             self.outstanding.add(np.arange(added.start, added.stop), 1)
 
     def on_rows_closed(self, positions: Indexes) -> None:
-        """Update the counts for live or held rows that have failed or are being cleared.
+        """Update the counts after live or held rows have failed or while they are being cleared.
 
-        Leased rows among them count as consumed for good, because no other worker will process them.
+        Leased rows among these count as permanently consumed, because no other worker will process them.
         """
         claims = self.claim[positions]
         if self.outstanding is not None:
@@ -1225,7 +1234,7 @@ class TaskLedger(TaskFacts):
             self._on_fewer_rows(claim)
 
     def on_rows_cleared(self, positions: Indexes) -> None:
-        """Drop the records of claims whose last rows are being cleared."""
+        """Drop the record of each claim whose last rows are being cleared."""
         if self.redelivered_count:
             self._write_deliveries(positions, np.zeros(positions.size, np.int32))
         serials, counts = count_values(self.claim[positions])
@@ -1236,12 +1245,12 @@ class TaskLedger(TaskFacts):
 
 
 def task_columns(name: str) -> tuple[str, str, str, str, str]:
-    """Return the table names of a task's columns `claim`, `deliveries`, `uses`, `skipped` and `refills`."""
+    """Return the full names of a task's columns `claim`, `deliveries`, `uses`, `skipped` and `refills`."""
     return f"claim/{name}", f"deliveries/{name}", f"uses/{name}", f"skipped/{name}", f"refills/{name}"
 
 
 def check_epoch(name: str, epoch: int, got: int | None) -> None:
-    """Raise StaleEpochError if a caller expects an epoch other than the task's epoch; None matches any."""
+    """Raise StaleEpochError if a caller expects an epoch other than the task's epoch; None matches any epoch."""
     if got is not None and got != epoch:
         raise StaleEpochError(
             f"task {name!r} is at epoch {epoch}, got epoch {got}, because its consumption was reset. Use the epoch "

@@ -1,8 +1,8 @@
 """The counter of outstanding units (samples, rollouts or groups) of a task with an admission.
 
-A unit is outstanding while the task holds it, and after delivery until the admission frees its capacity. A task holds
-its pending units. It also holds its leased units, unless the admission frees capacity on delivery. `TaskLedger` changes
-the status of rows, and this module counts the units.
+A unit is outstanding while the task holds the unit and, after delivery, until the admission frees the unit's capacity.
+A task holds its pending units and, unless the admission frees capacity on delivery, its leased units. `TaskLedger`
+changes the status of rows, and this module counts the units.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tq_service.state.table import DROPPED, Column, is_open
 
 
 class Held(Protocol):
-    """The part of a `TaskLedger` that is needed to count outstanding units."""
+    """The part of a `TaskLedger` needed to count outstanding units."""
 
     backlog: int
     leased_count: int
@@ -39,7 +39,7 @@ class Outstanding:
     """The counter of one task's outstanding units.
 
     Args:
-        admission: admission of the task.
+        admission: the task's admission.
         groups: groups of the task's partition.
     """
 
@@ -56,7 +56,7 @@ class Outstanding:
         return self.admission.max_staleness is not None and self.admission.policy == policy
 
     def count(self, task: Held) -> int:
-        """Return the number of outstanding units of the task."""
+        """Return the number of the task's outstanding units."""
         if self._held is not None:
             held = self._held.count
         else:
@@ -88,12 +88,12 @@ class Outstanding:
         self.add(positions[before & ~after], -1)
 
     def add(self, positions: Indexes, by: int) -> None:
-        """Add rows that the task now holds to the count; if `by` is -1, subtract rows that it no longer holds."""
+        """Add rows that the task now holds to the count; if `by` is -1, subtract rows that the task no longer holds."""
         if self._held is not None and positions.size:
             self._held.add(positions, by)
 
     def recount(self, task: Held, row_count: int) -> None:
-        """Count the units of all rows again."""
+        """Recount the units in all rows."""
         if self._held is not None:
             self._held.clear()
             self._held.add(np.flatnonzero(self.is_held(task, slice(0, row_count))), 1)

@@ -1,6 +1,6 @@
-"""A partition: a table of rows and fields with states, keys, groups and custom_meta, and the tasks that consume it.
+"""A partition: samples with their fields, states, keys, groups and custom_meta, and the tasks that consume them.
 
-This module contains the state of a partition and the code that reads the state. The package `machine` changes it.
+This module contains a partition's state and the code that reads the state. The package `machine` changes the state.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionSettings:
-    """The settings of a partition, which are fixed when it is created.
+    """A partition's settings, which are fixed when the partition is created.
 
     Attributes:
         default_layout: layout of tensor fields for which `fields` does not specify a layout.
         fields: declared fields, sorted by name so that equal sets compare equal.
-        max_bytes: maximum bytes of all cells; puts of new samples wait while the limit is exceeded. None: no limit.
+        max_bytes: maximum total bytes of all cells; puts of new samples wait while the limit is exceeded. None: no
+            limit.
         admissions: limits on the outstanding work of tasks, sorted by task so that equal sets compare equal.
         tasks: sorted names of the tasks that may consume the partition; empty: any task.
-        samples_per_round: number of samples per round; a round is complete at this size without a seal. None: no
-            rounds.
-        release: when samples are cleared automatically; None: never. A release that names no tasks waits for all
+        samples_per_round: number of samples that complete a round, even without a seal. None: no rounds.
+        release: when samples are cleared automatically; None: never. A release without tasks of its own waits for all
             `tasks`.
 
     Raises:
@@ -118,7 +118,7 @@ class PartitionSettings:
             self._set_release(self.release)
 
     def _set_release(self, release: Release) -> None:
-        """Set the tasks for which the release waits: the tasks that it names or, if it names none, all tasks."""
+        """Store which tasks the release waits for: the tasks that it names or, if it names none, all tasks."""
         release = release if release.tasks else replace(release, tasks=self.tasks)
         object.__setattr__(self, "release", release)
         if not release.tasks:
@@ -134,7 +134,7 @@ class PartitionSettings:
 
     @property
     def known_tasks(self) -> Iterable[str]:
-        """Names of all tasks in the settings. These tasks exist from the start, so they count every sample."""
+        """Names of all tasks in the settings. These tasks exist from the start, so they track every sample."""
         admitted = (admission.task_name for admission in self.admissions)
         return dict.fromkeys((*self.tasks, *admitted, *self.releasing_tasks))
 
@@ -145,7 +145,7 @@ class PartitionSettings:
 
     @property
     def keeps_until_saved(self) -> bool:
-        """Whether samples are kept until a trainer checkpoint covers their batch, rather than until it is trained."""
+        """Whether samples are kept until a trainer checkpoint covers their batch, not just until it is trained."""
         return self.release is not None and self.release.when == "saved"
 
     def describe_difference(self, other: PartitionSettings) -> str:
@@ -154,23 +154,23 @@ class PartitionSettings:
 
     @property
     def bounded_admission(self) -> Admission | None:
-        """The admission with a `max_staleness`, if any."""
+        """The admission that sets `max_staleness`, if any."""
         return next((each for each in self.admissions if each.max_staleness is not None), None)
 
     @property
     def is_bounded(self) -> bool:
-        """Whether a limit can make puts of new samples wait."""
+        """Whether any limit can make puts of new samples wait."""
         return self.max_bytes is not None or bool(self.admissions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionFacts:
-    """The scalar values and specs of a partition, without its tables and tasks.
+    """A partition's scalar values and specs, without its tables and tasks.
 
     Attributes:
         insert_size_gcd: greatest common divisor of the numbers of new samples in all puts so far.
         next_index: global index of the next new sample.
-        sample_count: number of samples, for callers that do not read the tables.
+        sample_count: number of stored samples, for callers that do not read the tables.
         has_groups: whether any group or rollout was ever named.
         meta_kinds: kinds of the values in each custom_meta column, see `CustomMeta.kinds`.
         fields: current specs of the fields.
@@ -196,7 +196,7 @@ class PartitionFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionSnapshot:
-    """A snapshot of a partition, which another thread can write to a file and which can be restored later.
+    """A partition snapshot, which another thread can write to a file and which can later be restored.
 
     A snapshot omits derived state: scan positions, key indexes, free slots, and the remaining row count of each claim.
     """
@@ -207,10 +207,10 @@ class PartitionSnapshot:
 
 
 class Listeners(list[Callable[..., object]]):
-    """Callbacks for an event, called in the order in which they were added."""
+    """An event's callbacks, called in the order in which they were added."""
 
     def __call__(self, *what: Any) -> None:
-        """Call each callback with the arguments of the event."""
+        """Call each callback with the event's arguments."""
         for notify in self:
             notify(*what)
 
@@ -225,12 +225,13 @@ class Partition:
 
     Attributes:
         on_change: callbacks called after a change that may allow a waiting claim to proceed.
-        on_consumed: callbacks called after the number of samples left for some task has decreased.
+        on_consumed: callbacks called after the number of samples left for any task has decreased.
         on_rows: callbacks called while a change is applied, with the global indexes of rows that were written or can be
             claimed again. The indexes are a range if all rows are new.
         on_reset: callbacks called while a change is applied, with the name of a task that can claim all rows again.
-        policies: all policies of the service, for conditions that compare with a published version; set by `State`.
-        all_partitions: all partitions of the service, for claims that share a lease across partitions; set by `State`.
+        policies: all policies in the service, used by conditions that compare with a published version; set by `State`.
+        all_partitions: all partitions in the service, used by claims that share a lease across partitions; set by
+            `State`.
     """
 
     def __init__(self, partition_id: str, settings: PartitionSettings, incarnation: bytes = b"") -> None:
@@ -252,10 +253,10 @@ class Partition:
             for each in settings.admissions
             if each.most_running and each.unit != "sample"
         }
-        self.since = self.table.column("since", np.float64, 0.0)  # when each row was put or became live, for the ttl
+        self.since = self.table.column("since", np.float64, 0.0)  # when each row was put or became live (ttl)
         self.released_count = self.expired_count = 0
         self.insert_size_gcd = 0  # greatest common divisor of the numbers of new rows in all puts so far
-        self.row_version = 0  # number of rows written so far, for claims that wait for a number of rows
+        self.row_version = 0  # number of rows written so far; used by claims that wait for a number of rows
         self.state_version = 0  # number of other changes that may allow a waiting claim to proceed
         self.on_change = Listeners()
         self.on_consumed = Listeners()
@@ -272,7 +273,7 @@ class Partition:
         return self.table.next_index
 
     def check_incarnation(self, incarnation: bytes) -> None:
-        """Raise StaleIncarnationError if a caller refers to another incarnation; empty matches any."""
+        """Raise StaleIncarnationError if a caller refers to another incarnation; empty bytes match any."""
         if incarnation and incarnation != self.incarnation:
             check_passed_on("incarnation", incarnation)
             raise StaleIncarnationError(
@@ -286,7 +287,7 @@ class Partition:
             )
 
     def count_states(self, rows: slice | Indexes, by: int) -> None:
-        """Add rows to the counts by state of the partition and of groups, or subtract the rows if `by` is -1."""
+        """Add rows to the partition's and the groups' counts by state, or subtract the rows if `by` is -1."""
         states = self.state[rows]
         counts = np.bincount(states, minlength=len(self.state_counts)).tolist()
         self.state_counts = [known + by * count for known, count in zip(self.state_counts, counts, strict=True)]
@@ -297,7 +298,7 @@ class Partition:
                 held.add(_in_state(rows, states, HELD), by)
 
     def begin_age(self, rows: slice | Indexes, at_seconds: float) -> None:
-        """Record the time at which the age of rows begins, if the partition releases samples by age."""
+        """Record the time from which the age of rows is measured, if the partition releases samples by age."""
         if self.settings.release is not None and self.settings.release.ttl_seconds is not None:
             self.since.write(rows, at_seconds)
 
@@ -313,7 +314,7 @@ class Partition:
         return task
 
     def forget_task(self, name: str) -> None:
-        """Remove a task without records, together with its columns."""
+        """Remove a task without records, including its columns."""
         del self.tasks[name]
         for column in task_columns(name):
             self.table.remove_column(column)
@@ -328,7 +329,7 @@ class Partition:
             )
 
     def known_task(self, name: str) -> TaskLedger:
-        """Return the ledger of a task; raise TaskNotFoundError if the task is not declared and made no request yet."""
+        """Return a task's ledger; raise TaskNotFoundError if the task is undeclared and has made no request yet."""
         self.check_task(name)
         if name not in self.tasks:
             raise TaskNotFoundError(
@@ -340,17 +341,17 @@ class Partition:
 
     @property
     def version(self) -> tuple[int, int]:
-        """Two counters; every change that may allow a waiting claim to proceed increases at least one of them."""
+        """Two counters, at least one of which increases with every change that may allow a waiting claim to proceed."""
         return self.state_version, self.row_version
 
     @property
     def mark(self) -> tuple[object, ...]:
-        """A value that changes with the version and the row layout; the check of a write is valid until it changes."""
+        """A value that changes with the version and the row layout; a checked write is valid until it changes."""
         return *self.version, self.table.layout
 
     @property
     def expected_count(self) -> int | None:
-        """Number of samples in all rounds that have begun, counting at least one round; None without rounds."""
+        """Number of samples that all rounds begun so far (at least one) should contain; None without rounds."""
         size = self.settings.samples_per_round
         return None if size is None else max(1, -(-self.inserted_count // size)) * size
 
@@ -361,7 +362,7 @@ class Partition:
 
     @property
     def may_end_finite(self) -> bool:
-        """Whether `finite` claims may end now, that is, after the first sample and not in the middle of a round."""
+        """Whether `finite` claims may end now, that is, samples have been inserted and no round is incomplete."""
         return self.inserted_count > 0 and (self.settings.samples_per_round is None or self.is_whole)
 
     @property
@@ -372,14 +373,14 @@ class Partition:
     def held_count(self, unit: BatchUnit) -> int:
         """Return the number of held samples, or of groups or rollouts with at least one held sample.
 
-        If no admission sets `most_running` for groups or rollouts, held samples are counted instead.
+        If no admission sets `most_running` for groups or rollouts, return the number of held samples instead.
         """
         return self._held_units[unit].count if unit in self._held_units else self.state_counts[HELD]
 
     # Reading
 
     def resolved(self, where: Sequence[Condition]) -> tuple[Condition, ...]:
-        """Replace references to published versions in conditions with the current versions."""
+        """Replace references to published versions in conditions with the currently published versions."""
         return tuple(condition.resolved(self.policies) for condition in where)
 
     def is_leased(self, positions: Indexes) -> NDArray[np.bool_]:
@@ -397,9 +398,9 @@ class Partition:
         return in_use | np.isin(self.table.index[positions], np.concatenate(planned)) if planned else in_use
 
     def in_use_count(self, task: TaskLedger, unit: BatchUnit) -> int:
-        """Return an upper bound on the number of a task's outstanding units that are in use, see `in_use`.
+        """Return an upper bound on how many of a task's outstanding units are in use; see `in_use`.
 
-        Incomplete groups and rollouts also count as in use, as do delivered units that still occupy capacity.
+        Incomplete groups and rollouts and delivered units that still occupy capacity also count as in use.
         """
         count = self.held_count(unit) + sum(task.delivered_units) + task.done_units
         for each in self.tasks.values():
@@ -411,14 +412,14 @@ class Partition:
         return count
 
     def is_done(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the rows with which all releasing tasks are done; see `TaskLedger.is_done`."""
+        """Return a mask of the rows that all releasing tasks are done with; see `TaskLedger.is_done`."""
         is_done = np.ones(positions.size, np.bool_)
         for name in self.settings.releasing_tasks:
             is_done &= self.tasks[name].is_done(positions)
         return is_done
 
     def may_release(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the rows that are neither held nor leased, nor in a batch not yet trained or saved."""
+        """Return a mask of the rows that are not held, not leased and not in a batch still to be trained or saved."""
         is_needed = self.is_leased(positions)
         is_needed |= self.state[positions] == HELD
         until_saved = self.settings.keeps_until_saved
@@ -427,11 +428,11 @@ class Partition:
         return ~is_needed
 
     def positions_of(self, indexes: Indexes, *, may_repeat: bool = False) -> Indexes:
-        """Return the positions of samples, given by global index.
+        """Return the positions of the samples with the given global indexes.
 
         Raises:
             SampleNotFoundError: a sample does not exist.
-            InvalidArgumentError: a sample is listed twice, and `may_repeat` is not set.
+            InvalidArgumentError: a sample is listed twice although `may_repeat` is not set.
         """
         positions = self.table.find(indexes)
         if bool((positions < 0).any()):
@@ -460,7 +461,7 @@ class Partition:
 
     @property
     def facts(self) -> PartitionFacts:
-        """Copy of the partition's scalar values and specs, without its tables and tasks."""
+        """A copy of the partition's scalar values and specs, without its tables and tasks."""
         return PartitionFacts(
             partition_id=self.partition_id,
             incarnation=self.incarnation,
@@ -478,7 +479,7 @@ class Partition:
         )
 
     def snapshot(self) -> PartitionSnapshot:
-        """Return a snapshot of the partition, in a time that does not depend on the number of samples."""
+        """Return a snapshot of the partition in a time that does not depend on the number of samples."""
         return PartitionSnapshot(
             facts=self.facts,
             tables={name: table.snapshot() for name, table in self.tables.items()},
@@ -490,7 +491,7 @@ class Partition:
         """Create a partition from a snapshot; the snapshot cannot be used again.
 
         Raises:
-            NewerVersionError: the snapshot has a table or column that this version does not support.
+            NewerVersionError: the snapshot contains a table or column that this version does not support.
         """
         facts = snapshot.facts
         partition = cls(facts.partition_id, facts.settings, facts.incarnation)
@@ -539,7 +540,7 @@ class Partition:
                 )
 
     def free(self) -> Iterator[None]:
-        """Release the names and objects of a removed partition in steps; its snapshots remain readable."""
+        """Release a removed partition's names and objects in steps; its snapshots remain readable."""
         for names in (self.key_index, self.groups.slot_of, self.groups.rollout_slot_of):
             yield from names.free()
         for table in self.tables.values():
@@ -553,13 +554,13 @@ class Partition:
         self.on_rows(indexes)
 
     def forget_listeners(self) -> None:
-        """Remove all callbacks, whose references would keep the partition in memory until a full garbage collection."""
+        """Remove all callbacks; their references would keep the partition in memory until a full collection."""
         for listeners in (self.on_change, self.on_consumed, self.on_rows, self.on_reset):
             listeners.clear()
 
 
 def _in_state(rows: slice | Indexes, states: NDArray[np.uint8], code: int) -> Indexes:
-    """Return the positions of the rows whose state, given in `states`, is `code`."""
+    """Return the positions of the rows whose state in `states` equals `code`."""
     positions: Indexes = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
     found: Indexes = positions[states == code]
     return found

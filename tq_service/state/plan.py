@@ -1,8 +1,8 @@
-"""Claims and plans: the request of a consumer, the view that a sampler reads, and the plan that the sampler returns.
+"""Claims and plans: a consumer's request, the view that a sampler reads, and the plan that the sampler returns.
 
-The definitions up to and including `Sampler` are public API, exported by `tq_service.samplers`, because users define
-samplers as subclasses of `Sampler`. The other definitions describe a claim: conditions, order, the arguments on which
-all ranks agree, and the call itself.
+The definitions up to and including `Sampler` are public API, exported by `tq_service.samplers`, because users write
+their own samplers as subclasses of `Sampler`. The remaining definitions describe a claim: its conditions, its order,
+the arguments that all ranks must agree on, and the call itself.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ from tq_service.state.policies import Policies
 MAX_LEASE_SECONDS: Final = 86_400.0
 MOST_RANKS: Final = 65_536
 TOTAL_LENGTHS: Final = "total_lengths"
-"""Default custom_meta column for the token counts of samples; a sampler can name a different column."""
+"""Default custom_meta column for samples' token counts; a sampler can specify a different column."""
 _MOST_BATCHES: Final = 64  # maximum number of batches per call
 _MOST_SUMS: Final = 4  # maximum number of summed columns in the totals of a batch
 
 Indexes = NDArray[np.int64]
 TotalsOfStep: TypeAlias = tuple[int, int, int, int | None, tuple[float, ...]]
-"""Totals of a step: samples, rollouts, groups, tokens, and column sums; see `StepTotals`."""
+"""A step's totals: sample, rollout, group and token counts, and column sums; see `StepTotals`."""
 
 _NO_ROWS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthSource:
-    """The source of a sample's token count: a custom_meta column, or the length of a row.
+    """The source of a sample's token count: a custom_meta column or a row length.
 
     Attributes:
         key: custom_meta column that contains the count; None: `total_lengths`.
-        field: field whose row length is used if the column has no value. None: without a `key`, the sample's longest
-            sequence in the requested fields; with a `key`, no field. A sequence is a one-dimensional row, except in a
-            field declared as dense.
+        field: field whose row length is used if the column has no value for the sample. If None and `key` is None, the
+            sample's longest sequence in the requested fields is used; if None and `key` is set, no field is used. A
+            sequence is a one-dimensional row of a field that is not declared as dense.
     """
 
     key: str | None = None
@@ -74,7 +74,7 @@ class LengthSource:
 
     @property
     def is_longest_sequence(self) -> bool:
-        """Whether the length of a sample without a value in the column is that of its longest sequence."""
+        """Whether the token count of a sample without a column value is the length of its longest sequence."""
         return self.key is None and self.field is None
 
 
@@ -85,10 +85,10 @@ class PlanRequest:
     Attributes:
         batch_size: number of samples, rollouts or groups (see `batch_unit`) per rank.
         min_size: minimum number of units over all ranks. A sampler returns None if fewer units are ready. The planner
-            lowers this value to 1 when no more units can become ready, so samplers need not handle the end.
+            lowers this value to 1 when no more units can become ready, so samplers need not handle the end of the data.
         batch_unit: unit of `batch_size` and `min_size`.
         rank_count: number of ranks; 1 for a queue worker.
-        ranked: whether the request comes from trainer ranks rather than from a queue worker.
+        ranked: whether trainer ranks, rather than a queue worker, made the request.
         micro_batch_size: samples per micro-batch, or None. If the sampler returns no steps, the planner splits the
             batch into micro-batches of this size.
         data_fields: names of the requested fields.
@@ -104,7 +104,7 @@ class PlanRequest:
 
     @property
     def total_size(self) -> int:
-        """Maximum number of units in a plan, over all ranks."""
+        """Maximum number of units in a plan, summed over all ranks."""
         return self.batch_size * self.rank_count
 
 
@@ -117,7 +117,7 @@ class Groups:
 
     @property
     def starts(self) -> Indexes:
-        """Position in `rows` of the first member of each group."""
+        """Position in `rows` of each group's first member."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes)[:-1]]) if self.sizes.size else self.sizes
 
     def __len__(self) -> int:
@@ -130,7 +130,7 @@ class Pack:
 
     Attributes:
         positions: positions of the samples in the rank's `rows`.
-        lengths: token counts of the samples, or None if the sampler does not know them.
+        lengths: the samples' token counts, or None if the sampler did not determine them.
         padding_tokens: number of tokens added to pad the pack.
     """
 
@@ -141,13 +141,13 @@ class Pack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """The part of a plan for one rank.
+    """One rank's part of a plan.
 
     Attributes:
         rows: global indexes, in batch order.
         steps: packs of each optimizer step; if empty, the planner creates one step that consists of micro-batches.
-        dropped: global indexes of ready rows that the batch excludes, such as overlong rows; disjoint from `rows`. The
-            task never receives these rows, which count as skipped (`EndCounts.overlong_count`).
+        dropped: global indexes of ready rows that the batch permanently excludes, such as overlong rows; disjoint from
+            `rows`. The task never receives these rows. They are counted in `EndCounts.overlong_count`.
         totals: totals of each step over all ranks; set by the service.
         summed: names of the custom_meta columns whose sums `totals` contains.
     """
@@ -164,10 +164,10 @@ class Plan:
     """A sampler's decision for one batch, with one part per rank.
 
     Attributes:
-        ranks: the part of each rank.
-        consumed: rows that the batch consumes, each once. None: the batch delivers each row once and consumes it. If
-            `consumed` is given, a row may be delivered more than once. Delivered rows that are not consumed stay ready
-            for later batches (sampling with replacement), and consumed rows that are not delivered are dropped.
+        ranks: each rank's part.
+        consumed: rows that the batch consumes, each listed once. If None, the batch delivers each row once and consumes
+            it. If `consumed` is given, a row may be delivered more than once. Delivered rows that are not consumed stay
+            ready for later batches (sampling with replacement), and consumed rows that are not delivered are dropped.
     """
 
     ranks: tuple[RankPlan, ...]
@@ -183,15 +183,16 @@ class Plan:
 
 
 class View(Protocol):
-    """A sampler's view of a partition, for one task.
+    """A sampler's view of a partition on behalf of one task.
 
     Rows are identified by their global index. A row is ready if it is live, has all requested fields, is not consumed
-    by the task, satisfies the request's `where`, and has the length that the sampler needs. A sampler's thread may read
-    the view while the partition changes. If rows in the resulting plan have been cleared, the batch is planned again.
+    by the task, satisfies the request's `where`, and has a known length if the sampler needs lengths. A sampler's
+    thread may read the view while the partition changes. If rows in the resulting plan have since been cleared, the
+    batch is planned again.
 
     Attributes:
         plan_count: number of plans recorded for the task so far, in all epochs. Use this number as a random seed, since
-            everything else may be identical for two batches.
+            everything else in the view may be identical for two batches.
     """
 
     @property
@@ -215,17 +216,19 @@ class View(Protocol):
         """Return the groups whose members are all ready, in the order of their first members.
 
         Args:
-            limit: stop before the group that would exceed this number of units; None: no limit.
-            unit: unit of `limit`. With "rollout", each rollout is a group, as is each sample without a rollout.
+            limit: maximum number of units; the group that would exceed this number and all later groups are omitted.
+                None: no limit.
+            unit: unit of `limit`. With "rollout", each rollout counts as a group, and so does each sample without a
+                rollout.
             block_size: size at which a group without a declared size is complete. If the partition has no named groups,
                 each block of `block_size` consecutive indexes is a group; with None, each sample is a group.
             take_incomplete: whether to deliver the remaining members of a group after members failed or were cleared,
                 rather than skip them.
-            blocks: where blocks begin: at multiples of `block_size` ("aligned") or anywhere ("anywhere"). In the latter
-                case, any `block_size` ready rows with consecutive indexes form a group, starting with the earliest.
+            blocks: "aligned" if blocks begin at multiples of `block_size`, or "anywhere". With "anywhere", any
+                `block_size` ready rows with consecutive indexes form a group, starting with the earliest rows.
 
         Raises:
-            InvalidArgumentError: blocks are aligned, and some put added a number of new rows that is not a multiple of
+            InvalidArgumentError: blocks are aligned, and a put inserted a number of rows that is not a multiple of
                 `block_size`.
         """
         ...
@@ -238,18 +241,18 @@ class View(Protocol):
         ...
 
     def lengths(self, rows: Indexes) -> Indexes:
-        """Return the token counts of rows `(n,)` from the sampler's `length` source; -1 if unknown."""
+        """Return each row's token count from the sampler's `length` source, of shape `(n,)`; -1 if unknown."""
         ...
 
     def field_lengths(self, field: str, rows: Indexes) -> Indexes:
-        """Return the lengths of rows `(n,)` in a field; -1 for missing cells, scalars and objects.
+        """Return each row's length in a field, of shape `(n,)`; -1 for missing cells, scalars and objects.
 
         The length is a row's size in the first dimension that varies between rows, or in dimension 0 if none varies.
         """
         ...
 
     def values(self, column: str, rows: Indexes) -> tuple[NDArray[np.generic], NDArray[np.bool_]]:
-        """Return the values of a custom_meta column `(n,)`, and a mask of rows with a value (all False if unknown)."""
+        """Return custom_meta column values of shape `(n,)` and a mask of rows with a value (all False if unknown)."""
         ...
 
     def group_names(self, rows: Indexes) -> list[str | None]:
@@ -261,11 +264,11 @@ class View(Protocol):
         ...
 
     def use_counts(self, rows: Indexes) -> Indexes:
-        """Return the number of deliveries of each row that did not consume it `(n,)`; see `claim(max_uses=)`."""
+        """Return how often each row was delivered without being consumed, of shape `(n,)`; see `claim(max_uses=)`."""
         ...
 
     def states(self, rows: Indexes) -> list[str]:
-        """Return the state of each row; "cleared" for a row that no longer exists."""
+        """Return each row's state, or "cleared" for a row that no longer exists."""
         ...
 
     def rows(self) -> Indexes:
@@ -276,22 +279,21 @@ class View(Protocol):
 class MustBeAwaited(BaseException):
     """Signal that a plan must be awaited, because its sampler is a coroutine function or runs on a thread.
 
-    A view also raises this signal through its sampler if a scan would block the event loop for too long. It is not an
-    error and not an `Exception`, so samplers do not catch it.
+    A view also raises this signal through its sampler if a scan would block the event loop for too long. The signal is
+    not a subclass of `Exception`, so samplers do not catch it by mistake.
     """
 
 
 class Sampler(ABC):
     """Decides which ready samples form a batch and how the samples are distributed over the ranks.
 
-    The only state of a sampler is its options, which are the keyword arguments of its constructor. A frozen dataclass
-    works well. The constructor raises ValueError for invalid options. Equal views and requests must lead to equal
-    plans.
+    A sampler's only state is its options, which are its constructor's keyword arguments. A frozen dataclass works well.
+    The constructor raises ValueError for invalid options. Equal views and requests must lead to equal plans.
     """
 
     name: ClassVar[str] = ""
     plans_below_min_size: ClassVar[bool] = False
-    """Whether `plan` may return a batch of fewer than `request.min_size` units although more may become ready.
+    """Whether `plan` may return a batch of fewer than `request.min_size` units even though more units may become ready.
 
     Such a sampler is called after each change of the partition. Other samplers are called only when enough rows are
     ready.
@@ -309,18 +311,18 @@ class Sampler(ABC):
         return None
 
     def check(self, request: PlanRequest) -> None:  # noqa: B027  (optional hook)
-        """Raise InvalidArgumentError if the sampler with its options cannot serve the request."""
+        """Raise InvalidArgumentError if a sampler with these options cannot serve the request."""
 
     def runs_inline(self, request: PlanRequest) -> bool:
-        """Return whether `plan` may run on the event loop rather than a thread, since it takes well under 1 ms."""
+        """Return whether `plan` is fast enough (well under 1 ms) to run on the event loop rather than on a thread."""
         return False
 
     @abstractmethod
     def plan(self, view: View, request: PlanRequest) -> Plan | Awaitable[Plan | None] | None:
-        """Return the plan of one batch, or None if fewer than `request.min_size` units are ready."""
+        """Return the plan for one batch, or None if fewer than `request.min_size` units are ready."""
 
 
-# Comparisons that more samples (or fewer samples) satisfy as the published version increases.
+# As the published version increases, more (or fewer) samples satisfy these comparisons.
 _GROWING: Final = frozenset({"<", "<="})
 _SHRINKING: Final = frozenset({">", ">="})
 
@@ -330,7 +332,8 @@ class Condition:
     """A condition on a custom_meta column; a sample without a value in the column does not satisfy the condition.
 
     Attributes:
-        published: policy whose published version, at the time when samples are examined, is compared instead of values.
+        published: policy whose published version replaces `values` in the comparison. The version is read when samples
+            are examined.
 
     Raises:
         InvalidArgumentError: an argument is missing, the values have different types, or there are more values than the
@@ -369,12 +372,12 @@ class Condition:
             raise InvalidArgumentError(
                 f"where: column {self.column!r} {self.operator} is compared with the published version of policy "
                 f"{published.policy!r} and {len(self.values)} values; expected a column, one of <, <=, > and >=, and "
-                f"the version alone",
+                "no values",
                 field="where",
             )
 
     def resolved(self, policies: Policies) -> Condition:
-        """Replace a reference to a published version by that version; if none is published, the result never holds."""
+        """Replace a reference to a published version with that version; if none exists, the result never holds."""
         if self.published is None:
             return self
         policy = policies.get(self.published.policy)
@@ -382,12 +385,12 @@ class Condition:
         return Condition(self.column, self.operator, (version,))
 
     def may_hold_later(self, policies: Policies) -> bool:
-        """Return whether values that do not satisfy the condition now may satisfy it after a version is published."""
+        """Return whether values that do not satisfy the condition now may do so after another version is published."""
         published = self.published
         return published is not None and (self.operator in _GROWING or published.policy not in policies)
 
     def holds(self, data: NDArray[Any]) -> NDArray[np.bool_]:
-        """Return a mask `(n,)` of the values that satisfy the condition; `data` must not contain missing values."""
+        """Return a mask of the values that satisfy the condition; `data` must not contain missing values."""
         kind = data.dtype.kind
         for value in self.values:
             is_text = isinstance(value, str)
@@ -421,9 +424,9 @@ _INT64: Final = np.iinfo(np.int64)
 def _neighbours(value: float, kind: str) -> tuple[float, float]:
     """Return the largest number of a kind that is at most `value`, and the smallest that is at least `value`.
 
-    The two numbers are equal if the kind can represent the value. They allow an exact comparison of integers and
-    floats, whereas numpy converts integers to floats, which cannot represent 2**53 + 1. A number outside the range of
-    int64 is replaced by infinity, which is compared as a float. For NaN, both results are NaN.
+    The two numbers are equal if the kind can represent the value. They allow integers and floats to be compared
+    exactly. numpy instead converts integers to floats, which cannot represent 2**53 + 1. A number outside the int64
+    range is replaced by infinity, which is compared as a float. For NaN, both results are NaN.
     """
     if kind == "f":
         try:
@@ -456,7 +459,7 @@ _COMPARE: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A custom_meta column by which ready samples are sorted; samples without a value are last."""
+    """A custom_meta column by which ready samples are sorted; samples without a value come last."""
 
     column: str
     descending: bool = False
@@ -464,7 +467,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refill:
-    """The task that regenerates evicted units. In its partition, the key of a sample is the name of the unit.
+    """The task that regenerates evicted units. In the task's partition, a sample's key is the unit's name.
 
     Attributes:
         max_refills: maximum number of times per epoch that a sample is made claimable again.
@@ -485,7 +488,7 @@ class Refill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSpec:
-    """The claim arguments that must be equal for all ranks of a batch; the first plan of a batch_index fixes them.
+    """The claim arguments that must be equal for all ranks in a batch. The first plan for a batch_index fixes them.
 
     GetMeta documents the attributes that are not listed here.
 
@@ -494,7 +497,7 @@ class BatchSpec:
         unmatched: whether samples that `where` excludes wait or are evicted.
         least_members: minimum number of members left in a group; a smaller group is evicted. 0: no minimum.
         refill: task that regenerates evicted units, if any.
-        held: whether held samples are delivered instead of live samples.
+        held: whether to deliver held samples instead of live samples.
         totals: custom_meta columns whose sums are part of the totals that ranks receive.
 
     Raises:
@@ -556,14 +559,14 @@ class BatchSpec:
 
 
 def differences(one: Any, other: Any) -> Iterator[tuple[str, object, object]]:
-    """Yield the name and both values of each field that differs between two objects of the same dataclass."""
+    """Yield the name and both values of each field in which two instances of the same dataclass differ."""
     for name in (each.name for each in fields(one)):
         if getattr(one, name) != getattr(other, name):
             yield name, getattr(one, name), getattr(other, name)
 
 
 def shown(value: object) -> str:
-    """Format a claim argument or a setting for an error message that clients in any language can read."""
+    """Format a claim argument or a setting for an error message, independent of the client's language."""
     match value:
         case None:
             return "unset"
@@ -643,16 +646,15 @@ class LeaseTerms:
 
     Attributes:
         seconds: time after which other workers can claim samples that were not acknowledged.
-        max_deliveries: number of deliveries without an acknowledgement after which a sample is dead-lettered; None: no
-            limit.
-        group_block_size: how a claim identifies the groups that it acknowledges, releases and redelivers as units: 0
-            for named groups, `KEPT_ROLLOUTS` for rollouts, or the length of blocks of consecutive indexes that replace
-            groups. None: samples are handled one by one.
-        blocks: where these blocks begin: at multiples of their length, or anywhere.
-        on_lost: for a claim of slots: the action on slots that are still held when the lease expires; slots released
-            without data are removed. None: the claim is of existing samples.
-        shared_with: partition of the claim that shares the lease and has the same task and request id. The claim of
-            prompts names the partition of their slots, and vice versa. Empty: the lease is not shared.
+        max_deliveries: number of unacknowledged deliveries after which a sample is dead-lettered; None: no limit.
+        group_block_size: groups whose samples are acknowledged, released and redelivered together. 0: named groups;
+            `KEPT_ROLLOUTS`: rollouts; a positive number: blocks of that many consecutive indexes. None: samples are
+            handled one by one.
+        blocks: whether blocks of consecutive indexes begin at multiples of their length or anywhere.
+        on_lost: for a claim on slots, what happens to slots that are still held when the lease expires; slots released
+            without data are removed. None: the claim is on existing samples.
+        shared_with: partition of the other claim that shares the lease, with the same task and request id. The claim on
+            prompts refers to the partition of their slots, and vice versa. Empty: the lease is not shared.
 
     Raises:
         InvalidArgumentError: a number is out of range.
@@ -679,7 +681,7 @@ class LeaseTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasedClaim:
-    """Identifies the leased claim that a caller must still hold to change samples.
+    """Identifies a claim whose lease a caller must still hold to change samples.
 
     Raises:
         InvalidArgumentError: the task name or the request id is malformed.
@@ -697,14 +699,14 @@ class LeasedClaim:
 class ClaimSpec:
     """The claim arguments that are the same for all ranks and all batches of a task.
 
-    Calls with equal specs are served by the same plans.
+    Calls with equal specs share plans.
 
     Attributes:
         data_fields: fields whose cells the answer locates; `batch_spec.data_fields` contains the same names in an order
-            that is the same for all ranks.
+            shared by all ranks.
         min_batch_size: minimum batch size of a queue worker; 0: the full `batch_size`.
         dp_size: number of ranks; None for queue workers.
-        admit: the slots that a rollout worker receives with its prompts, if any.
+        admit: the slots, if any, that a rollout worker receives along with its prompts.
 
     Raises:
         InvalidArgumentError: a size is out of range, or a field name is empty or repeated.
@@ -737,7 +739,7 @@ class ClaimSpec:
 
     @cached_property
     def plan_request(self) -> PlanRequest:
-        """Request to the sampler, with a full batch for all ranks or a queue worker's minimum as `min_size`."""
+        """Request to the sampler; its `min_size` is a full batch for ranks or a queue worker's minimum batch size."""
         batch_spec, rank_count = self.batch_spec, self.dp_size or 1
         return PlanRequest(
             batch_size=batch_spec.batch_size,
@@ -768,7 +770,7 @@ def check_data_fields(names: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotBefore:
-    """The policy version that must be published before a batch is planned."""
+    """The policy version that must have been published before a batch is planned."""
 
     policy: str
     version: int
@@ -780,17 +782,18 @@ class NotBefore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimRequest:
-    """The arguments of a GetMeta call.
+    """The arguments to a GetMeta call.
 
     Attributes:
         rank: the calling rank, with the same `dp_size` as `spec`; None for a queue worker.
         epoch: the epoch that the caller expects; None: any epoch.
-        lease: lease terms of a queue worker; None: the samples are done on delivery.
-        claim_name: name of a queue worker's claim; later calls with this name return the same claim. Empty: unnamed.
+        lease: a queue worker's lease terms; None: the samples are done on delivery.
+        claim_name: name of a queue worker's claim; later calls with the same name return the same claim. Empty:
+            unnamed.
         not_before: policy version that must be published first, if any.
         batch_count: maximum number of batches for a rank, starting with `rank.batch_index`.
-        make_slots: function that creates the slots of `spec.admit` for the prompts of a plan, in the same step in which
-            the prompts are claimed. If it raises an exception, the prompts are not claimed.
+        make_slots: function that creates the slots in `spec.admit` for a plan's prompts, in the same step that claims
+            the prompts. If the function raises an exception, the prompts are not claimed.
 
     Raises:
         InvalidArgumentError: the request id or a name is invalid, a rank requests a lease or a named claim, or a queue
@@ -816,8 +819,8 @@ class ClaimRequest:
             check_range("batch_count", self.batch_count, 1, _MOST_BATCHES)
             if self.rank is None:
                 raise InvalidArgumentError(
-                    f"batch_count is {self.batch_count}, expected 1 for a queue worker, since each of its claims has "
-                    f"its own request_id. Make one call per claim, or request a larger batch_size",
+                    f"batch_count is {self.batch_count}, expected 1 for a queue worker, since each of its claims "
+                    "needs its own request_id. Make one call per claim, or request a larger batch_size",
                     field="batch_count",
                 )
         if self.rank is None and self.batch_spec.totals:
@@ -850,7 +853,7 @@ class ClaimRequest:
                 )
 
     def _check_admit(self) -> None:
-        """Raise InvalidArgumentError if the claim does not lease live prompts one by one, each for a single use."""
+        """Raise InvalidArgumentError unless the claim leases live prompts one by one, each for a single use."""
         spec = self.batch_spec
         for name, got, expected in (
             ("lease", "unset" if self.lease is None else "set", "set"),
@@ -861,8 +864,8 @@ class ClaimRequest:
         ):
             if got != expected:
                 raise InvalidArgumentError(
-                    f"{name} is {got!r} with admit, expected {expected!r}, since slots are created for prompts that a "
-                    f"rollout worker leases one by one",
+                    f"with admit, {name} must be {expected!r}, but is {got!r}: slots are created for prompts that a "
+                    "rollout worker leases one by one",
                     field=name,
                 )
 
@@ -873,13 +876,13 @@ class ClaimRequest:
 
     @property
     def policy(self) -> str | None:
-        """Name of the policy whose version `where` compares or, without one, `not_before` requires; None if neither."""
+        """Policy whose version `where` refers to or, if none, that `not_before` requires; None if neither applies."""
         compared = (each.published.policy for each in self.batch_spec.where if each.published is not None)
         return next(compared, None if self.not_before is None else self.not_before.policy)
 
     @property
     def plan_request(self) -> PlanRequest:
-        """Request to the sampler for one plan."""
+        """The request for one plan, as passed to the sampler."""
         return self.spec.plan_request
 
     @property

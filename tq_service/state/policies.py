@@ -9,11 +9,11 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """The published version of a policy.
+    """A policy's published version.
 
     Attributes:
-        name: name of the policy, including the publishing client's namespace, as in a partition id.
-        version: number of the published weights.
+        name: policy name, prefixed with the publishing client's namespace like a partition id.
+        version: version number of the published weights.
         published_at: time of publication, in seconds since 1970.
     """
 

@@ -1,35 +1,35 @@
 """Tables: columns of equal length, each declared once by name, dtype and fill value.
 
-Growth, compaction, snapshots, restores and comparisons in tests iterate over the declared columns, so a new column
-only needs a declaration.
+Growth, compaction, snapshots, restores and test comparisons iterate over the declared columns, so a new column needs
+only a declaration.
 
-A column that every table of its kind has is named by a plain word without a slash, such as `state`. A column for an
-object named by a user is called `KIND/NAME`, such as `cell/tokens`, `meta/reward` or `claim/update_actor`. The kind is
-a plain word, and the rest is the unchanged name from the user, which may contain slashes. User-given names therefore
-cannot collide with other columns.
+A column that exists in every table of a kind is named by a plain word without a slash, such as `state`. A column for a
+user-named object is called `KIND/NAME`, such as `cell/tokens`, `meta/reward` or `claim/update_actor`. KIND is a plain
+word, and NAME is the unchanged user-given name, which may contain slashes. User-given names therefore cannot collide
+with other column names.
 
-Taking a snapshot of a column copies no values. While the snapshot is being read, a change of the column first saves the
-blocks that it modifies. Each block contains a few thousand values, however long the column is.
+Taking a column snapshot copies no values. While the snapshot is being read, any change to the column first saves the
+blocks that it modifies. Each block contains a few thousand values, regardless of the column's length.
 
 A `RowTable` contains rows in order of their global index. A removed row leaves a gap. When gaps outnumber rows, each
 step that adds or removes rows also moves other rows forward, which closes the gaps. A step examines at least a few
 thousand positions, or twice the number of rows added or removed. Every step is therefore short, and the gaps are closed
-before the table has grown much. A gap keeps its index, so rows around it can still be found by binary search. The index
-of positions vacated by moved rows is -1. Rows are not moved while a reader on another thread needs stable positions
-(`pinned`). If there are many gaps (`has_many_gaps`), a new reader first waits until the other readers have finished;
-otherwise, overlapping readers could keep the gaps forever. A reader that yields control between slices does not pin the
-table (`slices`).
+before the table grows much. A gap keeps its index, so rows around it can still be found by binary search. Positions
+vacated by moved rows get the index -1. Rows are not moved while a reader on another thread needs stable positions
+(`pinned`). If there are many gaps (`has_many_gaps`), a new reader first waits until the other readers have finished.
+Otherwise, overlapping readers could prevent gaps from ever being closed. A reader that yields control between slices
+does not pin the table (`slices`).
 
-Large numbers of rows are added in two phases. First, capacity is reserved in several steps between which other work can
-run (`reserve_capacity`). Columns that the rows need are also created. A single step then adds the rows and only writes
+Large numbers of rows are added in two phases. First, `reserve_capacity` reserves capacity and creates the columns that
+the rows need, in several steps between which other work can run. A single step then adds the rows, which only writes
 their values.
 
 A `SlotTable` allocates slots for transient objects and reuses free slots.
 
 Long columns grow in place, without copying. Numbers are stored in reserved memory, whose pages Linux allocates on first
-write. A reservation far larger than needed therefore only uses address space, and readers' views remain valid. numpy
-cannot reserve memory for objects, so a long column of objects consists of chunks (`ObjectChunks`), and growth adds a
-chunk.
+write. A reservation far larger than needed therefore uses only address space, and readers' views remain valid when a
+column grows. numpy cannot reserve memory for objects, so a long column of objects consists of chunks (`ObjectChunks`),
+and growth adds a chunk.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ from tq_service.state.plan import Indexes
 
 CLEARED, LIVE, HELD, FAILED = 0, 1, 2, 3
 STATE_NAMES = ("cleared", "live", "held", "failed")
-# Reserved values in the `claim` column of a task; all other values are serials of claims, see `ledger.py`.
-UNCLAIMED = 0  # zero, so adding a task takes the same time for any number of rows
+# Reserved values in a task's `claim` column; all other values are claim serials, see `ledger.py`.
+UNCLAIMED = 0  # zero, so the time to add a task does not depend on the number of rows
 CONSUMED_EARLIER = 1
 DEAD_LETTERED = -1
 DROPPED = -2
-LAST_RESERVED = 2  # serials are larger, so the negative marks of leased rows are below all other values
+LAST_RESERVED = 2  # serials are larger, so the negative marks on leased rows are below all other values
 _GROWTH: Final = 1 << 14  # minimum growth of a long column, in values
 _CAPACITY_STEP: Final = 1 << 16  # rows for which capacity is reserved per step
 _FIRST_CAPACITY = 64
 _LEAST_GAPS = 1024
-_MANY_GAPS = 1 << 13  # minimum number of gaps, in addition to two per row, that counts as many
+_MANY_GAPS = 1 << 13  # gaps count as many if they exceed this number plus two per row
 _FEW = 64
 _MARKED_SHARE = 16
 _NO_INDEX = -1  # index of a position vacated while gaps are being closed
 _LEAST_CLOSED = 1 << 14  # minimum number of positions examined per step
-_CLOSED_SHARE = 2  # positions examined per row that the step adds or removes
+_CLOSED_SHARE = 2  # number of positions examined per row that the step adds or removes
 
 BLOCK_SHIFT: Final = 12
 BLOCK_ROWS: Final = 1 << BLOCK_SHIFT
@@ -80,7 +80,7 @@ _OVERCOMMIT: Final = Path("/proc/sys/vm/overcommit_memory")
 _NEVER: Final = "2"
 _MAP_NORESERVE: Final = 0x4000  # the value on Linux; missing in the mmap module of Python 3.11
 _HUGE_PAGE_BYTES: Final = 2 << 20
-_HUGE_PAGES_FROM: Final = 4 << 20  # from this size, a mostly unused huge page is a small share of the memory
+_HUGE_PAGES_FROM: Final = 4 << 20  # from this size on, a mostly unused huge page is a small share of the memory
 _offsets = itertools.count(0, 83)  # in pages; columns that grow together thus need huge pages at different times
 _CHUNK_SHIFT: Final = 16
 _CHUNK_MASK: Final = (1 << _CHUNK_SHIFT) - 1
@@ -88,10 +88,10 @@ Where = slice | Indexes | int
 
 
 class ObjectChunks:
-    """An array of objects, stored in chunks that are allocated on first write; growth does not move objects.
+    """An array of objects stored in chunks, which are allocated on first write; growth does not move objects.
 
     Attributes:
-        size: number of elements; elements never written contain the fill.
+        size: number of elements; an element that was never written contains the fill.
     """
 
     __slots__ = ("_chunks", "_fill", "size")
@@ -144,7 +144,7 @@ class ObjectChunks:
         return chunk
 
     def _parts(self, where: Any) -> tuple[int, Iterable[tuple[int, Any, Any]]]:
-        """Return the number of positions and, per chunk, its number, the positions in it, and their offsets in it."""
+        """Return the number of positions and, per chunk, its number, the positions inside, and their offsets."""
         if isinstance(where, slice):
             start, stop, step = where.indices(self.size)
             if step == 1:
@@ -154,7 +154,7 @@ class ObjectChunks:
 
 
 def blocks_of(where: Where, size: int) -> Iterable[int]:
-    """Return the numbers of the blocks that contain the given positions (or a mask), ignoring rows from `size` on."""
+    """Return the numbers of the blocks that contain the positions or the mask's rows, ignoring rows from `size` on."""
     if isinstance(where, int | np.integer):
         return (int(where) >> BLOCK_SHIFT,) if where < size else ()
     if not isinstance(where, slice):
@@ -187,7 +187,7 @@ def _parts_of_positions(positions: Indexes) -> Iterator[tuple[int, Any, Indexes]
 
 
 def zeros(count: int, dtype: np.dtype[Any], fill: Any) -> NDArray[Any] | ObjectChunks:
-    """Allocate at least `count` zeros in untouched memory; for objects, the values are None or the fill instead."""
+    """Allocate at least `count` zeros in untouched memory; for dtype object, allocate None or the fill instead."""
     if count < RESERVED_FROM:
         return np.zeros(count, dtype) if dtype.kind != "O" else np.empty(count, dtype)
     if dtype.kind == "O":
@@ -210,7 +210,7 @@ def reserved_zeros(count: int, dtype: DTypeLike) -> NDArray[Any] | None:
             offset + count * np.dtype(dtype).itemsize,
             flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE,
         )
-    except (OSError, ValueError, OverflowError):  # the size exceeds a limit of the process or of the machine
+    except (OSError, ValueError, OverflowError):  # the size exceeds a limit of the process or machine
         return None
     if len(memory) > _HUGE_PAGES_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # the kernel does not support huge pages
@@ -236,7 +236,7 @@ def release_pages(values: NDArray[Any], memory: mmap.mmap, start: int, stop: int
 
 @cache
 def _can_reserve() -> bool:
-    """Return whether reserved memory is free of charge; a system that never overcommits counts it as used."""
+    """Return whether reserving memory costs nothing; a system that never overcommits counts reserved memory as used."""
     if sys.platform != "linux":
         return False
     try:
@@ -256,14 +256,15 @@ def is_open(states: NDArray[np.uint8]) -> NDArray[np.bool_]:
 
 
 NewColumn: TypeAlias = tuple[str, DTypeLike, Any]
-"""Name, dtype and fill of a column to be declared."""
+"""Name, dtype and fill value for a column to be declared."""
 
 
 class ColumnSnapshot:
-    """The first `size` values of a column at the time of the snapshot, for reading once, in order, on any thread.
+    """A column's first `size` values at snapshot time, which can be read once, in order, on any thread.
 
     The column's thread saves a block before changing it. The reader first copies the block from the column and then
-    looks for a saved block. Without a saved block, the column had not started to change the block during the copy.
+    looks for a saved block. If no saved block exists, the column had not started to change the block while it was
+    copied.
     """
 
     __slots__ = ("__weakref__", "_array", "_kept", "_next_block", "size")
@@ -297,7 +298,7 @@ class ColumnSnapshot:
         return values
 
     def keep(self, where: Where) -> None:
-        """Save the unread blocks at positions that are about to change. The column calls this method before a write."""
+        """Save the unread blocks at positions about to change. The column calls this method before each write."""
         for number in blocks_of(where, self.size):
             if number >= self._next_block and number not in self._kept:
                 self._kept[number] = self._block(number)
@@ -313,8 +314,8 @@ class Column:
 
     Attributes:
         data: read-only array of the values up to the capacity, replaced when the column grows or is compacted. An array
-            obtained earlier shows the same memory, unless the column has moved to new memory.
-        fill: value of positions that were never written.
+            obtained earlier still refers to the column's memory, unless the column has moved to new memory.
+        fill: value at positions that were never written.
         is_blank: whether the column was never written and thus contains only the fill.
     """
 
@@ -357,7 +358,7 @@ class Column:
         self.is_blank = False
 
     def resize(self, capacity: int) -> None:
-        """Grow or shrink to `capacity` values; new values are the fill, and removed values must be the fill.
+        """Grow or shrink to `capacity` values; added values equal the fill, and removed values must equal the fill.
 
         Values are not copied if the column's memory is large enough or, when shrinking, is reserved memory.
         """
@@ -388,7 +389,7 @@ class Column:
         return snapshot
 
     def restore(self, snapshot: ColumnSnapshot) -> None:
-        """Copy the values of a snapshot; skip blocks that contain only the fill if the column was never written."""
+        """Copy a snapshot's values; if the column was never written, skip blocks that contain only the fill."""
         start, is_new = 0, self.is_blank
         for block in snapshot.blocks():
             if not is_new or block.dtype.kind in "fO" or not bool((block == self.fill).all()):  # -0.0 == 0.0
@@ -410,7 +411,7 @@ class Column:
         self._use(0, capacity)
 
     def _use(self, start: int, capacity: int) -> None:
-        """Set the capacity of the column and initialize the values from `start` on to the fill."""
+        """Set the column's capacity and initialize the values from `start` on to the fill."""
         self.data: NDArray[Any]
         if isinstance(self._memory, ObjectChunks):
             self._memory.size = capacity
@@ -424,7 +425,7 @@ class Column:
 
 
 def grown(capacity: int, least: int) -> int:
-    """Return the next capacity for at least `least` values; large columns grow in small steps, because in place."""
+    """Return the next capacity for at least `least` values; large columns grow in place and thus in small steps."""
     if least < RESERVED_FROM:
         return max(least, 2 * capacity, _FIRST_CAPACITY)
     return -(-least // _GROWTH) * _GROWTH
@@ -432,7 +433,7 @@ def grown(capacity: int, least: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSnapshot:
-    """A snapshot of a table: its columns by name, each with `size` values."""
+    """A table snapshot: column snapshots by name, each with `size` values."""
 
     size: int
     columns: Mapping[str, ColumnSnapshot]
@@ -443,7 +444,7 @@ class Table:
 
     Attributes:
         columns: columns by name, in order of declaration.
-        count: number of rows or slots in use, including gaps and free slots, which is the length of each column.
+        count: length of each column, that is, the number of rows or slots including gaps and free slots.
     """
 
     __slots__ = ("_capacity", "_spare", "_unsaved", "columns", "count")
@@ -469,16 +470,16 @@ class Table:
         return column
 
     def unsaved_column(self, name: str, dtype: DTypeLike, fill: Any) -> Column:
-        """Declare a column with values that are specific to this process; snapshots omit it."""
+        """Declare a column whose values are specific to this process and omitted from snapshots."""
         self._unsaved.add(name)
         return self.column(name, dtype, fill)
 
     def remove_column(self, name: str) -> None:
-        """Remove a column from the table; current readers of the column and of its snapshots are not affected."""
+        """Remove a column from the table without affecting current readers of the column or its snapshots."""
         del self.columns[name]
 
     def snapshot(self) -> TableSnapshot:
-        """Return a snapshot of all columns, in a time that does not depend on the number of rows."""
+        """Return a snapshot of all columns in a time that does not depend on the number of rows."""
         saved = (item for item in self.columns.items() if item[0] not in self._unsaved)
         columns = {name: column.snapshot(self.count) for name, column in saved}
         return TableSnapshot(size=self.count, columns=columns)
@@ -486,10 +487,10 @@ class Table:
     def restore(self, snapshot: TableSnapshot) -> Sequence[str]:
         """Copy the rows of a snapshot into an empty table, matching columns by name.
 
-        Return the names of columns missing from the snapshot, whose rows contain the fill.
+        Return the names of columns that are missing from the snapshot; their rows contain the fill.
 
         Raises:
-            NewerVersionError: a column of the snapshot is not declared or has another dtype.
+            NewerVersionError: a column in the snapshot is not declared or has a different dtype.
         """
         unknown = snapshot.columns.keys() - self.columns.keys()
         if unknown:
@@ -523,8 +524,8 @@ class RowTable(Table):
     """A table of rows in order of insertion, with lookup by global index.
 
     Attributes:
-        index: global index of each row, including future rows within the capacity.
-        state: state of each row, `CLEARED` for a gap.
+        index: each row's global index, including future rows within the capacity.
+        state: each row's state, or `CLEARED` for a gap.
     """
 
     __slots__ = (
@@ -542,7 +543,7 @@ class RowTable(Table):
         self._number(0)
 
     def rebuild(self, next_index: int) -> None:
-        """Rebuild the counters from restored columns; the next new row gets the global index `next_index`."""
+        """Rebuild the counters from restored columns; the next row to be added gets the global index `next_index`."""
         self.next_index = next_index
         self.present_count = int(np.count_nonzero(self.state[: self.count]))
         left = np.flatnonzero(self.index[: self.count] == _NO_INDEX)
@@ -565,8 +566,8 @@ class RowTable(Table):
     def reserve_capacity(self, count: int, columns: Iterable[NewColumn] = ()) -> Iterator[None]:
         """Reserve capacity for `count` more rows in steps; the table may change between the steps.
 
-        After the last step, the indexes of these rows are written, and the columns to be declared with them have been
-        created for `column`.
+        After the last step, these rows' indexes are written. The columns in `columns` are created in advance, so
+        `column` can then declare them quickly.
         """
         while (end := self.count + count) > self._capacity:
             self._grow(min(end, self._capacity + _CAPACITY_STEP))
@@ -578,7 +579,7 @@ class RowTable(Table):
                 yield
 
     def return_capacity(self) -> None:
-        """Free memory that was reserved for rows but not used."""
+        """Free memory that was reserved for rows but is unused."""
         self._spare.clear()
         if self._capacity > 2 * self.count + _CAPACITY_STEP:
             self._resize(grown(0, self.count))
@@ -594,7 +595,7 @@ class RowTable(Table):
         self.index.write(slice(start, self._capacity), np.arange(first + start, first + self._capacity))
 
     def remove(self, positions: Indexes) -> None:
-        """Remove rows, each given once. Other rows may move to new positions to close gaps."""
+        """Remove the given distinct rows. Other rows may move to new positions to close gaps."""
         where = as_slice(positions)
         for column in self.columns.values():
             if column is not self.index:
@@ -603,9 +604,9 @@ class RowTable(Table):
         self.close_gaps(positions.size)
 
     def close_gaps(self, changed_count: int) -> None:
-        """Close some gaps if there are many; a larger `changed_count`, the rows added or removed, closes more of them.
+        """Close some gaps if there are many, in proportion to `changed_count`, the number of rows added or removed.
 
-        Rows may move to new positions, so call this when a step no longer uses positions. `remove` calls this method.
+        Rows may move to new positions, so call this method when a step no longer uses positions. `remove` calls it.
         """
         if self.pin_count:
             return
@@ -625,7 +626,7 @@ class RowTable(Table):
             self._number(to)
 
     def _move_rows(self, start: int, end: int, to: int) -> int:
-        """Move the rows at positions `start` to `end` to `to` and following; return the next free position."""
+        """Move the rows between `start` and `end` to the positions from `to` on; return the next free position."""
         rows = start + np.flatnonzero(self.state[start:end] != CLEARED)
         end_of_moved = to + rows.size
         if end_of_moved == end:  # no gap before this position
@@ -669,12 +670,12 @@ class RowTable(Table):
             yield slice(start, stop)
 
     def find(self, indexes: Indexes) -> Indexes:
-        """Return the position of each global index `(n,)`, -1 if the row does not exist."""
+        """Return the position of each global index, of shape `(n,)`; -1 if the row does not exist."""
         if self.count == 0 or indexes.size == 0:
             return np.full(indexes.size, -1, np.int64)
         if self._is_gapless:
             positions: Indexes = indexes - self.index.data[0]
-            if positions.view(np.uint64).max() < self.count:  # negative positions are huge as unsigned
+            if positions.view(np.uint64).max() < self.count:  # as unsigned integers, negative positions are huge
                 if self.present_count == self.count:
                     return positions
                 found = self.state.data[positions] != CLEARED
@@ -690,7 +691,7 @@ class RowTable(Table):
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """A value that changes whenever rows are moved."""
+        """A value that changes whenever rows move."""
         return self.count, self._closing
 
     @property
@@ -709,7 +710,7 @@ class RowTable(Table):
         return int(self._search(np.array([index]))[0])
 
     def _search(self, indexes: Indexes) -> Indexes:
-        """Return, for each index, the position of the first row or gap with at least this index `(n,)`."""
+        """Return, for each index, the position of the first row or gap whose index is at least as large."""
         index = self.index.data
         if self._closing is None:
             return np.searchsorted(index[: self.count], indexes)
@@ -722,7 +723,7 @@ class RowTable(Table):
         return np.flatnonzero(self.state[: self.count] != CLEARED)
 
     def present_from(self, index: int, count: int) -> Indexes:
-        """Return the positions of the first `count` rows, or fewer, whose global index is at least `index`."""
+        """Return the positions of up to `count` rows, in order, whose global index is at least `index`."""
         start = self.position_from(index)
         found: list[Indexes] = []
         while count > 0 and start < self.count:
@@ -734,7 +735,7 @@ class RowTable(Table):
 
 
 class SlotTable(Table):
-    """A table of slots that can be allocated and freed; every column has one value per slot.
+    """A table of slots that can be allocated and freed; every column stores one value per slot.
 
     Attributes:
         occupants: column of the objects that use the slots; None for a free slot.
@@ -763,7 +764,7 @@ class SlotTable(Table):
         return [*slots, *new] if slots else new
 
     def free_slots(self, slots: Indexes) -> None:
-        """Free slots, each given once, and clear their values in all columns."""
+        """Free the given distinct slots and clear their values in all columns."""
         for column in self.columns.values():
             column.clear(slots)
         self._free += slots.tolist()
@@ -776,7 +777,8 @@ class SlotTable(Table):
 def distinct(values: Indexes, bound: int) -> Indexes:
     """Return the distinct integers in ascending order; each is between 0 and `bound` - 1.
 
-    The values are marked in an array of size `bound` if they are many compared with `bound`, and sorted otherwise.
+    If there are many values compared with `bound`, they are marked in an array of that size; otherwise, they are
+    sorted.
     """
     if values.size < 2 or bool((values[1:] > values[:-1]).all()):
         return values
@@ -789,7 +791,7 @@ def distinct(values: Indexes, bound: int) -> Indexes:
 
 
 def count_values(values: Indexes) -> tuple[Indexes, Indexes]:
-    """Return the distinct values in ascending order and their counts; fast if most neighbouring values are equal."""
+    """Return the distinct values in ascending order, and their counts; fast if most adjacent values are equal."""
     if values.size == 0:
         return values, values
     heads = np.r_[0, np.flatnonzero(np.diff(values)) + 1]
@@ -801,7 +803,7 @@ def count_values(values: Indexes) -> tuple[Indexes, Indexes]:
 
 
 def as_slice(positions: slice | Indexes) -> slice | Indexes:
-    """Return positions as a slice if they are many and consecutive, so numpy copies instead of gathering."""
+    """Return many consecutive positions as a slice, so numpy copies instead of gathering; return others unchanged."""
     if isinstance(positions, slice):
         return positions
     size = positions.size

@@ -1,1 +1,1 @@
-"""Wire formats: stream frames, columns and objects as bytes, metadata, and the conversion of errors."""
+"""Wire formats for stream frames, columns, objects, metadata and errors."""

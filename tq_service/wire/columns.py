@@ -1,15 +1,16 @@
-"""Columns in their wire and storage format: dtypes and bytes, division into rows, validation, and frames.
+"""Columns in wire and storage format: their dtypes, bytes, division into rows, validation, and frames.
 
-The values of a column are the concatenated bytes of its rows. A dense column consists of values only. A jagged column
-also has extents: the size of each row in each ragged dimension. The extents of an object column are its row sizes in
-bytes. When objects in different encodings are read together, each row has a second extent, the number of its encoding.
+A column's values are the concatenated bytes of its rows. A dense column consists of values only. A jagged column also
+contains extents, which are the size of each row in each ragged dimension. The extents of an object column are its row
+sizes in bytes. When objects in different encodings are read together, each row has a second extent, which is the number
+of the row's encoding.
 
-Encoding never imports torch, because only a process that has imported torch can have tensors to encode.
+Encoding never imports torch, because a process can have tensors to encode only if it has imported torch.
 
-The Python protobuf library copies a field twice. A message with a single field consists of a tag, the length as a
-varint, and the bytes. This module writes a single-field message with one copy, and reads a frame without copying.
-Headers, and messages encoded in an unusual way, are left to the protobuf library. gRPC turns an exception in a
-deserializer into INTERNAL without a message, so decoders return `Garbled` instead of raising.
+The Python protobuf library copies each field twice. A message with a single field consists of a tag, the length as a
+varint, and the bytes. This module writes a single-field message with one copy and reads a frame without copying. The
+protobuf library handles headers and unusually encoded messages. gRPC turns an exception in a deserializer into INTERNAL
+without a message, so decoders return `Garbled` instead of raising.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _NUMPY_NAMES: Final = frozenset({
 def loaded_torch() -> ModuleType | None:
     """Return torch if this process has imported it, otherwise None; without torch, no value can be a tensor."""
     torch = sys.modules.get("torch")
-    # While another thread is importing torch, the module lacks the Tensor attribute, so no tensor can exist.
+    # While another thread is importing torch, the module lacks the Tensor attribute, and no tensor can exist yet.
     return torch if hasattr(torch, "Tensor") else None
 
 
@@ -71,14 +72,14 @@ def is_tensor_type(kind: type) -> bool:
 
 
 def is_on_device(tensor: Any) -> bool:
-    """Return whether a tensor's bytes are on a CUDA device."""
+    """Return whether a tensor's bytes are stored on a CUDA device."""
     return bool(tensor.device.type == "cuda")
 
 
 def subclass_problem(tensor: Any) -> str:
     """Return the reason why a tensor's values cannot be read, or an empty string if they can be read.
 
-    Subclasses that implement `__torch_dispatch__` wrap other tensors or none, and do not own any bytes.
+    Subclasses that implement `__torch_dispatch__` at most wrap other tensors and do not own any bytes.
     """
     kind = type(tensor)
     torch = sys.modules["torch"]
@@ -112,7 +113,7 @@ def _name_of(dtype: Any) -> str:
 
 
 def tensor_bytes(tensor: Any) -> memoryview:
-    """Return a tensor's values as bytes in row-major order; as a view, if it is contiguous and on the CPU."""
+    """Return a tensor's values as bytes in row-major order, as a view if it is contiguous and on the CPU."""
     if is_on_device(tensor):
         return copied(DeviceBytes.of(tensor))
     plain = tensor.detach()
@@ -133,7 +134,7 @@ def on_cpu(tensor: Any) -> Any:
 
 
 def array_bytes(array: NDArray[Any]) -> memoryview:
-    """Return an array's values as little-endian bytes in row-major order; as a view, if they are stored that way."""
+    """Return an array's values as little-endian bytes in row-major order, as a view if they are stored that way."""
     plain = np.ascontiguousarray(array)
     if plain.dtype.byteorder == ">" or (plain.dtype.byteorder == "=" and sys.byteorder == "big"):
         plain = plain.astype(plain.dtype.newbyteorder("<"))
@@ -146,7 +147,7 @@ def make_values(values: Any, dtype: str, shape: tuple[int, ...], *, as_torch: bo
     """Build a tensor or numpy array that shares the given bytes; read-only or unaligned bytes are copied.
 
     Args:
-        values: an array of bytes or, for a result on a device, a tensor of bytes on that device.
+        values: a byte array or, for a result on a device, a byte tensor on that device.
         dtype: name of the result's dtype.
         shape: shape of the result.
         as_torch: whether to return a tensor instead of an array.
@@ -184,7 +185,7 @@ def _torch_dtype(name: str) -> Any:
 Extents = NDArray[np.int64]
 
 MAX_ROWS: Final = 1 << 24
-"""Maximum number of rows per put or get, to limit the memory that a receiver allocates based on a header alone."""
+"""Maximum number of rows per put or get, which limits the memory that a receiver allocates based on a header alone."""
 
 _MAX_BYTES: Final = 1 << 60
 _MAX_DIMS: Final = 64
@@ -194,17 +195,18 @@ _ENCODINGS: Final = [ENCODINGS.encode(encoding) for encoding in Encoding]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ColumnShape:
-    """Layout of a column: how the column's bytes are divided into rows.
+    """A column's layout, which defines how the column's bytes are divided into rows.
 
     Attributes:
-        spec: dtype, layout and row shape of the column, all of them set; the encoding is None for objects in several
-            encodings.
+        spec: the column's dtype, layout and row shape, all of which are set; the encoding is None for objects in
+            several encodings.
         row_count: number of rows in the column.
-        extents: jagged: `(n, ragged dims)`, the size of each row in each ragged dimension. Object: `(n, 1)`, the size
-            of each row in bytes, or `(n, 2)` with the number of the row's encoding. Dense: None.
+        extents: for jagged columns, the size of each row in each ragged dimension, of shape `(n, ragged dims)`. For
+            object columns, the size of each row in bytes, of shape `(n, 1)`, or `(n, 2)` with the number of the row's
+            encoding. For dense columns, None.
         value_bytes: total size of all rows in bytes.
-        whole_lengths: `(n,)`, the first dimension of each complete row if a get requested parts of rows; otherwise
-            None.
+        whole_lengths: size of each complete row in the first dimension, of shape `(n,)`, if a get requested parts of
+            rows; otherwise None.
     """
 
     spec: FieldSpec
@@ -214,7 +216,7 @@ class ColumnShape:
     whole_lengths: NDArray[np.int64] | None = None
 
     def row_bytes(self) -> NDArray[np.int64]:
-        """Return the size of each row in bytes, `(n,)`."""
+        """Return the size of each row in bytes, of shape `(n,)`."""
         if self.extents is None:
             return np.full(self.row_count, fixed_row_bytes(self.spec) or 0, np.int64)
         is_plain = self.extents.shape[1] == 1 or self.spec.layout is Layout.OBJECT
@@ -222,11 +224,11 @@ class ColumnShape:
         return np.asarray(elements * _fixed_part(self.spec), dtype=np.int64)
 
     def row_offsets(self) -> NDArray[np.int64]:
-        """Return the start offset of each row in the column's values, and the end of the last row, `(n + 1,)`."""
+        """Return each row's start offset in the column's values and the end of the last row, of shape `(n + 1,)`."""
         return offsets_of(self.row_bytes())
 
     def validate(self) -> None:
-        """Check that spec, extents and sizes are consistent.
+        """Check that the spec, the extents and the sizes are consistent.
 
         Raises:
             InvalidArgumentError: a size is negative or too large, the extents are missing, or they do not add up to
@@ -275,10 +277,10 @@ class ColumnShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SourceColumn(ColumnShape):
-    """A column of a put, including its bytes, which may be on a device.
+    """A column in a put, including its bytes, which may be stored on a device.
 
     Attributes:
-        chunks: bytes of the values in row order, as views of the caller's tensors if possible. `on_host` copies chunks
+        chunks: the values' bytes in row order, as views of the caller's tensors if possible. `on_host` copies chunks
             from a device to the host.
     """
 
@@ -287,16 +289,15 @@ class SourceColumn(ColumnShape):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Column(SourceColumn):
-    """A column whose bytes are all on the host."""
+    """A column whose bytes are all stored on the host."""
 
     chunks: tuple[memoryview, ...]
 
 
 def stacked(parts: Sequence[Sequence[SourceColumn]]) -> list[Column]:
-    """Combine the columns of several puts into the columns of one put, copying the bytes.
+    """Combine the columns from several puts into columns for one put, copying the bytes.
 
-    The specs of a field may differ only in the row shapes of dense columns. A column whose row shapes differ becomes
-    jagged.
+    A field's specs may differ only in the row shapes of dense columns. A column whose row shapes differ becomes jagged.
     """
     return [_stacked_column(columns) for columns in zip(*parts, strict=True)]
 
@@ -322,7 +323,7 @@ def _stacked_column(columns: Sequence[SourceColumn]) -> Column:
 
 
 def device_of(columns: Sequence[SourceColumn]) -> Any:
-    """Return the first device that holds bytes of the columns, or None if all bytes are on the host."""
+    """Return the first device on which bytes of the columns are stored, or None if all bytes are on the host."""
     chunks = chain.from_iterable(column.chunks for column in columns)
     return next((chunk.device for chunk in chunks if isinstance(chunk, DeviceBytes)), None)
 
@@ -333,7 +334,7 @@ def is_on_host(columns: Sequence[SourceColumn]) -> TypeGuard[Sequence[Column]]:
 
 
 def columns_on_host(columns: Sequence[SourceColumn]) -> list[Column]:
-    """Return the columns with all bytes on the host; blocks until bytes on devices are copied."""
+    """Return the columns with all bytes on the host; block until bytes on devices have been copied."""
     return [
         Column(
             spec=column.spec,
@@ -368,10 +369,10 @@ def _wrong_column(spec: FieldSpec, field: str, problem: str) -> InvalidArgumentE
 def _validate_spec(spec: FieldSpec) -> None:
     shape = spec.row_shape
     if spec.layout in (None, Layout.AUTO):
-        raise _wrong_column(spec, "layout", "has no layout; each column of a put or get is dense, jagged or object")
+        raise _wrong_column(spec, "layout", "has no layout; each column in a put or get is dense, jagged or object")
     if shape is None:
         raise _wrong_column(
-            spec, "row_shape_known", "does not set row_shape_known; columns of a put or get must set it and row_shape"
+            spec, "row_shape_known", "does not set row_shape_known; columns in a put or get must set it and row_shape"
         )
     if spec.layout is Layout.OBJECT:
         if spec.dtype or shape:
@@ -398,12 +399,12 @@ def _validate_spec(spec: FieldSpec) -> None:
 
 @lru_cache(maxsize=1024)
 def _fixed_part(spec: FieldSpec) -> int:
-    """Return the size in bytes of a row, calculated with size 1 for all ragged dimensions."""
+    """Return the size in bytes of a row whose ragged dimensions all have size 1."""
     return math.prod(size for size in spec.row_shape or () if size >= 0) * spec.itemsize
 
 
 def offsets_of(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the start offset of each row when rows of these sizes are concatenated, and the total size, `(n + 1,)`."""
+    """Return each row's start offset when rows of these sizes are concatenated, followed by the total size."""
     offsets = np.zeros(sizes.size + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])
     return offsets
@@ -417,7 +418,7 @@ def extent_count(spec: FieldSpec) -> int:
 
 
 def fixed_row_bytes(spec: FieldSpec) -> int | None:
-    """Return the size in bytes of each row of a dense field, or None if row sizes may differ."""
+    """Return the row size of a dense field in bytes, or None if row sizes may differ."""
     return _fixed_part(spec) if spec.layout is Layout.DENSE else None
 
 
@@ -433,7 +434,7 @@ def encode_header(column: ColumnShape) -> metadata_pb2.ColumnHeader:
 
 
 def put_header(put_id: bytes, columns: Sequence[ColumnShape], **more: Any) -> PutHeader:
-    """Build the header of a put with these columns; `more` sets further header fields, such as the partition."""
+    """Build the header for a put with these columns; `more` sets further header fields, such as the partition."""
     return PutHeader(
         put_id=put_id,
         row_count=columns[0].row_count,
@@ -444,7 +445,7 @@ def put_header(put_id: bytes, columns: Sequence[ColumnShape], **more: Any) -> Pu
 
 
 def decode_header(message: metadata_pb2.ColumnHeader, row_count: int) -> ColumnShape:
-    """Decode and validate the header of a column with `row_count` rows.
+    """Decode and validate a column header for `row_count` rows.
 
     Raises:
         InvalidArgumentError: the header is inconsistent.
@@ -488,7 +489,7 @@ def _decode_whole_lengths(spec: FieldSpec, data: bytes, row_count: int) -> NDArr
 def decode_headers(
     messages: Iterable[metadata_pb2.ColumnHeader], row_count: int, *, of_get: bool = False
 ) -> list[ColumnShape]:
-    """Decode and validate the column headers of a put or get. Only a get may combine objects in several encodings.
+    """Decode and validate the column headers in a put or get. Only a get may combine objects in several encodings.
 
     Raises:
         InvalidArgumentError: a header is invalid, there are no headers, or two headers have the same name.
@@ -530,10 +531,10 @@ def decode_headers(
 
 
 def merge_specs(specs: Sequence[FieldSpec]) -> FieldSpec:
-    """Return a spec that covers a field's rows from several puts; dimensions whose sizes differ become ragged.
+    """Return a spec that covers a field's rows from several puts; dimensions in which sizes differ become ragged.
 
-    Objects in several encodings get the encoding None. Dense rows become jagged when combined with jagged rows or with
-    dense rows of another shape, because their field was declared as jagged.
+    For objects in several encodings, the resulting encoding is None. Dense rows become jagged when combined with jagged
+    rows or with dense rows of another shape, because their field was declared as jagged.
 
     Raises:
         FieldMismatchError: the dtypes or numbers of dimensions differ, or tensors are combined with objects.
@@ -566,14 +567,14 @@ def _merge_two(one: FieldSpec, other: FieldSpec) -> FieldSpec:
 
 
 def with_ragged_dim(spec: FieldSpec) -> FieldSpec:
-    """Return the spec of a field's column. In a jagged spec without ragged dimensions, the first one becomes ragged."""
+    """Return a field's column spec; in a jagged spec without ragged dimensions, make dimension 0 ragged."""
     if spec.layout is not Layout.JAGGED or spec.ragged_dims or not spec.row_shape:
         return spec
     return replace(spec, row_shape=(-1, *spec.row_shape[1:]))
 
 
 def row_shapes(spec: FieldSpec, extents: Extents | None, row_count: int) -> NDArray[np.int64]:
-    """Return the shape of each row of a tensor column, `(row_count, dims)`."""
+    """Return the shape of each row in a tensor column, as an array of shape `(row_count, dims)`."""
     shapes = np.empty((row_count, len(spec.row_shape or ())), np.int64)
     shapes[:] = spec.row_shape or ()
     if extents is not None:
@@ -582,13 +583,14 @@ def row_shapes(spec: FieldSpec, extents: Extents | None, row_count: int) -> NDAr
 
 
 def extents_as(other: FieldSpec, spec: FieldSpec, extents: Extents | None, row_count: int) -> Extents | None:
-    """Convert the extents of rows from one spec to another spec that also fits the rows.
+    """Convert the extents of rows from one spec to another that also fits the rows.
 
     Args:
-        other: the target spec, with additional ragged dimensions or without an encoding, such as a spec that covers
-            several puts of a field.
-        spec: the spec of the rows when they were put.
-        extents: `(row_count, extents per row of spec)`, or None if `spec` is dense.
+        other: the target spec, which has additional ragged dimensions or no encoding, for example because it covers
+            several puts.
+        spec: the rows' spec when they were put.
+        extents: the rows' extents according to `spec`, of shape `(row_count, extents per row)`; None if `spec` is
+            dense.
         row_count: number of rows.
     """
     if extents is not None and extent_count(other) > extent_count(spec) and spec.layout is Layout.OBJECT:
@@ -601,10 +603,10 @@ def extents_as(other: FieldSpec, spec: FieldSpec, extents: Extents | None, row_c
 DEFAULT_FRAME_BYTES: Final = 2 << 20
 
 MOST_FRAME_PARTS: Final = 4096
-"""Maximum number of chunks per frame. Joining that many chunks takes a few milliseconds, whatever their size."""
+"""Maximum number of chunks per frame. Joining that many chunks takes a few milliseconds, regardless of their size."""
 
 SEND_AS_KEY: Final = "tq-send-as"
-"""Key of the initial metadata that a storage service sends to grant capacity for a put and request its bytes.
+"""Key of the initial metadata with which a storage service grants capacity for a put and requests the put's bytes.
 
 The value tells the client how to send the bytes.
 """
@@ -616,47 +618,47 @@ SEND_AS_BULK: Final = "bulk"
 """Value of `SEND_AS_KEY`: the bytes are sent over bulk connections, with the ticket stored under `TICKET_KEY`."""
 
 TICKET_KEY: Final = "tq-ticket-bin"
-"""Key of the initial metadata that contains the `BulkTicket` of a put."""
+"""Key of the initial metadata that contains a put's `BulkTicket`."""
 
 BULK_BYTES: Final = 2 << 20
-"""Minimum size for bulk connections, in bytes; for smaller puts and gets, frames are as fast."""
+"""Minimum size of puts and gets for bulk connections, in bytes; smaller puts and gets are as fast in frames."""
 
 SEND_AS_REGION: Final = "region"
-"""Value of `SEND_AS_KEY`: the bytes are written to a shared-memory region, offered to the put's session."""
+"""Value of `SEND_AS_KEY`: the bytes are written to a shared-memory region offered over the put's session."""
 
 REGION_KEY: Final = "tq-region-bin"
-"""Key of the initial metadata that contains the `RegionOffer` of a put."""
+"""Key of the initial metadata that contains a put's `RegionOffer`."""
 
 SEND_AS_FD: Final = "fd"
-"""Value of `SEND_AS_KEY`: the bytes are sent as a sealed memory file, over the session named in the put's header."""
+"""Value of `SEND_AS_KEY`: the bytes are sent as a sealed memory file over the session named in the put's header."""
 
 INLINE_BYTES: Final = 256 << 10
-"""Maximum size of a put or get in a single message (PutInline, GetInline), in bytes, unless shared memory is used.
+"""Maximum size in bytes of a put or get sent in one message (PutInline, GetInline), unless shared memory is used.
 
 Inline puts that wait for capacity do not count towards the quota; `WAITING_BYTES` limits their total size.
 """
 
 WAITING_BYTES: Final = "waiting_bytes"
-"""`limit_name` of the error for a call that may not wait because waiting requests already use too much memory."""
+"""`limit_name` in the error for a call that may not wait because waiting requests already use too much memory."""
 
 # Slightly below glibc's largest dynamic mmap threshold (32 MiB).
 _LARGEST_THRESHOLD_BYTES: Final = (32 << 20) - (64 << 10)
 _HEADER_TAG: Final = 0x0A  # field 1, length-delimited
 _FRAME_TAG: Final = 0x12  # field 2, length-delimited
-_MAX_VARINT_BYTES: Final = 5  # for the size of a field; the protobuf library rejects longer varints
+_MAX_VARINT_BYTES: Final = 5  # for a field's size; the protobuf library rejects longer varints
 
 FrameParts: TypeAlias = Sequence[memoryview | bytes | bytearray]
 
 
 @dataclass(frozen=True, slots=True)
 class Garbled:
-    """A message that could not be decoded, and the reason."""
+    """Stands for a message that could not be decoded, and contains the reason."""
 
     reason: str
 
 
 def encode_part(part: PutHeader | GetHeader | FrameParts | bytes) -> bytes:
-    """Serialize a message of a put or get stream: a header, the parts of a frame, or a message already in bytes."""
+    """Serialize a message for a put or get stream, given as a header, the parts of a frame, or serialized bytes."""
     if isinstance(part, bytes):
         return part
     tag = _FRAME_TAG
@@ -684,21 +686,21 @@ def _decode(kind: type[PutRequest] | type[GetResponse], data: bytes) -> Any:
 
 
 decode_put_request: Final[Callable[[bytes], PutHeader | memoryview | Garbled]] = partial(_decode, PutRequest)
-"""Deserialize a message of a put stream; return a header, a view of a frame, or `Garbled`."""
+"""Deserialize a message from a put stream; return a header, a view of a frame, or `Garbled`."""
 
 decode_get_response: Final[Callable[[bytes], GetHeader | memoryview | Garbled]] = partial(_decode, GetResponse)
-"""Deserialize a message of a get stream; return a header, a view of a frame, or `Garbled`."""
+"""Deserialize a message from a get stream; return a header, a view of a frame, or `Garbled`."""
 
 
 def iter_frames(
     chunks: Iterable[C], frame_bytes: int = DEFAULT_FRAME_BYTES, most_parts: int | None = MOST_FRAME_PARTS
 ) -> Iterator[list[C]]:
-    """Arrange chunks into frames of `frame_bytes`; large chunks are split, and small chunks are combined.
+    """Arrange chunks into frames of `frame_bytes` by splitting large chunks and combining small ones.
 
     Args:
         chunks: the bytes to send, in order.
         frame_bytes: size of each frame except the last, which may be smaller.
-        most_parts: maximum number of chunks per frame; None: unlimited. Frames may be smaller because of it.
+        most_parts: maximum number of chunks per frame, which may result in smaller frames; None: no limit.
 
     Yields:
         The parts of one frame, for `encode_part`; frames are never empty.
@@ -726,11 +728,11 @@ def iter_frames(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScatteredRows:
-    """Memory for a column whose rows are stored at separate places in a buffer.
+    """Memory for a column whose rows are stored in separate places in a buffer.
 
     Attributes:
         buffer: memory that contains the rows.
-        views: the parts of the buffer that contain the column's bytes, in order; no part is empty.
+        views: the non-empty parts of the buffer that contain the column's bytes, in order.
     """
 
     buffer: Bytes
@@ -738,13 +740,13 @@ class ScatteredRows:
 
 
 class ColumnReceiver:
-    """Copies the frames of a get into one buffer per column.
+    """Copies the frames received for a get into one buffer per column.
 
     Each column has its own aligned buffer, which is freed together with the column's tensor.
 
     Args:
-        columns: the columns that the frames contain.
-        buffers: memory for each column, to be filled and then shared with tensors; None: allocate new memory.
+        columns: the columns contained in the frames.
+        buffers: memory for each column, to be filled and then shared with tensors; None to allocate new memory.
 
     Attributes:
         views: views of the buffers, in filling order.
@@ -780,7 +782,7 @@ class ColumnReceiver:
                 self._current, self._filled = self._current + 1, 0
 
     def end_filling(self) -> None:
-        """Mark all buffers as filled, after they were filled by means other than frames."""
+        """Mark all buffers as filled after they were filled by means other than frames."""
         self._current = len(self.views)
 
     def write_all(self, frames: Iterable[memoryview]) -> None:
@@ -789,7 +791,7 @@ class ColumnReceiver:
             self.write(frame)
 
     def finish(self) -> Sequence[Bytes]:
-        """Return the filled buffers of all columns, in order; for scattered rows, the buffer that contains them.
+        """Return each column's filled buffer, in order; for scattered rows, return the buffer that contains them.
 
         Raises:
             InvalidArgumentError: frames are missing.
@@ -803,7 +805,7 @@ class ColumnReceiver:
 
 
 def _plain_frame(data: bytes) -> memoryview | None:
-    """Return the frame if the message contains nothing else; return None if the protobuf library must decode it."""
+    """Return the frame if the message contains nothing else, or None if the protobuf library must decode it."""
     if not data or data[0] != _FRAME_TAG:
         return None
     length = 0
@@ -821,8 +823,8 @@ def keep_frame_buffers() -> None:
 
     Mapping fresh pages costs more than copying data into them. glibc maps each block above the threshold anew. When
     glibc frees a mapped block, the threshold rises to the block's size (`M_MMAP_THRESHOLD` in mallopt(3)). Freeing one
-    untouched block of 32 MiB is therefore enough. In measurements, the speed of gets increased from 0.7 to 1.3 GB/s,
-    and puts of asyncio clients without gets needed only half of the CPU time.
+    untouched block of 32 MiB is therefore enough. In measurements, get throughput increased from 0.7 to 1.3 GB/s, and
+    asyncio clients that only put data needed only half the CPU time.
     """
     block = bytes(_LARGEST_THRESHOLD_BYTES)
     del block

@@ -1,11 +1,11 @@
-"""Connections to a service: channel options, client credentials, and choice of the controller to call.
+"""Connections to a service: channel options, client credentials, and the choice of which controller to call.
 
 Clients authenticate with a bearer token over TLS. Services also authenticate to each other with tokens and TLS.
 
-A large request is split into several messages of one call. Messages are small, so only a few bytes are in flight to a
-service at a time. If the first request of a call has at least `PART_BYTES`, its serialized form is split into parts of
-exactly this size. The last part is smaller and may be empty. The service joins the parts before it executes the
-request, so the request is executed completely or not at all.
+A large request is split into several messages within one call. Messages are small, so only a few bytes are in flight to
+a service at a time. If a call's first request has at least `PART_BYTES` when serialized, it is split into parts of
+exactly this size. The last part is smaller and may be empty. The service joins the parts before executing the request,
+so the request is executed completely or not at all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 CONNECTION_OPTIONS: Final = (
     ("grpc.primary_user_agent", USER_AGENT),
-    # A service that starts late or restarts is found within half a second. gRPC's default pauses grow to two minutes.
+    # Clients detect a service that starts late or restarts within half a second. By default, gRPC's reconnection pauses
+    # grow to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
     # Despite its name, this limits the time of one connection attempt. A busy service needs time for a handshake.
@@ -39,31 +40,32 @@ CONNECTION_OPTIONS: Final = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),  # the default is one minute, regardless of keepalive_timeout_ms
-    ("grpc.http2.max_pings_without_data", 0),  # unlimited, because a long poll sends no data for a long time
+    ("grpc.http2.max_pings_without_data", 0),  # unlimited, because no data is sent during a long poll
 )
 
 _OF_CLUSTER: Final[dict[str, Any]] = {
     "grpc.keepalive_time_ms": 1_500,
     "grpc.keepalive_timeout_ms": 2_000,
     "grpc.http2.ping_timeout_ms": 2_000,
-    # If a name has several addresses, each connection picks a random one, as the first may be an unreachable standby.
+    # If a name has several addresses, each connection picks one at random, because the first may be an unreachable
+    # standby.
     "grpc.dns_min_time_between_resolutions_ms": 1_000,
     "grpc.service_config": '{"loadBalancingConfig": [{"pick_first": {"shuffleAddressList": true}}]}',
 }
 
 CONTROLLER_CONNECTION_SECONDS: Final = 30
-"""Time in seconds that a cluster's controller accepts new calls on a connection; calls in flight continue.
+"""Time in seconds during which a cluster's controller accepts new calls on a connection; calls in flight continue.
 
-Some clients reach all controllers under one name, through a load balancer that routes to the leader. The limit makes
-clients behind a load balancer reconnect to the current leader.
+Some clients reach all controllers under one name through a load balancer that routes to the leader. The time limit
+makes these clients reconnect to the current leader.
 """
 
 
 def cluster_options(options: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
-    """Return the options of a channel to a controller of a cluster.
+    """Return the options for a channel to a controller in a cluster.
 
-    A paused or disconnected controller is detected before its lease ends. Calls waiting on it then move to the next
-    controller.
+    With these options, a paused or disconnected controller is detected before its lease ends. Calls waiting on this
+    controller then move to the next one.
     """
     return tuple((dict(options) | _OF_CLUSTER).items())  # gRPC uses the first of duplicate options
 
@@ -71,31 +73,31 @@ def cluster_options(options: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any]
 CLUSTER_OPTIONS: Final = cluster_options(CONNECTION_OPTIONS)
 
 STREAM_WINDOW_BYTES: Final = 16 << 10
-"""Number of bytes that a client may send ahead, before the service reads them."""
+"""Number of bytes that a client may send before the service reads them."""
 
 PART_BYTES: Final = 2 << 20
-"""Size in bytes of each part except the last; if a first message has at least this size, more parts follow."""
+"""Size in bytes of each part except the last; if a call's first message has at least this size, more parts follow."""
 
 MAX_REQUEST_BYTES: Final = 64 << 20
 """Maximum size of a request in bytes, including all parts."""
 
 MOST_BATCHED_CALLS: Final = 256
-"""Maximum number of unanswered calls in a `CallMany` stream, and of calls per message of the stream."""
+"""Maximum number of unanswered calls in a `CallMany` stream, and of calls per message in the stream."""
 
 MOST_BATCHED_REQUEST_BYTES: Final = 16 << 10
 """Maximum size in bytes of a batched call's request; larger requests are sent as separate calls."""
 
 MOST_BATCHED_METADATA_BYTES: Final = 1024
-"""Maximum size in bytes of a batched call's metadata, excluding the metadata of the stream."""
+"""Maximum size in bytes of a batched call's metadata, excluding the stream's own metadata."""
 
 LISTENING_OPTIONS: Final = (
     # Unread bytes use memory outside the quota. By default, gRPC allows megabytes of them per call.
     ("grpc.http2.lookahead_bytes", STREAM_WINDOW_BYTES),
     ("grpc.http2.bdp_probe", 0),
     ("grpc.experimental.tcp_max_read_chunk_size", 256 << 10),  # per connection; gRPC's default is 4 MiB
-    # A client that disappears without closing the connection is detected within 80 s, and the resources of its calls
-    # are released. A client that is merely busy, such as a Node.js worker with a blocked event loop, does not answer
-    # pings, but its calls continue.
+    # A client that disappears without closing the connection is detected within 80 s, and its calls' resources are
+    # released. A client that is merely busy, such as a Node.js worker with a blocked event loop, does not answer pings,
+    # but its calls continue.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 60_000),
     ("grpc.http2.ping_timeout_ms", 60_000),
@@ -116,7 +118,7 @@ TOKEN_KEY: Final = "authorization"  # noqa: S105  (a name)
 TOKEN_SCHEME: Final = "Bearer "  # noqa: S105  (a name)
 
 Role: TypeAlias = Literal["read", "produce", "consume", "admin", "service"]
-"""Role of a token, which determines the token's permissions."""
+"""A token's role, which determines the token's permissions."""
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 
 _REREAD_SECONDS: Final = 1.0
@@ -130,7 +132,7 @@ class Tls:
 
     Attributes:
         ca: certificates of the authorities that may sign the service's certificate; None: gRPC's defaults.
-        cert: certificate of the client with its chain, for services that require one (mTLS).
+        cert: the client's certificate with its chain, for services that require a client certificate (mTLS).
         key: private key of `cert`, without a passphrase.
     """
 
@@ -149,7 +151,7 @@ class Tls:
         return cls(ca=ca, cert=cert, key=key) if ca or cert or key else None
 
     def signature(self) -> Signature:
-        """Return a value that changes when one of the files changes."""
+        """Return a value that changes whenever one of the files changes."""
         return tuple(map(file_signature, (self.ca, self.cert, self.key)))
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
@@ -172,9 +174,9 @@ class Credentials:
         token: the bearer token, or the path of a file that contains the token and is reread when it changes. None: the
             token in `TQ_TOKEN`, else in the file named by `TQ_TOKEN_FILE`, else no token. False: no token, even if the
             token variables are set.
-        tls: TLS settings for the service. None: the settings in `TQ_TLS_CA`, `TQ_TLS_CERT` and `TQ_TLS_KEY`, else
-            plaintext. False: plaintext, even if the TLS variables are set.
-        insecure: whether the token may be sent to other machines in plaintext; None: whether `TQ_INSECURE` is true.
+        tls: TLS settings for reaching the service. None: the settings in `TQ_TLS_CA`, `TQ_TLS_CERT` and `TQ_TLS_KEY`,
+            else plaintext. False: plaintext, even if the TLS variables are set.
+        insecure: whether the token may be sent to other machines in plaintext; None: determined by `TQ_INSECURE`.
     """
 
     def __init__(
@@ -202,14 +204,14 @@ class Credentials:
 
     @property
     def sent_secret(self) -> str:
-        """Name of the secret that would be exposed in plaintext calls; empty without a secret."""
+        """Name of the secret that plaintext calls would expose; empty without a secret."""
         return "the token" if self.has_token else ""
 
     def metadata(self) -> Metadata | None:
         """Return the call metadata that contains the token, or None without a token.
 
         Raises:
-            UnauthenticatedError: the token file cannot be used.
+            UnauthenticatedError: the token file is unreadable or does not contain a token.
         """
         if self._token_file is not None and time.monotonic() >= self._reread_at:
             self._reread(self._token_file)
@@ -221,7 +223,7 @@ class Credentials:
             if signature is None or signature != self._file_signature:
                 self._metadata = _bearer(path.read_text(), str(path))
                 self._file_signature = signature
-        except (OSError, ValueError) as error:  # if the file is gone, the last token may still be valid
+        except (OSError, ValueError) as error:  # even if the file is gone, the last token may still be valid
             if self._metadata is None:
                 raise UnauthenticatedError(
                     f"the token file {path} cannot be used: {error}", metadata={"path": str(path)}
@@ -229,7 +231,7 @@ class Credentials:
         self._reread_at = time.monotonic() + _REREAD_SECONDS
 
     def signature(self) -> Signature:
-        """Return a value that changes when a channel must be reopened, because its TLS files have changed."""
+        """Return a value that changes when a channel must be reopened because its TLS files have changed."""
         return () if self.tls is None else self.tls.signature()
 
     def check_target(self, address: str) -> None:
@@ -246,7 +248,7 @@ class Credentials:
             )
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments to create equal credentials in another process, without secrets."""
+        """Return the arguments for creating equal credentials in another process, without secrets."""
         return dict(self._arguments)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -269,11 +271,11 @@ def open_channel(api: Any, address: str, credentials: Credentials, options: Sequ
 
 
 def in_parts(request: bytes, name: str) -> list[bytes]:
-    """Split a serialized request into the messages of a call.
+    """Split a serialized request into messages for one call.
 
     Args:
         request: the serialized request.
-        name: name of the call, for error messages.
+        name: the call's name, for error messages.
 
     Raises:
         InvalidArgumentError: the request exceeds `MAX_REQUEST_BYTES`.
@@ -342,11 +344,11 @@ _TIMED_OUT: Final = "timed out"  # as in the result of `addresses.cause_of`
 
 
 class Controllers:
-    """Addresses of the controllers, and the choice of the controller to call. Thread-safe.
+    """The controllers' addresses, and the choice of which controller to call. Thread-safe.
 
-    If there are several controllers, one of them leads. A standby's error contains the leader's address; the leader is
-    then called even if its address was not configured. If the leader does not answer, the configured addresses are
-    tried in turn.
+    If there are several controllers, one of them leads. The error from a standby contains the leader's address, and the
+    client then calls the leader even if this address was not configured. If the leader does not answer, the client
+    tries the configured addresses in turn.
 
     Args:
         addresses: one address, such as a DNS name of all controllers, or several addresses separated by commas.
@@ -359,11 +361,11 @@ class Controllers:
     def __init__(self, addresses: str) -> None:
         self._given = split_addresses(addresses)
         self.current = self._given[0]
-        self._silent_at: dict[str, float] = {}  # by address: when a call last timed out
+        self._silent_at: dict[str, float] = {}  # time of the last timed-out call, by address
         self.has_several = len(self._given) > 1
 
     def note(self, asked: str, failure: TqError) -> None:
-        """Choose the controller to call after a failed call; ignore failures of controllers other than `current`."""
+        """Choose the controller to call after a failed call; ignore failures from controllers other than `current`."""
         if not isinstance(failure, UnavailableError) or asked != self.current:
             return
         leader = ""
@@ -380,5 +382,5 @@ class Controllers:
             self.current = next((each for each in others if not self._is_silent(each)), others[0])
 
     def _is_silent(self, address: str) -> bool:
-        """Return whether a call to a controller timed out recently; standbys still name a paused leader."""
+        """Return whether a call to a controller timed out recently; standbys may refer to a paused leader."""
         return time.monotonic() - self._silent_at.get(address, -_SILENT_SECONDS) < _SILENT_SECONDS

@@ -1,7 +1,7 @@
 """The functions of `torch.cuda` that this package uses. Tests replace them with fakes that need no device.
 
 Torch is imported only if a tensor is on a device or the caller names a device. No function here waits for an entire
-device or stream. Only an event's `synchronize` blocks its thread, until the work before that event is done.
+device or stream. Only an event's `synchronize` blocks the calling thread, until the work before the event is done.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Event(Protocol):
-    """A point in the work of a stream."""
+    """A point in a stream's work."""
 
     def query(self) -> bool:
         """Return whether the stream has reached the event."""
@@ -32,10 +32,10 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """A queue of work on a device, executed in order."""
+    """A queue of work that a device executes in order."""
 
     def wait_event(self, event: Any) -> None:
-        """Make this stream's further work wait for an event of another stream."""
+        """Make this stream's subsequent work wait for an event in another stream."""
         ...
 
 
@@ -76,7 +76,7 @@ def current_stream(device: Device) -> Stream:
 
 
 def side_streams() -> list[Stream]:
-    """Return this thread's current streams, excluding the default streams of devices."""
+    """Return this thread's current streams, excluding devices' default streams."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is None or not cuda.is_initialized():
         return []
@@ -91,13 +91,13 @@ def new_stream(device: Device) -> Stream:
 
 
 def using(stream: Stream) -> AbstractContextManager[Any]:
-    """Return a context manager that makes a stream this thread's current stream."""
+    """Return a context manager that makes the given stream this thread's current stream."""
     context: AbstractContextManager[Any] = load_torch().cuda.stream(stream)
     return context
 
 
 def record(stream: Any) -> Event:
-    """Return an event after all work submitted to the stream so far; threads that wait for the event sleep."""
+    """Record and return an event after all work submitted to the stream so far; threads sleep while waiting for it."""
     event: Event = stream.record_event(load_torch().cuda.Event(blocking=True))
     return event
 
@@ -113,33 +113,35 @@ def copy(target: Tensor, source: Tensor, stream: Stream) -> None:
     """Make the stream copy bytes between host and device, in either direction.
 
     If the host memory is pinned, the call returns immediately, and the memory must stay unchanged and pinned until the
-    stream has completed the copy. If it is pageable, the call returns after the bytes have been read or written.
+    stream has completed the copy. If the host memory is pageable, the call returns after the bytes have been read or
+    written.
     """
     with using(stream):
         target.copy_(source, non_blocking=True)
 
 
 def used_by(tensor: Tensor, stream: Any) -> None:
-    """Prevent reuse of a tensor's memory after its deletion until the stream has finished the work submitted so far."""
+    """Keep a deleted tensor's memory from being reused until the stream has finished the work submitted so far."""
     tensor.record_stream(stream)
 
 
 def register(address: int, size: int, device: Device) -> bool:
-    """Pin memory of this process for all devices; return whether the operating system allowed it.
+    """Pin this process's memory for all devices; return whether the operating system allowed pinning.
 
-    The driver pins pages for writing, and would replace pages of a private file mapping by copies. While pages of a
-    shared mapping are pinned, its memfd cannot be sealed against writing.
+    The driver pins pages for writing and would therefore replace the pages of a private file mapping with copies. While
+    pages of a shared mapping are pinned, its memfd cannot be sealed against writing.
     """
     with load_torch().cuda.device(device):  # otherwise, the driver would also create a context on the first device
         if int(load_torch().cuda.cudart().cudaHostRegister(address, size, 0)) == 0:
             return True
-        # The driver raises the error again in this thread's next kernel, so launch a kernel here to clear the error.
+        # The driver would raise the error again in this thread's next kernel, so launch a kernel here to clear the
+        # error.
         with suppress(RuntimeError):
             load_torch().zeros(1, device=device)
     return False
 
 
 def unregister(address: int, device: Device) -> None:
-    """Unpin memory before it is unmapped; no copy may be using the memory anymore."""
+    """Unpin memory before it is unmapped; all copies that use the memory must have finished."""
     with load_torch().cuda.device(device):
         load_torch().cuda.cudart().cudaHostUnregister(address)

@@ -1,14 +1,14 @@
-"""Copies of tensors between a CUDA device and the host, through pinned memory, in parallel with the caller's kernels.
+"""Copies tensors between a CUDA device and the host through pinned memory, in parallel with the caller's kernels.
 
 ::
 
     down    caller's stream ── event ──> copy stream ── pinned memory ── event ──> the thread that sends the bytes
     up      pinned memory ──> copy stream ── one arena on the device ── event ──> the caller's stream
 
-A copy waits for one event of the caller's stream, and the caller's stream waits for one event of the copy. No step
-waits for the entire device, or for a stream to finish all of its work. If the source or destination is pinned
-(`host_memory`), such as a region shared with the storage service, the copy is direct. Otherwise, the bytes pass through
-pinned blocks.
+A copy waits for one event in the caller's stream, and the caller's stream waits for one event in the copy stream. No
+step waits for the entire device or for a stream to finish all of its work. If the source or destination is pinned
+(`host_memory`), for example in a region shared with the storage service, the copy is direct. Otherwise, the bytes pass
+through pinned blocks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def find_device(name: Any) -> Device | None:
 
 
 def on_these_streams(work: Callable[[], T]) -> Callable[[], T]:
-    """Wrap work for another thread, to use the current streams of the calling thread there."""
+    """Wrap work to be run in another thread so that it uses the calling thread's current streams."""
     streams = cuda.side_streams()
     if not streams:
         return work
@@ -72,16 +72,16 @@ _streams: dict[tuple[Device, str], cuda.Stream] = {}
 
 
 def copy_stream(device: Device, direction: Literal["up", "down"]) -> cuda.Stream:
-    """Return this process's stream for copies from the host to a device ("up"), or back ("down")."""
+    """Return this process's stream for copies from the host to a device ("up") or back ("down")."""
     # If two threads create a stream at the same time, both use the stream that is stored first.
     return _streams.get((device, direction)) or _streams.setdefault((device, direction), cuda.new_stream(device))
 
 
 class DeviceBytes:
-    """The bytes of a tensor on a device, in row-major order. A slice is also a DeviceBytes.
+    """The bytes of a tensor on a device, in row-major order. Slicing returns another DeviceBytes.
 
     Attributes:
-        device: device of the tensor.
+        device: the tensor's device.
     """
 
     __slots__ = ("_ready", "_values", "device")
@@ -93,7 +93,7 @@ class DeviceBytes:
 
     @classmethod
     def of(cls, tensor: Tensor) -> DeviceBytes:
-        """Return the bytes that a tensor has after the work submitted to the current stream so far."""
+        """Return a tensor's bytes as they will be after the work submitted to the current stream so far."""
         plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
         # Do not use reshape here: view rejects some strides of a single value that still count as contiguous.
         values = plain.as_strided((plain.numel(),), (1,)).view(cuda.load_torch().uint8)
@@ -106,7 +106,7 @@ class DeviceBytes:
         return DeviceBytes(self._values[part], self._ready)
 
     def copy_to(self, target: Bytes) -> cuda.Event:
-        """Start copying the bytes to `target`; return an event after the copy. Keep both objects alive until then."""
+        """Start copying the bytes to `target`; return an event before which both objects must stay alive."""
         self._ready.synchronize()  # blocks this thread instead of the stream, which other callers' copies also use
         stream = copy_stream(self.device, "down")
         cuda.copy(cuda.load_torch().from_numpy(target), self._values, stream)
@@ -118,9 +118,9 @@ Chunk: TypeAlias = memoryview | DeviceBytes
 
 
 def on_host(chunks: Iterable[Chunk]) -> Iterator[list[memoryview]]:
-    """Yield the bytes of chunks on the host, in order. The next device block is copied while the caller uses a block.
+    """Yield the chunks' bytes on the host, in order. While the caller uses a block, the next device block is copied.
 
-    Delete each yielded list before requesting the next one, so its memory can be reused.
+    Delete each yielded list before requesting the next, so that its memory can be reused.
     """
     here: list[memoryview] = []
     copies: deque[tuple[cuda.Event, Bytes, DeviceBytes]] = deque()
@@ -157,7 +157,7 @@ def copy_to_host(target: Bytes, chunks: Iterable[Chunk]) -> None:
     """Copy chunks into host memory one after another, directly from a device if the host memory is pinned."""
     view, end = target.data, 0
     pin = PINNED.find(target)
-    copies: list[tuple[cuda.Event, DeviceBytes]] = []  # chunks stay referenced, so the device cannot reuse their memory
+    copies: list[tuple[cuda.Event, DeviceBytes]] = []  # references chunks, so the device cannot reuse their memory
 
     def copy(start: int, source: memoryview) -> int:
         end = start + len(source)
@@ -198,7 +198,7 @@ def to_cpu(tensor: Tensor) -> Tensor:
 
 
 def upload(arrays: Sequence[Bytes], device: Device) -> list[Tensor]:
-    """Copy byte arrays `(size,)` from the host to a device; return views of one arena, aligned to 64 bytes.
+    """Copy byte arrays from the host to a device; return one view per array into a single arena, aligned to 64 bytes.
 
     Adjacent arrays in pinned memory are copied in one step. Arrays in pageable memory pass through pinned blocks. The
     device's current stream waits for the copies, but this thread does not. Do not modify the arrays afterwards.
@@ -243,7 +243,7 @@ def upload(arrays: Sequence[Bytes], device: Device) -> list[Tensor]:
 
 
 def _blocks(waiting: deque[tuple[int, Bytes]], start: int, end: int, device: Device) -> Iterator[tuple[int, Bytes]]:
-    """Yield the bytes from `start` to `end` of an arena in pinned blocks, each with its offset in the arena."""
+    """Yield an arena's bytes from `start` to `end` in pinned blocks, each with its offset in the arena."""
     while start < end:
         stop = min(start + _BLOCK_BYTES, end)
         block = BLOCKS.take(_BLOCK_BYTES, device)[: stop - start]

@@ -1,4 +1,4 @@
-"""Encoding of user data as columns: tensors, arrays, nested tensors, lists of these, and lists of objects."""
+"""Encodes user data (tensors, arrays, nested tensors, lists of these, and lists of objects) as columns."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ from tq_service.wire.objects import encode_objects, no_collection
 
 T = TypeVar("T")
 _GATHER_BELOW_BYTES: Final = 64 << 10
-"""Mean row size below which rows are concatenated, as on devices; larger rows are sent as separate views."""
+"""Mean row size in bytes below which rows are concatenated; larger rows in host memory are sent as separate views."""
 
-_AT_ONCE: Final = 1 << 16  # objects processed in one call into C, which blocks other threads
+_AT_ONCE: Final = 1 << 16  # number of objects per call into C, which blocks other threads
 _LISTS_AT_ONCE: Final = 1 << 10
 _OBJECT_KINDS: Final = "OUST"  # kinds of NumPy dtypes whose values are objects or text
 
 
 def encode_columns(data: Any, known: Mapping[str, FieldSpec] | None = None) -> list[SourceColumn]:
-    """Encode the columns of a put, without copying tensors that are contiguous and on the CPU.
+    """Encode the columns for a put without copying tensors that are contiguous and on the CPU.
 
-    Tensors on a device are not copied to the host. The bytes of a tensor are read after the current stream's work.
+    Tensors on a device are not copied to the host. A tensor's bytes are read after the current stream's work so far.
 
     Args:
         data: a TensorDict with one batch dimension, or a mapping of field names to columns of `n` rows each. A tensor
-            or array `(n, ...)` becomes a dense column. A nested tensor, or a list of tensors or arrays with one or more
-            dimensions, becomes jagged. A list of numbers or 0-dim tensors becomes dense scalars (int64 for int, float64
-            for float). A list of lists of numbers becomes jagged, or dense if all have the same length. A list of other
-            values becomes a column of objects. See `non_tensor_rows` for `NonTensorData`.
-        known: specs of fields that exist in the partition. Object fields accept any list. In tensor fields, nested
-            lists of numbers and empty lists also become tensors. Objects become text if all are str, bytes if all are
-            bytes, and msgpack otherwise.
+            or array of shape `(n, ...)` becomes a dense column. A nested tensor, or a list of tensors or arrays with
+            one or more dimensions, becomes jagged. A list of numbers or 0-dim tensors becomes dense scalars (int64 for
+            int, float64 for float). A list of lists of numbers becomes jagged, or dense if all have the same length. A
+            list of other values becomes a column of objects. See `non_tensor_rows` for `NonTensorData`.
+        known: specs of the partition's existing fields. Object fields accept any list. In tensor fields, nested lists
+            of numbers and empty lists also become tensors. Objects become text if all are str, bytes if all are bytes,
+            and msgpack otherwise.
 
     Raises:
-        InvalidArgumentError: there are no fields or rows, row counts differ, or values do not fit into a column.
+        InvalidArgumentError: there are no fields or rows, row counts differ, or values do not fit in a column.
         UnsupportedObjectError: an object could only be encoded with pickle.
     """
     columns = [
@@ -82,11 +82,11 @@ def encode_columns(data: Any, known: Mapping[str, FieldSpec] | None = None) -> l
 
 
 def encode_appended(data: Any, known: Mapping[str, FieldSpec]) -> list[SourceColumn]:
-    """Encode the columns of an append. All of them become jagged in the first dimension of their rows.
+    """Encode the columns for an append. Every column becomes jagged in the first dimension of its rows.
 
     Args:
         data: the columns, as for `encode_columns`; rows need one or more dimensions.
-        known: specs of fields that exist in the partition.
+        known: specs of the partition's existing fields.
 
     Raises:
         InvalidArgumentError: a column contains scalars or objects, or rows that differ in another dimension; see also
@@ -112,7 +112,7 @@ def _ragged(column: SourceColumn) -> SourceColumn:
 
 
 def has_lists(data: Any) -> bool:
-    """Return whether a column is a list, whose encoding depends on the spec of an existing field."""
+    """Return whether any column is a list, whose encoding depends on the existing field's spec."""
     is_mapping = isinstance(data, Mapping) and not _is_tensordict(data)
     return is_mapping and any(isinstance(values, (list, tuple)) for values in data.values())
 
@@ -186,7 +186,7 @@ def _holds_tensors(known: FieldSpec | None) -> bool:
 
 
 def _objects_unless_tensors(name: str, known: FieldSpec | None) -> FieldSpec | None:
-    """Return the spec for rows from an object container: `known` if it is a tensor field, otherwise an object field."""
+    """Return the spec for rows from an object container: `known` for a tensor field, else an object spec."""
     return known if _holds_tensors(known) else FieldSpec(name, layout=Layout.OBJECT)
 
 
@@ -200,7 +200,7 @@ def non_tensor_rows(name: str, values: Any) -> list[Any]:
 
     A `NonTensorData` usually contains a single value for all rows, even if the value is a list. There are two
     exceptions. An array of objects or text with one item per row contains the rows, because a TensorDict stores lists
-    and arrays that way. A `NonTensorData` outside a TensorDict, without a batch dimension, contains the rows if
+    and arrays that way. A `NonTensorData` that is outside a TensorDict and has no batch dimension contains the rows if
     its value is a list, a tuple or an array.
 
     Raises:
@@ -239,7 +239,7 @@ def _bytes_of(name: str, values: Any) -> tuple[str, Chunk]:
 
 
 def _check_values(name: str, values: Any) -> None:
-    """Reject tensors and arrays that contain more than plain values, or no values."""
+    """Reject tensors and arrays that contain no values or more than plain values."""
     if not is_tensor(values):
         problem = "a masked array, whose mask would be lost; fill it first" if np.ma.isMaskedArray(values) else ""
     elif values.is_nested:
@@ -265,7 +265,7 @@ def _column(spec: FieldSpec, row_count: int, extents: Extents | None, chunks: tu
 
 
 def _encode_nested(name: str, values: Any) -> SourceColumn:
-    """Encode a nested tensor, without a copy if it is packed and ragged in the first dimension, as usual."""
+    """Encode a nested tensor; avoid a copy in the usual case that it is packed and ragged in the first dimension."""
     torch = sys.modules["torch"]
     nested = values.detach()
     if nested.layout is not torch.jagged:
@@ -301,9 +301,9 @@ def _inconsistent(name: str, nested: Any) -> InvalidArgumentError:
 
 def _encode_list(name: str, values: Sequence[Any], known: FieldSpec | None) -> SourceColumn:
     if not values:
-        return _encode_dense(name, np.zeros(0, np.float32))  # rejected later, like all data with 0 rows
+        return _encode_dense(name, np.zeros(0, np.float32))  # rejected later like all data with 0 rows
     kinds = _kinds(values)
-    if any(map(_is_non_tensor, kinds.values())):  # from iterating over a NonTensorStack
+    if any(map(_is_non_tensor, kinds.values())):  # the result of iterating over a NonTensorStack
         values = [value.tolist() if _is_non_tensor(value) else value for value in values]
         kinds, known = _kinds(values), _objects_unless_tensors(name, known)
     if known is None or known.layout is not Layout.OBJECT:
@@ -318,7 +318,7 @@ def _parts(values: Sequence[T], size: int = _AT_ONCE) -> Iterator[Sequence[T]]:
 
 
 def _kinds(values: Sequence[Any]) -> dict[type, Any]:
-    """Return the types of the values, each with one value as an example."""
+    """Return each type that occurs among the values, with one example value."""
     kinds: dict[type, Any] = {}
     for part in _parts(values):
         for kind in set(map(type, part)) - kinds.keys():
@@ -331,8 +331,8 @@ def _is_non_tensor(value: Any) -> bool:
 
 
 def _encode_tensors(name: str, values: Sequence[Any], kinds: set[type], known: FieldSpec | None) -> SourceColumn | None:
-    """Encode rows of tensors, arrays, numbers or number lists as a tensor column; return None for any other rows."""
-    # Check types instead of values, because there are only a few types.
+    """Encode rows that are tensors, arrays, numbers or number lists as a tensor column; return None for other rows."""
+    # Check the types rather than the values, because there are only a few types.
     are_arrays = all(issubclass(kind, np.ndarray) or is_tensor_type(kind) for kind in kinds)
     if are_arrays and all(row.dtype.kind not in _OBJECT_KINDS for row in values if isinstance(row, np.ndarray)):
         try:
@@ -348,7 +348,7 @@ def _encode_tensors(name: str, values: Sequence[Any], kinds: set[type], known: F
 
 
 def _as_numbers(values: Sequence[Any], kinds: set[type]) -> NDArray[Any] | None:
-    """Convert Python numbers, or numbers of one numpy type, to an array; return None if that would be inexact."""
+    """Convert Python numbers or numbers of one numpy type to an exact array; return None if impossible."""
     is_numpy = len(kinds) == 1 and issubclass(next(iter(kinds)), (np.number, np.bool_))
     return np.concatenate(list(map(np.array, _parts(values)))) if is_numpy else exact_numbers(values, kinds)
 
@@ -356,8 +356,9 @@ def _as_numbers(values: Sequence[Any], kinds: set[type]) -> NDArray[Any] | None:
 def _encode_number_lists(name: str, values: Sequence[list[Any]], known: FieldSpec | None) -> SourceColumn | None:
     """Encode rows that are lists of numbers as a tensor column; return None for other lists.
 
-    Empty lists could contain any type, and nested lists may have an irregular shape. Empty and nested lists become
-    tensors only in an existing tensor field. The kind of a field thus does not depend on the values of the first put.
+    Empty lists could contain any type, and nested lists may have an irregular shape. Empty and nested lists therefore
+    become tensors only in an existing tensor field, so that a field's kind does not depend on the values in the first
+    put.
     """
     items: list[Any] = []
     for some in _parts(values, _LISTS_AT_ONCE):
@@ -380,7 +381,7 @@ def _encode_number_lists(name: str, values: Sequence[list[Any]], known: FieldSpe
 
 
 def _unnested(row: list[Any]) -> tuple[tuple[int, ...], list[Any]]:
-    """Return the shape of nested lists, up to the dimension where it becomes irregular, and the items at that depth."""
+    """Return the shape of nested lists, cut at the first irregular dimension, and the items at that depth."""
     shape: tuple[int, ...] = (len(row),)
     items = row
     while items and set(map(type, items)) == {list} and len(set(map(len, items))) == 1:
@@ -397,14 +398,14 @@ def _encode_arrays(name: str, values: Sequence[Any]) -> SourceColumn:
     dim_counts = {row.ndim for row in rows}
     if len(dim_counts) > 1:
         raise InvalidArgumentError(
-            f"field {name!r} has rows of {min(dim_counts)} and of {max(dim_counts)} dimensions; use the same number in "
-            "all rows",
+            f"field {name!r} has rows with {min(dim_counts)} and with {max(dim_counts)} dimensions; use the same "
+            "number in all rows",
             field="data",
         )
     dtypes = {row.dtype for row in rows}
     if len(dtypes) > 1:
         got = " and ".join(sorted(map(str, dtypes)))
-        raise InvalidArgumentError(f"field {name!r} has rows of {got}; convert them to one dtype", field="data")
+        raise InvalidArgumentError(f"field {name!r} has rows of dtypes {got}; use one dtype", field="data")
     return _encode_rows(name, rows) if dim_counts != {0} else _encode_dense(name, _concatenate(rows))
 
 
@@ -415,13 +416,13 @@ def _as_tensor(name: str, array: NDArray[Any]) -> Any:
 
 
 def _encode_rows(name: str, rows: list[Any], ragged_dims: Sequence[int] = ()) -> SourceColumn:
-    """Encode rows with the same dtype, and with one or more dimensions, as a column.
+    """Encode rows that share a dtype and have one or more dimensions as a column.
 
     Args:
         name: name of the field.
         rows: the rows, as tensors or as arrays.
-        ragged_dims: dimensions to make ragged even if all rows agree in them. Without ragged dimensions, the column is
-            dense.
+        ragged_dims: dimensions to make ragged even if all rows have the same size in them. Without ragged dimensions,
+            the column is dense.
     """
     shapes = [tuple(row.shape) for row in rows]
     is_small = sum(row.nbytes for row in rows) < _GATHER_BELOW_BYTES * len(rows)
@@ -461,7 +462,7 @@ def _encode_objects(name: str, values: Sequence[Any], kinds: set[type]) -> Sourc
     if kinds == {str}:
         try:
             return _objects_column(name, Encoding.TEXT, values, lambda part, _: [text.encode() for text in part])
-        except UnicodeEncodeError:  # a lone surrogate, which msgpack supports here, unlike UTF-8
+        except UnicodeEncodeError:  # a lone surrogate, which UTF-8 rejects but msgpack supports here
             pass
     elif kinds <= {bytes, bytearray, memoryview}:
         return _objects_column(name, Encoding.BYTES, values, lambda part, _: list(map(bytes, part)))
@@ -474,7 +475,7 @@ def _encode_objects(name: str, values: Sequence[Any], kinds: set[type]) -> Sourc
 def _objects_column(
     name: str, encoding: Encoding, values: Sequence[Any], encode: Callable[[Sequence[Any], int], list[bytes]]
 ) -> SourceColumn:
-    """Encode a column of objects. `encode` is called with a slice of the objects and the slice's start position."""
+    """Encode a column of objects. `encode` receives a slice of the objects and the slice's start position."""
     sizes, chunks = [], []
     for number, part in enumerate(_parts(values)):
         blobs = encode(part, number * _AT_ONCE)

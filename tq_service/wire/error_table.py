@@ -1,8 +1,8 @@
 """Conversion of errors to and from gRPC statuses.
 
-An error is sent as `google.rpc.Status` with `ErrorInfo` (reason and metadata), with `BadRequest` if the error names an
-argument, and with `RetryInfo` if a later retry may succeed. The client raises the class that belongs to the reason, or
-else the class that belongs to the status code.
+An error is sent as `google.rpc.Status` with `ErrorInfo` (reason and metadata), with `BadRequest` if the error concerns
+an argument, and with `RetryInfo` if a later retry may succeed. The client raises the error class that belongs to the
+reason or, if the reason is unknown, to the status code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tq_service.wire.messages import to_duration
 DOMAIN: Final = "tq_service"
 STATUS_TRAILER: Final = "grpc-status-details-bin"
 
-# HTTP/2 trailers are limited to 8 KiB by default, and contain each message twice, once percent-encoded.
+# HTTP/2 trailers are limited to 8 KiB by default and contain each message twice, once percent-encoded.
 MAX_MESSAGE_BYTES: Final = 1024
 MAX_METADATA_VALUE_BYTES: Final = 256
 MAX_METADATA_BYTES: Final = 1024
@@ -36,18 +36,18 @@ ERROR_CLASSES: Final = frozenset(
 
 _CLASS_BY_REASON: Final = {kind.reason: kind for kind in ERROR_CLASSES - {errors.TqError}}
 
-# gRPC, a proxy or a newer server may send a code without a known reason. The reason is then the name of the code, with
-# these exceptions.
+# gRPC, a proxy or a newer server may send a code without a known reason. The reason is then the code's name, with these
+# exceptions.
 _LIKE: Final = {_CODE.OUT_OF_RANGE: "INVALID_ARGUMENT", _CODE.ABORTED: "FAILED_PRECONDITION"}
 
 _CLOSED_HERE: Final = "Channel closed!"
 """gRPC's message for a call whose channel was closed in this process."""
 _TOO_LARGE: Final = re.compile(r"message larger than max \((\d+) vs\. (\d+)\)")
-"""Pattern of gRPC's message when a receiver rejects a message that is too large."""
+"""Pattern of the error text that gRPC uses when a receiver rejects a message that is too large."""
 
 
 def code_of(error: errors.TqError) -> grpc.StatusCode:
-    """Return the gRPC status code of an error."""
+    """Return an error's gRPC status code."""
     return _CODE[error.code]
 
 
@@ -89,13 +89,13 @@ def status_from_trailers(trailers: Iterable[Any] | None) -> Status | None:
 
 
 def from_rpc_error(code: grpc.StatusCode, details: str | None, status: Status | None) -> errors.TqError:
-    """Convert the outcome of a failed call to an error.
+    """Convert a failed call's outcome to an error.
 
     Args:
-        code: status code of the call.
-        details: message of the call.
-        status: status from the trailers (`status_from_trailers`). None if gRPC or a proxy answered; the code then
-            determines the class.
+        code: the call's status code.
+        details: the call's error message.
+        status: status from the trailers (`status_from_trailers`); None if gRPC or a proxy answered, in which case the
+            code determines the class.
     """
     info, violation, retry = ErrorInfo(), BadRequest(), RetryInfo()
     has_info = has_retry = False
@@ -131,8 +131,8 @@ def _from_code(code: grpc.StatusCode, message: str) -> errors.TqError:
         )
     if code is _CODE.RESOURCE_EXHAUSTED and (sizes := _TOO_LARGE.search(message)) is not None:
         return errors.ResourceExhaustedError(
-            f"a message of this call has {sizes[1]} bytes, more than the {sizes[2]} bytes that its receiver accepts; "
-            "request or send less per call, send a large request in parts (docs/protocol.md), or raise the client's "
+            f"a message in this call has {sizes[1]} bytes, but its receiver accepts at most {sizes[2]} bytes; request "
+            "or send less per call, send a large request in parts (docs/protocol.md), or raise the client's "
             f"grpc.max_receive_message_length ({message})",
             metadata={"limit_name": "message size", "got": sizes[1], "limit": sizes[2]},
         )

@@ -1,4 +1,4 @@
-"""Memory of this process for the bytes of puts and gets: reusable blocks, and pinned memory for device copies.
+"""This process's memory for the bytes of puts and gets: reusable blocks, and pinned memory for device copies.
 
 ::
 
@@ -6,12 +6,12 @@
     PINNED   pin: registered with the driver once -> Pin -> last reference is deleted -> stays registered until
              others need its share of TQ_PINNED_BYTES, or it is unmapped
 
-The operating system needs more time to map new pages than to receive the bytes. In measurements, gets of 256 MiB varied
-from 0.5 to 2.2 GB/s, and the entire difference was system time. A training loop receives and drops batches of similar
-size, so a few blocks are enough for all batches.
+The operating system needs more time to map new pages than to receive the bytes. In measurements, the throughput of 256
+MiB gets varied from 0.5 to 2.2 GB/s, entirely because of system time. A training loop receives and drops batches of
+similar size, so a few blocks suffice for all batches.
 
 Blocks for a device, buffers filled by loader workers, and regions of a storage service on this host are pinned. Copies
-of pageable memory would be several times slower. Memory stays pageable if the limit of pinned memory is reached or the
+of pageable memory would be several times slower. Memory stays pageable if the limit on pinned memory is reached or the
 operating system refuses to pin more.
 
 Arrays can be garbage-collected at any time in any thread, so their finalizers do not use locks.
@@ -51,12 +51,12 @@ ALIGNMENT_BYTES: Final = 64
 LIMIT_VARIABLE: Final = "TQ_PINNED_BYTES"
 _DEFAULT_LIMIT_BYTES: Final = 1 << 30
 
-# For blocks below this size, malloc reuses memory well enough; see `keep_frame_buffers`.
+# Below this block size, malloc reuses memory well enough; see `keep_frame_buffers`.
 _SMALL_BYTES: Final = 4 << 20
-# Enough for batches of 1 GiB. A process with smaller batches keeps only the few blocks that it used in the last minute.
+# Sufficient for batches of 1 GiB. A process with smaller batches keeps only the few blocks used in the last minute.
 _KEPT_BYTES: Final = 2 << 30
 _KEPT_SECONDS: Final = 60.0
-# Maximum ratio of a reused block's size to the requested size; above 1, because batches are similar in size, not equal.
+# Maximum ratio of a reused block's size to the requested size. Above 1, because batch sizes are similar but not equal.
 _MOST_SLACK: Final = 1.25
 
 
@@ -66,7 +66,7 @@ def aligned(size: int) -> int:
 
 
 def place_columns(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Return the offset of each column if columns of these sizes share a block of memory, and the block's size."""
+    """Return the offset of each column when columns of these sizes share a memory block, and the block's size."""
     *starts, end = accumulate(map(aligned, sizes), initial=0)
     return starts, end
 
@@ -104,10 +104,11 @@ class _Pinned:
 
 
 class PinnedMemory:
-    """Pins mappings up to a limit; unpins the least recently used unused ones to make space for others. Thread-safe.
+    """Pins mappings up to a limit; when full, unpins the least recently used of the unused mappings. Thread-safe.
 
-    A mapping is unpinned before it is unmapped, and after the last copy that uses it, because `keep` retains the arrays
-    until the copy has finished. The lock is reentrant, because a finalizer can run in a thread that holds the lock.
+    A mapping is unpinned before it is unmapped. It is unpinned only after the last copy that uses it, because `keep`
+    retains the copy's arrays until the copy has finished. The lock is reentrant, because a finalizer can run in a
+    thread that holds the lock.
 
     Args:
         limit_bytes: maximum total number of pinned bytes; None: the value of `TQ_PINNED_BYTES`, else 1 GiB.
@@ -115,9 +116,9 @@ class PinnedMemory:
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self._limit = limit_bytes
-        self._granted: dict[bool, int] = {}  # by is_shared: maximum bytes that the operating system agreed to pin
+        self._granted: dict[bool, int] = {}  # maximum bytes that the operating system agreed to pin, by is_shared
         self._lock = threading.RLock()
-        self._pinned: dict[int, _Pinned] = {}  # by address, least recently used first
+        self._pinned: dict[int, _Pinned] = {}  # pinned mappings by address, least recently used first
         self._unpinned: deque[_Pinned] = deque()
         self._copies: dict[cuda.Event, Sequence[Any]] = {}
 
@@ -151,8 +152,8 @@ class PinnedMemory:
     def pin(self, mapping: Mapping, device: Device) -> Pin | None:
         """Pin a mapping, or return its existing pin; return None if the mapping stays pageable.
 
-        The mapping must be anonymous, or a shared mapping of a memfd, because the driver would copy each page of a
-        private one. A pinned memfd can no longer be sealed against writing, but regions are never sealed.
+        The mapping must be anonymous or a shared mapping of a memfd, because the driver would copy each page of a
+        private file mapping. A pinned memfd can no longer be sealed against writing, but regions are never sealed.
         """
         while mapping.size <= self._limit_bytes():
             with self._lock:
@@ -164,7 +165,7 @@ class PinnedMemory:
                 copy = next(iter(self._copies), None)
             if copy is None:
                 break
-            copy.synchronize()  # then the memory that the copy uses may be unpinned
+            copy.synchronize()  # afterwards, the copy's memory may be unpinned
         return None
 
     def find(self, array: Bytes) -> Pin | None:
@@ -207,11 +208,11 @@ class PinnedMemory:
         self._unpinned.append(pinned)
 
     def keep(self, event: cuda.Event, *things: Any) -> None:
-        """Retain objects that a copy reads or writes until the copy's stream has reached the event."""
+        """Retain the objects that a copy reads or writes until the copy's stream has reached the event."""
         self._copies[event] = things
 
     def tidy(self) -> None:
-        """Release objects retained for finished copies, and forget mappings that are no longer pinned."""
+        """Release objects retained for finished copies, and remove mappings that are no longer pinned."""
         with self._lock:
             for event in [event for event in list(self._copies) if event.query()]:
                 self._copies.pop(event, None)
@@ -224,9 +225,9 @@ class PinnedMemory:
 class Blocks:
     """Memory blocks that are reused once no array, view or tensor refers to them. Thread-safe.
 
-    Unused blocks are kept up to `kept_bytes` in total, and for `kept_seconds` each. The limits are checked whenever a
-    block is requested or returned. A deque stores all state. While one thread processes the deque, another thread finds
-    it empty and creates a new block.
+    At most `kept_bytes` of unused blocks are kept, each for at most `kept_seconds`. Both limits are checked whenever a
+    block is requested or returned. All unused blocks are stored in a deque. While one thread processes the blocks,
+    other threads find the deque empty and create new blocks.
 
     Args:
         kept_bytes: maximum total size of unused blocks.
@@ -246,14 +247,14 @@ class Blocks:
         if size < _SMALL_BYTES and device is None:
             return np.empty(size, np.uint8)
         if device is not None:
-            PINNED.tidy()  # makes blocks of finished copies available
+            PINNED.tidy()  # frees the blocks used by finished copies
         block = self._reused(size, is_inherited=device is None)
         if block is None:
             block = Mapping.anonymous(size, is_inherited=device is None)
         return block.array(0, size, _Use(self, block, None if device is None else PINNED.pin(block, device)))
 
     def take_columns(self, sizes: Sequence[int], device: Device) -> list[Bytes]:
-        """Return arrays of the given sizes for a device, all in one block, so a single copy covers them."""
+        """Return arrays of the given sizes for a device, all in one block so that a single copy can transfer them."""
         starts, end = place_columns(sizes)
         block = self.take(max(end, 1), device)
         return [block[start : start + size] for start, size in zip(starts, sizes, strict=True)]
@@ -280,7 +281,7 @@ class Blocks:
         return [each for each in taken if each[1].is_own]
 
     def _keep(self, blocks: Iterable[tuple[float, Mapping]]) -> None:
-        """Keep blocks, most recent first, within the limits; the others are returned to the operating system."""
+        """Keep blocks, most recent first, within the limits; return all other blocks to the operating system."""
         oldest = time.monotonic() - self._kept_seconds
         remaining = self._kept_bytes
         for since, block in blocks:
@@ -290,7 +291,7 @@ class Blocks:
 
 
 class _Use:
-    """Keeps a block in use while an array on the block exists."""
+    """Marks a block as in use while an array in the block exists."""
 
     __slots__ = ("_block", "_blocks", "_pin")
 
@@ -301,10 +302,10 @@ class _Use:
 
     def __del__(self) -> None:
         if not self._is_finalizing():
-            self._pin = None  # unpin before another thread can reuse the block
+            self._pin = None  # release the pin before another thread can reuse the block
             self._blocks.put_back(self._block)
 
 
-# One instance per process, because clients and loaders share the limits, and batches outlive both.
+# One instance per process, because clients and loaders share the limits and batches outlive both.
 BLOCKS: Final = Blocks()
 PINNED: Final = PinnedMemory()

@@ -1,6 +1,6 @@
 """Conversion between protobuf messages and Python objects, such as dataclasses, by field name.
 
-Durations are floats in seconds in Python objects, and `google.protobuf.Duration` in messages.
+Durations are float seconds in Python objects and `google.protobuf.Duration` in messages.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from tq_service.wire.metadata import (
 Result = TypeVar("Result")
 Sent = TypeVar("Sent", bound=Message)
 _SECONDS: Final = "_seconds"
-# Types whose fields differ from the fields of their messages.
+# Types whose fields differ from their messages' fields.
 _READERS: Final[Mapping[Any, Callable[[Any], Any]]] = {
     FieldSpec: decode_spec,
     Scalar: decode_value,
@@ -84,16 +84,16 @@ _ENUMS: Final[Mapping[str, EnumWords[Any]]] = {
 
 
 def read_message(kind: type[Result], message: Message, **given: Any) -> Result:
-    """Create a dataclass instance from the message fields that have the names of its fields.
+    """Create a dataclass instance from the message fields with the same names.
 
     An optional field becomes None if it is unset or, for fields without presence, empty. Repeated fields become tuples,
     submessages become dataclasses of the annotated types, and a Duration `x` becomes the float `x_seconds`. An empty
-    field gets the default of the dataclass, if it has one.
+    message field becomes the dataclass field's default, if there is one.
 
     Args:
         kind: the dataclass to create.
         message: the message to read.
-        **given: values of dataclass fields that are not read from the message.
+        **given: values for dataclass fields that are not read from the message.
     """
     any_kind: Any = kind
     values = {
@@ -108,10 +108,10 @@ def to_message(kind: type[Sent], source: object, **given: Any) -> Sent:
     """Create a message from an object's attributes with the same names.
 
     Args:
-        kind: class of the message to create.
-        source: object with the attributes: None for unset fields, objects for submessages, words for enums, and
-            `x_seconds` for a Duration `x`.
-        **given: values of message fields that are not read from attributes.
+        kind: the message class to create.
+        source: object whose attributes are read: None for an unset field, an object for a submessage, a word for an
+            enum, and `x_seconds` for a Duration `x`.
+        **given: values for message fields that are not read from attributes.
     """
     values = {
         field.name: _sent(getattr(source, field.name + _SECONDS * (field.message_type is Duration.DESCRIPTOR)), field)
@@ -123,7 +123,7 @@ def to_message(kind: type[Sent], source: object, **given: Any) -> Sent:
 
 @cache
 def _fields(kind: Any) -> list[tuple[str, Callable[[Message], Any], bool]]:
-    """Return name and reader of each dataclass field, and whether the field has a default other than None.
+    """Return each dataclass field's name, its reader, and whether the field has a default other than None.
 
     A duration counts as a field without a default, because an unset Duration means 0 seconds.
     """
@@ -148,7 +148,7 @@ def _reader(name: str, hint: Any) -> Callable[[Message], Any]:
 
 
 def _parts(name: str, hint: Any) -> tuple[Callable[[Any], Any] | None, bool, bool]:
-    """Return the reader of a type or of a tuple's items, whether the type may be None, and whether it is a tuple."""
+    """Return the reader for a type or a tuple's items, whether the type may be None, and whether it is a tuple."""
     is_optional = NoneType in get_args(hint)
     if is_optional:
         (hint,) = (each for each in get_args(hint) if each is not NoneType)
@@ -174,7 +174,7 @@ def _value(name: str, read: Callable[[Any], Any] | None, is_optional: bool, is_t
 
 
 def _sent(value: Any, field: Any) -> Any:
-    """Convert an attribute to a message field's value."""
+    """Convert an attribute to a value for a message field."""
     described = field.message_type
     if value is None or (described is None and field.enum_type is None):
         return value
@@ -188,7 +188,7 @@ def _sent(value: Any, field: Any) -> Any:
 
 
 MOST_SECONDS: Final = 315_576_000_000
-"""Maximum number of seconds that a Duration can represent, about 10,000 years."""
+"""Maximum number of seconds that a Duration can represent; about 10,000 years."""
 _NANOS: Final = 10**9
 
 
@@ -198,7 +198,7 @@ def to_duration(seconds: float) -> Duration:
     Raises:
         ValueError: the number of seconds is NaN.
     """
-    seconds = max(min(seconds, MOST_SECONDS), -MOST_SECONDS)  # this order of arguments preserves NaN
+    seconds = max(min(seconds, MOST_SECONDS), -MOST_SECONDS)  # this argument order preserves NaN
     whole = int(seconds)  # rounded towards 0, so both parts have the same sign
     nanos = round((seconds - whole) * _NANOS)
     if abs(nanos) == _NANOS:
@@ -210,7 +210,7 @@ def read_seconds(field: str, span: Duration) -> float:
     """Convert a field's Duration to seconds; an unset Duration is 0.
 
     Raises:
-        InvalidArgumentError: the Duration exceeds the maximum, or its parts are inconsistent.
+        InvalidArgumentError: the Duration exceeds the maximum or its parts are inconsistent.
     """
     seconds, nanos = span.seconds, span.nanos
     if abs(seconds) > MOST_SECONDS or abs(nanos) >= _NANOS or seconds * nanos < 0:

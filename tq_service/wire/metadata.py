@@ -1,8 +1,8 @@
-"""Conversion between Python values and protobuf messages: sample indexes, cells, enum words, field specs, custom_meta.
+"""Converts sample indexes, cells, enum words, field specs and custom_meta between Python values and protobuf messages.
 
 Sample indexes and row numbers are large integer arrays that mostly consist of runs of consecutive numbers. custom_meta
-is sent in columns. Users write custom_meta as columns or as one mapping per sample, and read one mapping per sample.
-`values_to_meta_column`, `rows_to_meta_columns` and `meta_columns_to_rows` convert between columns and mappings.
+is sent in columns. Users write custom_meta as columns or as one mapping per sample, and read it as one mapping per
+sample. `values_to_meta_column`, `rows_to_meta_columns` and `meta_columns_to_rows` convert between columns and mappings.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ Indexes = NDArray[np.int64]
 
 _FEW_VALUES: Final = 64
 _LEAST_MEAN_LENGTH: Final = 4
-_BYTES_TYPE: Final = 2  # protobuf wire type of a packed field, which is encoded like a bytes field
-_MOST_INDEXES: Final = 2**31  # limits the memory that a reader allocates for a short list of ranges
+_BYTES_TYPE: Final = 2  # protobuf wire type of packed fields, which are encoded like bytes fields
+_MOST_INDEXES: Final = 2**31  # limits the memory that a reader allocates for a few ranges
 
 
 NO_INTEGERS: Final = np.zeros(0, np.int64)
 
 
 def decode_integers(values: Sequence[int]) -> Indexes:
-    """Convert a repeated integer field to an array `(n,)`.
+    """Convert a repeated integer field to an array of shape `(n,)`.
 
-    numpy reads long fields from protobuf's buffers with a single copy, but would be slower for a few values.
+    For long fields, numpy reads protobuf's buffers with a single copy; for a few values, this would be slower.
     """
     count = len(values)
     return np.fromiter(values, np.int64, count) if count <= _FEW_VALUES else np.array(values, np.int64)
@@ -86,7 +86,7 @@ def encode_varint(value: int) -> bytes:
 
 
 def expand_runs(firsts: Indexes, counts: Indexes) -> Indexes:
-    """Return the numbers of all runs, in order: firsts (3, 8) and counts (2, 1) give (3, 4, 8)."""
+    """Return the numbers in all runs, in order. For example, firsts (3, 8) and counts (2, 1) result in (3, 4, 8)."""
     if firsts.size == 1:
         return np.arange(firsts[0], firsts[0] + counts[0], dtype=np.int64)
     starts = np.cumsum(counts) - counts
@@ -94,30 +94,30 @@ def expand_runs(firsts: Indexes, counts: Indexes) -> Indexes:
 
 
 def runs_of(values: Indexes) -> tuple[Indexes, Indexes]:
-    """Split values into runs of consecutive numbers: (3, 4, 8) gives firsts (3, 8) and counts (2, 1)."""
+    """Split values into runs of consecutive numbers, such as (3, 4, 8) into firsts (3, 8) and counts (2, 1)."""
     starts, counts = _runs_at(np.diff(values) != 1, values.size)
     return values[starts], counts
 
 
 def _runs_at(breaks: NDArray[np.bool_], count: int) -> tuple[Indexes, Indexes]:
-    """Return the starts and lengths of the runs of `count` values; where `breaks[i]`, value `i + 1` starts a run."""
+    """Return the starts and lengths of the runs in `count` values; if `breaks[i]`, value `i + 1` starts a run."""
     starts = np.flatnonzero(np.concatenate(([count > 0], breaks)))
     return starts, np.diff(starts, append=count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CellRuns:
-    """Cells of fields that were put together, as runs of adjacent rows in the requested order.
+    """Cells of fields that were put together, represented as runs of adjacent rows in the requested order.
 
     Attributes:
         field_names: names of the fields to which the runs apply.
-        put_indexes: `(runs,)`, index of each run's put in the accompanying list of puts.
-        first_rows: `(runs,)`, index of each run's first row in its put.
-        row_counts: `(runs,)`, number of rows in each run.
-        extent_counts: `(n,)`, number of rows (extents) per cell if values were appended to cells; empty: one row per
-            cell.
-        extent_lengths: `(rows,)`, number of items in the first dimension of each row that belong to the cell;
-            `WHOLE_EXTENT`: all items.
+        put_indexes: index of each run's put in the accompanying list of puts, of shape `(runs,)`.
+        first_rows: index of each run's first row within its put, of shape `(runs,)`.
+        row_counts: number of rows in each run, of shape `(runs,)`.
+        extent_counts: number of rows (extents) per cell if values were appended to cells, of shape `(n,)`; empty if
+            each cell is one row.
+        extent_lengths: for each row, number of items in the first dimension that belong to the cell, of shape
+            `(rows,)`; `WHOLE_EXTENT` stands for all items.
     """
 
     field_names: tuple[str, ...]
@@ -129,7 +129,7 @@ class CellRuns:
 
     @classmethod
     def from_proto(cls, message: pb.CellRuns, *, with_extents: bool = True) -> CellRuns:
-        """Decode the runs of a get without validating them; `with_extents` also decodes the extents of cells."""
+        """Decode a get's runs without validating them; `with_extents` also decodes the cells' extents."""
         return cls(
             field_names=tuple(message.field_names),
             put_indexes=decode_integers(message.put_indexes),
@@ -141,7 +141,7 @@ class CellRuns:
 
     @classmethod
     def of_samples(cls, message: pb.CellRuns) -> CellRuns:
-        """Return the runs of located samples, with one cell per sample even if samples share cells."""
+        """Return the runs that locate samples, with one cell per sample even if samples share cells."""
         runs = cls.from_proto(message)
         if not message.sample_counts:
             return runs
@@ -157,7 +157,7 @@ class CellRuns:
         extent_counts: Indexes = NO_INTEGERS,
         extent_lengths: Indexes = NO_INTEGERS,
     ) -> CellRuns:
-        """Build runs from individual rows, given by put `(n,)` and by row index in the put `(n,)`."""
+        """Build runs from individual rows; `puts` and `rows` contain each row's put and its index in the put."""
         starts, counts = _runs_at((np.diff(puts) != 0) | (np.diff(rows) != 1), rows.size)
         return cls(
             field_names=field_names,
@@ -169,7 +169,7 @@ class CellRuns:
         )
 
     def to_proto(self) -> pb.CellRuns:
-        """Encode the runs as the protobuf message of a get."""
+        """Encode the runs as the protobuf message for a get."""
         message = pb.CellRuns(field_names=self.field_names)
         for name in ("put_indexes", "first_rows", "row_counts", "extent_counts", "extent_lengths"):
             fill_packed(message, name, getattr(self, name).astype(np.uint32))
@@ -181,11 +181,11 @@ class CellRuns:
         return int(self.row_counts.sum())
 
     def expand(self) -> tuple[Indexes, Indexes]:
-        """Return the put of each row `(rows,)`, and the index of each row in its put `(rows,)`."""
+        """Return each row's put and the row's index in the put, both of shape `(rows,)`."""
         return np.repeat(self.put_indexes, self.row_counts), expand_runs(self.first_rows, self.row_counts)
 
     def select(self, positions: Indexes) -> CellRuns:
-        """Return the runs of the cells at `positions`, in this order."""
+        """Return the runs for the cells at `positions`, in this order."""
         puts, rows = self.expand()
         counts = self.extent_counts
         if not counts.size:
@@ -196,7 +196,7 @@ class CellRuns:
 
 
 def set_indexes(message: pb.BatchMeta, indexes: Indexes | range) -> None:
-    """Set the sample indexes of a batch message without indexes."""
+    """Set the sample indexes in a batch message that has none."""
     if len(indexes) > _FEW_VALUES:
         if isinstance(indexes, range):
             firsts, counts = [indexes.start], [len(indexes)]
@@ -210,7 +210,7 @@ def set_indexes(message: pb.BatchMeta, indexes: Indexes | range) -> None:
 
 
 def read_indexes(message: pb.BatchMeta) -> Indexes:
-    """Return the sample indexes of a batch message, in order.
+    """Return the sample indexes from a batch message, in order.
 
     Raises:
         InvalidArgumentError: both index forms are set, ranges are invalid, or there are too many samples.
@@ -233,16 +233,16 @@ def read_indexes(message: pb.BatchMeta) -> Indexes:
     return expand_runs(firsts, counts)
 
 
-_CONVERTED_AT_ONCE: Final = 1 << 16  # because a conversion by numpy blocks other threads
+_CONVERTED_AT_ONCE: Final = 1 << 16  # limited, because numpy blocks other threads during a conversion
 _NUMBERS: Final[dict[type, Any]] = {bool: np.bool_, int: np.int64, float: np.float64}
 
 
 def exact_numbers(values: Sequence[Any], kinds: set[type]) -> NDArray[Any] | None:
-    """Convert Python bools, integers or floats to an array that represents them exactly; return None if impossible.
+    """Convert Python bools, integers or floats to an exact array; return None if no dtype represents all exactly.
 
     Args:
-        values: numbers, or values of any other types (the result is then None).
-        kinds: the set of the types of all values.
+        values: numbers, or values of other types, for which the result is None.
+        kinds: the set of types that occur among the values.
     """
     if kinds == {int, float} and not any(type(value) is int and abs(value) > LARGEST_EXACT for value in values):
         kinds = {float}
@@ -265,8 +265,8 @@ class EnumWords(Generic[Word]):
     Args:
         name: name of the field, for error messages.
         enum: the protobuf enum.
-        words: the words, optionally mapped to enum value names without the common prefix. By default, the name of the
-            value is the word in capitals.
+        words: the words, optionally mapped to enum value names without the common prefix. By default, a value's name is
+            the word in capitals.
     """
 
     def __init__(self, name: str, enum: Any, words: Iterable[Word] | Mapping[Word, str]) -> None:
@@ -278,7 +278,7 @@ class EnumWords(Generic[Word]):
         self._words: dict[int, Word | None] = {0: None, **{number: word for word, number in numbers.items()}}
 
     def encode(self, word: str | None, name: str | None = None) -> Any:
-        """Return the enum number of a word; errors refer to the argument by `name`.
+        """Return the enum number for a word; errors refer to the argument by `name`.
 
         Raises:
             InvalidArgumentError: the word does not belong to the enum.
@@ -347,7 +347,7 @@ _REMOVED: Final = 3
 
 @lru_cache(maxsize=1024)
 def encode_spec(spec: FieldSpec) -> pb.FieldSpec:
-    """Encode a field spec as a message. All callers share the message and must copy it instead of modifying it."""
+    """Encode a field spec as a message, which all callers share and must copy instead of modifying."""
     return pb.FieldSpec(
         name=spec.name,
         dtype=spec.dtype,
@@ -396,14 +396,14 @@ def _read_spec(message: pb.FieldSpec) -> FieldSpec:
 
 
 def decode_value(message: controller_service_pb2.MetaValue) -> Scalar | None:
-    """Return the custom_meta value of a message, or None if the message has no value."""
+    """Return the custom_meta value in a message, or None if the message contains no value."""
     kind = message.WhichOneof("kind")
     value: Scalar | None = None if kind is None else getattr(message, kind)
     return value
 
 
 def encode_meta_columns(columns: Iterable[MetaColumn]) -> list[pb.MetaColumn]:
-    """Encode custom_meta columns as protobuf messages, which contain existing values only."""
+    """Encode custom_meta columns as protobuf messages, which contain only existing values."""
     return list(map(_encode_meta_column, columns))
 
 
@@ -422,7 +422,7 @@ def _encode_meta_column(column: MetaColumn) -> pb.MetaColumn:
         message.name = column.name
         if values.size or (column.json is None and column.removed is None):
             kind: Any = getattr(message, _FIELDS[column.values.dtype])
-            kind.SetInParent()  # sets the column's type even without values
+            kind.SetInParent()  # sets the column's type even if there are no values
             if values.dtype.hasobject:
                 kind.values.extend(values.tolist())
             else:
@@ -440,7 +440,7 @@ def _encode_meta_column(column: MetaColumn) -> pb.MetaColumn:
 
 
 def decode_meta_columns(messages: Iterable[pb.MetaColumn], row_count: int) -> list[MetaColumn]:
-    """Decode the custom_meta columns of `row_count` samples.
+    """Decode the custom_meta columns for `row_count` samples.
 
     Raises:
         InvalidArgumentError: a name is empty or repeated, a column has no type, or a count does not match `row_count`.
@@ -482,7 +482,7 @@ def _decode_meta_column(message: pb.MetaColumn, row_count: int) -> MetaColumn:
         if got != expected:
             raise _wrong_column(
                 message,
-                f"has {got} {what}, expected {expected}: one for each of the {row_count} samples that has such a value",
+                f"has {got} {what}; expected {expected}, one for each of the {row_count} samples that has such a value",
             )
     texts = None
     if message.json_values:
@@ -493,10 +493,10 @@ def _decode_meta_column(message: pb.MetaColumn, row_count: int) -> MetaColumn:
 
 
 def check_json(columns: Sequence[MetaColumn]) -> list[MetaColumn]:
-    """Validate custom_meta columns sent by a client, and return them with the JSON in canonical form.
+    """Validate custom_meta columns sent by a client, and return them with their JSON in canonical form.
 
     Raises:
-        InvalidArgumentError: a text is not valid JSON, or is nested too deeply.
+        InvalidArgumentError: a text is not valid JSON or is nested too deeply.
     """
     checked = []
     for column in columns:
@@ -509,7 +509,7 @@ def check_json(columns: Sequence[MetaColumn]) -> list[MetaColumn]:
 
 
 def _spread(name: str, values: NDArray[Any], present: NDArray[np.bool_]) -> MetaColumn:
-    """Build a column from the values of those samples that have one."""
+    """Build a column from the values of the samples marked in `present`, which are the only samples with a value."""
     if values.size < present.size:
         column = np.full(present.size, "" if values.dtype == object else 0, values.dtype)
         column[present] = values
@@ -525,18 +525,18 @@ def _decode_values(message: pb.MetaColumn) -> NDArray[Any]:
         raise _wrong_column(message, f"has no values; set one of {', '.join(_DTYPES)}, or json_values")
     values = getattr(message, field).values
     if field == "string_values":
-        known: dict[str, str] = {}  # store a text only once if many samples have it, such as a tag
+        known: dict[str, str] = {}  # stores a text, such as a tag, only once even if many samples have it
         return np.fromiter(map(known.setdefault, values, values), np.object_, len(values))
     return decode_integers(values) if field == "int64_values" else np.array(values, _DTYPES[field])
 
 
 def encode_produced(masks: Iterable[NDArray[np.bool_]]) -> list[bytes]:
-    """Return one bit mask `(n,)` per field that marks the samples with a cell; empty bytes if all samples have one."""
+    """Return, for each field, a bit mask of the samples with a cell; empty bytes if all samples have a cell."""
     return [b"" if mask.all() else np.packbits(mask, bitorder="little").tobytes() for mask in masks]
 
 
 def decode_produced(messages: Sequence[bytes], row_count: int) -> tuple[NDArray[np.bool_], ...]:
-    """Return one read-only mask per field that marks the samples with a cell, out of `row_count` samples.
+    """Return, for each field, a read-only mask of those of the `row_count` samples that have a cell.
 
     Raises:
         InvalidArgumentError: a mask does not have one bit per sample.
@@ -557,17 +557,17 @@ def decode_produced(messages: Sequence[bytes], row_count: int) -> tuple[NDArray[
 
 
 def rows_to_meta_columns(rows: Sequence[Mapping[str, Any]]) -> list[MetaColumn]:
-    """Convert the custom_meta of `n` samples to columns that each cover all `n` samples.
+    """Convert the custom_meta mappings of `n` samples to columns that each cover all `n` samples.
 
-    Values are JSON values, or numpy or torch scalars and arrays. None removes a value, and `JSON_NULL` stores null. The
-    type of a column is the type of its first number, boolean or text; values of other types are stored as JSON.
-    Integers mixed with floats become floats. If a sample's mapping lacks a name, the sample's value is left unchanged.
+    Values are JSON values, or numpy or torch scalars and arrays. None removes a value, and `JSON_NULL` stores null. A
+    column's type is the type of its first number, boolean or text; values of other types are stored as JSON. Integers
+    mixed with floats become floats. If a sample's mapping lacks a name, the sample's value is left unchanged.
 
     Raises:
-        InvalidArgumentError: JSON cannot represent a value; the message contains row and key.
+        InvalidArgumentError: JSON cannot represent a value; the message contains the row and the key.
     """
     plain = rows if set(map(type, rows)) == {dict} else [_checked(position, row) for position, row in enumerate(rows)]
-    # Fast path without Python code per value: usually all rows have the same names.
+    # Fast path without Python code per value for the usual case that all rows contain the same names.
     if plain and len(plain[0]) == len(set().union(*plain)) and len(set(map(len, plain))) == 1:
         present = np.ones(len(plain), np.bool_)
         return [_column(name, list(map(itemgetter(name), plain)), present) for name in plain[0]]
@@ -582,11 +582,11 @@ def values_to_meta_column(name: str, values: Any) -> MetaColumn:
 
     Args:
         name: name of the column.
-        values: `(n,)`; further dimensions become lists. Supported values are those of `rows_to_meta_columns`; None
-            removes a value.
+        values: one value per sample; further dimensions become lists. `rows_to_meta_columns` lists the supported
+            values. None removes a value.
 
     Raises:
-        InvalidArgumentError: `values` is not a sequence of values, or JSON cannot represent one of them.
+        InvalidArgumentError: `values` is not a sequence of values, or JSON cannot represent one of the values.
     """
     if hasattr(values, "detach"):  # the values are a tensor
         tensor = values.detach().cpu()
@@ -617,7 +617,7 @@ def _checked(position: int, row: Any) -> dict[str, Any]:
 
 
 def _column(name: str, values: list[Any], present: NDArray[np.bool_]) -> MetaColumn:
-    """Build a column from the values of the rows marked in `present`."""
+    """Build a column from the values in the rows marked in `present`."""
     name = _checked_name(name)
     kinds = set(map(type, values))
     array = np.array(values, np.object_) if kinds == {str} else exact_numbers(values, kinds)
@@ -635,7 +635,7 @@ def _checked_name(name: Any) -> str:
 
 
 def meta_columns_to_rows(columns: Iterable[MetaColumn], row_count: int) -> list[dict[str, Any]]:
-    """Convert custom_meta columns to one dict per sample `(row_count,)`; samples without a value lack the key."""
+    """Convert custom_meta columns to one dict per sample, without keys for missing values."""
     rows: list[dict[str, Any]] = [{} for _ in range(row_count)]
     for column in columns:
         name, values, has_value = column.name, column.objects(), column.has_value

@@ -1,16 +1,16 @@
-"""Serialization of Python objects as msgpack bytes with extension types, and of JSON objects as text.
+"""Serializes Python objects as msgpack bytes with extension types, and JSON objects as text.
 
 Supported types are None, bool, int of any size, float, complex, str, bytes (bytearray and memoryview are returned as
 bytes), list, tuple, set, frozenset, and dict with hashable keys of these types. Torch tensors, numpy arrays (including
 object arrays), numpy scalars, and types with a codec are also supported. Instances of subclasses of Python's built-in
-types are returned as the base type: an OrderedDict as dict, a NamedTuple as tuple, an Enum of str as str. Other objects
-are rejected, because they would need pickle, which executes code from its input.
+types are returned as the base type. For example, an OrderedDict becomes a dict, a NamedTuple a tuple, and a str Enum a
+str. Other objects are rejected, because they would need pickle, which executes code from its input.
 
-A codec is registered under a name; a codec for PIL images is included. The name is sent with each object, and tells the
-reader which decoding function to use. Modules and classes are never sent. PIL is imported only when an image is put or
-read.
+A codec is registered under a name; a codec for PIL images is built in. The name is sent with each object and identifies
+the decoding function that the reader must use. Modules and classes are never sent. PIL is imported only when an image
+is put or read.
 
-JSON objects are stored as text, which the service keeps for its clients without parsing it.
+JSON objects are stored as text that the service does not parse.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tq_service.wire.columns import (
 _TENSOR, _ARRAY, _NUMPY_SCALAR, _TUPLE, _SET, _FROZENSET, _BIG_INT, _COMPLEX, _OBJECT_ARRAY, _NAMED = range(1, 11)
 _MAX_NESTED_EXTENSIONS: Final = 32
 _MAX_DIMS: Final = 64
-_PACKED_AT_ONCE: Final = 1024  # values packed in one call, while other threads are blocked
+_PACKED_AT_ONCE: Final = 1024  # number of values packed per call, which blocks other threads
 _ARRAY_DTYPE: Final = re.compile(r"[<>|=]?[biufcSU]\d{1,9}")
 _COMPLEX_FORMAT: Final = struct.Struct("<dd")
 _CARRIED: Final = frozenset({
@@ -55,7 +55,7 @@ _PLAIN: Final = (str, bytes, bytearray, memoryview, float, bool, type(None), int
 
 
 class _Refused(Exception):  # noqa: N818  (never leaves this module)
-    """Raised when the packer cannot encode a value. An empty message means that the value's type is not supported.
+    """Raised when the packer cannot encode a value. The message is empty if the value's type is not supported.
 
     The location of the value is determined later, by `_explain`.
     """
@@ -69,16 +69,16 @@ _FAILURES: Final = (_Refused, ValueError, OverflowError, RecursionError)
 
 
 def encode_objects(values: Sequence[Any], name: str, *, first: int = 0) -> list[bytes]:
-    """Encode each object as bytes. Using one packer for all objects is ten times as fast as one packer per object.
+    """Encode each object as bytes, using one packer for all objects, which is ten times as fast as one packer each.
 
     Args:
         values: the objects to encode.
-        name: name of the list for error messages, which append the position, as in `text[3]`.
-        first: position of the first object, for error messages.
+        name: name of the list in error messages, which append the position, as in `text[3]`.
+        first: position of the first object in error messages.
 
     Raises:
-        UnsupportedObjectError: an object contains a value that would need pickle; the message contains the value's type
-            and path.
+        UnsupportedObjectError: an object contains a value that only pickle could encode; the message states the value's
+            type and path.
     """
     packer = msgpack.Packer(default=lambda other: _extension(other, 0), **_OPTIONS)
     packed: list[bytes] = []
@@ -96,8 +96,7 @@ def decode_object(data: memoryview | bytes, *, as_torch: bool | None = None) -> 
 
     Args:
         data: the encoded object.
-        as_torch: whether tensors are returned as torch tensors instead of numpy arrays; None: True if torch is
-            installed.
+        as_torch: whether to return tensors as torch tensors rather than numpy arrays; None: True if torch is installed.
 
     Raises:
         InvalidArgumentError: the bytes are not a valid encoding, or a dtype requires torch, which is not installed.
@@ -111,7 +110,7 @@ def _pack(value: Any, depth: int) -> bytes:
 
 
 def _extension(value: Any, depth: int) -> Any:
-    """Return a replacement that msgpack can pack for a value of a type that msgpack does not support."""
+    """Return a value that msgpack can pack in place of a value whose type msgpack does not support."""
     kind = type(value)
     if kind is int:
         size = value.bit_length() // 8 + 1
@@ -138,7 +137,7 @@ def _extension(value: Any, depth: int) -> Any:
         header = [dtype, list(value.shape), tensor_bytes(value)]
         return msgpack.ExtType(_TENSOR, msgpack.packb(header))
     if isinstance(value, np.generic) and _is_number(value.dtype):
-        array = np.asarray(value)  # because an empty np.str_ has no buffer
+        array = np.asarray(value)  # an empty np.str_ has no buffer
         return msgpack.ExtType(_NUMPY_SCALAR, msgpack.packb([array.dtype.str, array.tobytes()]))
     if kind is np.ndarray and value.dtype.kind == "O":
         return _nested(_OBJECT_ARRAY, [list(value.shape), list(value.flat)], depth)
@@ -149,7 +148,7 @@ def _extension(value: Any, depth: int) -> Any:
     if base is None:
         raise _Refused
     plain = base(value)
-    is_extension = base in _SEQUENCES or (base is int and plain.bit_length() > 63)  # msgpack does not convert again
+    is_extension = base in _SEQUENCES or (base is int and plain.bit_length() > 63)  # msgpack converts only once
     return _extension(plain, depth) if is_extension else plain
 
 
@@ -163,7 +162,7 @@ def _nested(code: int, items: list[Any], depth: int) -> Any:
 _SEQUENCES: Final[dict[type, int]] = {tuple: _TUPLE, set: _SET, frozenset: _FROZENSET}
 
 
-# Conversions of subclass instances to the base type. A UserDict is not a dict, but tokenizers and processors of the
+# Conversions of subclass instances to the base type. A UserDict is not a dict, but tokenizers and processors in the
 # transformers library return subclasses of UserDict. str() of a str enum member or np.str_ does not return its text.
 _BASES: Final[dict[type, Callable[[Any], Any]]] = {
     dict: dict, UserDict: dict, list: list, tuple: tuple, set: set, frozenset: frozenset, str: str.__str__, int: int,
@@ -176,7 +175,7 @@ def _is_number(dtype: np.dtype[Any]) -> bool:
 
 
 def _explain(value: Any, path: str, error: Exception) -> UnsupportedObjectError:
-    """Build the error for a rejected object; the message contains the first location that cannot be encoded."""
+    """Build the error for a rejected object, with the location of the first value that cannot be encoded."""
     try:
         found = _find_refused(value, path)
     except RecursionError:
@@ -305,13 +304,13 @@ def _decode_array(dtype: Any, shape: Any, values: Any) -> Any:
 def _decode_object_array(shape: Any, items: Any) -> Any:
     _check_size(shape, 1, _checked_list(items))
     array = np.empty(len(items), np.object_)
-    for position, item in enumerate(items):  # one by one, because numpy would turn lists into further dimensions
+    for position, item in enumerate(items):  # item by item, because numpy would turn lists into further dimensions
         array[position] = item
     return array.reshape(shape)
 
 
 def _check_size(shape: Any, itemsize: int, values: Any) -> None:
-    """Check that shape and size match, before memory is allocated for them."""
+    """Check that a shape and its values match before memory is allocated for the array."""
     plausible = len(_checked_list(shape)) <= _MAX_DIMS
     if not plausible or any(type(size) is not int or not 0 <= size < 1 << 48 for size in shape):
         raise InvalidArgumentError(f"a tensor or array inside an object has shape {shape!r}, expected a list of sizes")
@@ -338,18 +337,18 @@ _by_kind: Final[dict[type, ObjectCodec]] = {}
 
 
 def register_object_codec(name: str, kind: type, *, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> None:
-    """Register a codec for objects of one type, in this process only.
+    """Register a codec for objects of one type in this process only.
 
-    Every process that puts or reads such objects, including worker processes of a loader, must register the same name
-    first, ideally in the module that defines the type. The latest registration of a name or a type replaces earlier
-    ones.
+    Every process that puts or reads such objects, including a loader's worker processes, must first register a codec
+    under the same name, ideally in the module that defines the type. The latest registration of a name or a type
+    replaces earlier ones.
 
     Args:
         name: name sent with each object, 1 to 512 printable characters; preferably with a unique prefix, as in
             "acme.Trajectory".
-        kind: type of the objects; the codec is also used for subclasses that have no codec of their own.
-        encode: function that converts an object to a value that can be put without a codec: plain values, tensors,
-            arrays, or containers of them.
+        kind: type of the objects; the codec also applies to subclasses without a codec of their own.
+        encode: function that converts an object to a value that can be put without a codec, that is, a plain value, a
+            tensor, an array, or a container of these.
         decode: function that recreates the object from the result of `encode`. The function runs in every reader, on
             data from any producer, so it must not trust or unpickle its input.
 
@@ -396,7 +395,7 @@ def codec_named(name: str) -> ObjectCodec:
     return _image_codec(Image.Image)
 
 
-# PIL images are stored as raw pixels. PNG would take half the space, but a hundred times as long.
+# PIL images are stored as raw pixels. PNG would need half the space but take a hundred times as long.
 
 
 def is_image_type(kind: type) -> bool:
@@ -410,7 +409,7 @@ def _image_codec(kind: type) -> ObjectCodec:
 
 
 def _encode_image(image: Any) -> dict[str, Any]:
-    pixels = image.tobytes()  # also loads the file of an opened image, which sets the attributes used below
+    pixels = image.tobytes()  # also loads an opened image's file, which sets the attributes used below
     palette = image.getpalette(None) if image.mode in {"P", "PA"} else None
     return {
         "mode": image.mode,
@@ -430,7 +429,7 @@ def _decode_image(parts: Mapping[str, Any]) -> Any:
     from PIL import Image  # noqa: PLC0415  (optional; already imported by `codec_named`)
 
     size, pixels = parts["size"], parts["pixels"]
-    if math.prod(size) > 8 * len(pixels):  # a pixel has at least 1 bit; checked before memory is allocated
+    if math.prod(size) > 8 * len(pixels):  # a pixel has at least 1 bit; check before memory is allocated
         raise ValueError(f"got {len(pixels)} bytes for an image of size {size}")
     image = Image.frombytes(parts["mode"], size, pixels)
     if parts["palette"] is not None:
@@ -447,7 +446,7 @@ def encode_json_object(name: str, value: Mapping[str, Any] | None) -> str:
     """Encode a mapping as JSON text; None is encoded like an empty mapping.
 
     Raises:
-        InvalidArgumentError: the mapping contains a value that JSON cannot represent, or its text is too long.
+        InvalidArgumentError: the mapping contains a value that JSON cannot represent, or the JSON text is too long.
     """
     try:
         _check_keys(value)
@@ -463,7 +462,7 @@ def encode_json_object(name: str, value: Mapping[str, Any] | None) -> str:
 
 
 def _check_keys(value: Any) -> None:
-    """Reject keys that are not strings, because JSON would convert them to text."""
+    """Raise TypeError if a key is not a string, because JSON would convert the key to text."""
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
@@ -482,10 +481,10 @@ def decode_json_object(text: str) -> dict[str, Any]:
 
 
 def check_json_object(name: str, text: str) -> None:
-    """Check that a text is a JSON object and not too long.
+    """Check that a text is a JSON object within the length limit.
 
     Raises:
-        InvalidArgumentError: the text is not a JSON object, or is too long.
+        InvalidArgumentError: the text is not a JSON object or is too long.
     """
     if (size := len(text.encode())) > MOST_JSON_BYTES:
         raise InvalidArgumentError(f"{name} has {size} bytes, expected at most {MOST_JSON_BYTES}", field=name)
@@ -505,10 +504,10 @@ def _no_number(constant: str) -> NoReturn:
 def no_collection() -> Iterator[None]:
     """Disable Python's cyclic garbage collector in this process during the `with` block.
 
-    The collector runs after every 700 additional live objects, and sometimes scans all objects of the process. With
+    The collector runs after every 700 additional live objects and sometimes scans all objects in the process. With
     torch imported, a scan takes longer than reading thousands of objects. All objects created in the block stay alive,
-    so the collector could not free any. If several threads use this block, the collector may resume when the first
-    thread exits.
+    so the collector could not free any of them. If several threads use this block, the collector may resume when the
+    first thread exits.
     """
     was_enabled = gc.isenabled()
     gc.disable()

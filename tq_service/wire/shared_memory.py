@@ -1,11 +1,10 @@
-"""Memory shared by processes on one host: memfds, whose file descriptors are sent over Unix sockets.
+"""Memory shared by processes on one host, in memfds whose file descriptors are sent over Unix sockets.
 
-The columns of a put are stored in one memfd, one after another, each aligned to 64 bytes. There are two kinds of
-memory:
+A put's columns are stored in one memfd, one after another, each aligned to 64 bytes. There are two kinds of memory:
 
 - A *region* is created by the storage service, written by clients that run as the same user, and reused for later puts.
-  The size of a region is fixed. Clients are trusted to write only during their own puts; see `dataplane.shared_memory`.
-- *Sealed memory* is created and written once by a client that runs as another user, and then sealed. After that, no
+  A region's size is fixed. Clients are trusted to write only during their own puts; see `dataplane.shared_memory`.
+- *Sealed memory* is created and written once by a client that runs as another user, and then sealed. After sealing, no
   process, including the client, can write, shrink or grow the memory.
 
 Programs that receive the bytes map both kinds privately, so their writes do not affect other processes.
@@ -33,7 +32,7 @@ from tq_service.wire.mapping import Bytes, advise, map_memory
 _MAP_FIXED: Final = 0x10
 _READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
 
-_PIECE_BYTES: Final = 16 << 20  # bytes copied by one thread; less is not worth a second thread
+_PIECE_BYTES: Final = 16 << 20  # number of bytes per copying thread; smaller copies are not worth a second thread
 _MOST_THREADS: Final = 4
 _MOST_BUFFERS_OF_A_WRITE: Final = 1024  # IOV_MAX on Linux
 _STAT_BLOCK_BYTES: Final = 512  # unit of st_blocks, regardless of the file system
@@ -46,7 +45,7 @@ if sys.platform == "linux":
 
 
 def is_supported() -> bool:
-    """Return whether this system supports sealed memfds, and sockets that can transfer file descriptors."""
+    """Return whether this system supports sealed memfds and sockets that can transfer file descriptors."""
     return sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(socket, "recv_fds")
 
 
@@ -61,7 +60,7 @@ def check_supported() -> None:
 
 
 def map_over(memory: mmap.mmap, fd: int, size: int, *, is_writable: bool) -> None:
-    """Map a file over an anonymous mapping, for as long as that mapping exists.
+    """Map a file over an anonymous mapping; the file stays mapped while the anonymous mapping exists.
 
     Args:
         memory: the anonymous mapping.
@@ -76,7 +75,7 @@ def map_over(memory: mmap.mmap, fd: int, size: int, *, is_writable: bool) -> Non
     protection, kind = (_READ_WRITE, mmap.MAP_SHARED) if is_writable else (mmap.PROT_READ, mmap.MAP_PRIVATE)
     map_memory(fd, size, protection, kind | _MAP_FIXED, ctypes.addressof(whole))
     if is_writable and hasattr(mmap, "MADV_HUGEPAGE"):
-        # If `shmem_enabled` is `advise`, the kernel then converts the pages to huge pages in the background.
+        # With `shmem_enabled` set to `advise`, the kernel then converts the pages to huge pages in the background.
         with suppress(OSError):
             advise(ctypes.addressof(whole), size, mmap.MADV_HUGEPAGE)
 
@@ -105,17 +104,17 @@ def new_region(size: int) -> int:
 
 
 def free_pages(memory: mmap.mmap) -> None:
-    """Return the pages of a region's writable mapping to the system, even if other processes map the region."""
+    """Return the pages in a region's writable mapping to the system, even if other processes have mapped the region."""
     # Python's madvise would block the GIL, for 0.2 s for a region of 256 MiB.
     whole = (ctypes.c_char * len(memory)).from_buffer(memory)
     advise(ctypes.addressof(whole), len(memory), mmap.MADV_REMOVE)
 
 
 def _placed(columns: Sequence[SourceColumn]) -> Iterator[Chunk]:
-    """Yield the bytes of columns, with the padding between them, as laid out by `place_columns`.
+    """Yield the bytes of columns and the padding between the columns, as laid out by `place_columns`.
 
-    The padding must be written as well. Otherwise, a file would have a hole, which `check_sealed` rejects, and a
-    region would contain old bytes.
+    The padding must be written as well. Otherwise, a sealed file would have a hole, which `check_sealed` rejects, and a
+    region would still contain old bytes.
     """
     for column in columns:
         yield from column.chunks
@@ -176,7 +175,7 @@ def _seal(fd: int) -> None:
 
 
 def check_sealed(fd: int, size: int | None = None) -> None:
-    """Check that a file descriptor refers to completely allocated memory that can no longer change.
+    """Check that a file descriptor refers to fully allocated memory that can no longer change.
 
     Args:
         fd: the file descriptor to check.
@@ -200,7 +199,7 @@ def check_sealed(fd: int, size: int | None = None) -> None:
     if status.st_size != size:
         raise InvalidArgumentError(f"shared memory of {status.st_size} bytes was sent; expected {size} bytes")
     if status.st_blocks * _STAT_BLOCK_BYTES < size:
-        # Reading a hole allocates memory in the reading process, which may have none left.
+        # Reading a hole allocates memory on behalf of the reading process, which may have none left.
         raise InvalidArgumentError(
             f"shared memory of {size} bytes was sent with only {status.st_blocks * _STAT_BLOCK_BYTES} bytes allocated; "
             "write all bytes before sealing the memory"
@@ -208,7 +207,7 @@ def check_sealed(fd: int, size: int | None = None) -> None:
 
 
 def read_into(fd: int, target: memoryview, start: int) -> None:
-    """Fill `target` with the bytes of a file or of shared memory, starting at `start`.
+    """Fill `target` with the bytes of a file or shared memory from offset `start` on.
 
     Raises:
         OSError: the bytes cannot be read, or the file is too short.

@@ -1,7 +1,7 @@
-"""Slices of rows: the requested bytes of each row of a column, and the shape of the resulting column.
+"""Slices of rows: which bytes of each row in a column are requested, and the shape of the resulting column.
 
-The storage service slices rows, because only the service knows their lengths. A client slices a cell only if its
-extents are stored in several storage services, after joining the extents.
+The storage service slices rows, because only the service stores their lengths. A client slices a cell only if the
+cell's extents are stored in several storage services; the client joins the extents first.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tq_service.wire.columns import MAX_ROWS, ColumnShape, row_shapes
 from tq_service.wire.metadata import NO_INTEGERS, Indexes, decode_integers, expand_runs, fill_packed
 
 TO_THE_END: Final = 2**63 - 1
-"""Stop value of a range that extends to the end of its row."""
+"""Stop value for a range that extends to the end of its row."""
 
 MOST_PIECES: Final = 1 << 23
-"""Maximum number of pieces per column; a piece takes 24 bytes. A slice of the second dimension has one per token."""
+"""Maximum number of pieces per column; each uses 24 bytes. A slice of the second dimension has one piece per token."""
 
 _LARGEST_UNIT_BYTES: Final = 1024
 
@@ -34,13 +34,13 @@ class RowCut:
     """The requested part of each row; see `RowSlice` in the protocol.
 
     Attributes:
-        starts: start of each range along the first dimension.
-        stops: stop of each range along the first dimension.
-        range_counts: `(n,)`, number of ranges per row; empty: all ranges apply to every row.
-        chunks: indexes of the requested chunks of each row, if chunks are requested instead of ranges.
-        chunk_count: number of chunks into which each row is divided; 0: ranges are requested.
-        align: number that divides every chunk length.
-        second: start and stop along the second dimension; None: the entire dimension.
+        starts: start of each range in the first dimension.
+        stops: stop of each range in the first dimension.
+        range_counts: number of ranges per row, of shape `(n,)`; empty if all ranges apply to every row.
+        chunks: indexes of the chunks requested from each row, if chunks are requested instead of ranges.
+        chunk_count: number of chunks into which each row is divided; 0 if ranges are requested.
+        align: number of which every chunk length is a multiple.
+        second: start and stop in the second dimension; None: the entire dimension.
     """
 
     starts: Indexes = field(default_factory=lambda: np.zeros(1, np.int64))
@@ -53,7 +53,7 @@ class RowCut:
 
     @classmethod
     def from_proto(cls, message: RowSliceMessage, row_count: int) -> RowCut:
-        """Decode the cut requested by a message for `row_count` rows.
+        """Decode the cut that a message requests for `row_count` rows.
 
         Raises:
             InvalidArgumentError: the message is inconsistent.
@@ -70,12 +70,12 @@ class RowCut:
                 raise _wrong(
                     message,
                     f"chunks {list(message.chunks[:5])} of {message.chunk_count}, aligned to {align}; expected at "
-                    f"least one chunk, each below chunk_count, and chunk_count and align up to {MAX_ROWS}",
+                    f"least one chunk, each below chunk_count; chunk_count and align must not exceed {MAX_ROWS}",
                 )
         elif counts.size and (counts.size != row_count or int(counts.sum()) != starts.size):
             raise _wrong(
                 message,
-                f"range_counts for {counts.size} rows that sum to {int(counts.sum())}; expected {row_count} rows, and "
+                f"range_counts for {counts.size} rows that sum to {int(counts.sum())}; expected {row_count} rows with "
                 f"a sum of {starts.size}, the number of starts",
             )
         range_count = starts.size if counts.size else max(starts.size, len(message.chunks)) * row_count
@@ -120,11 +120,11 @@ class RowCut:
         return replace(self, starts=self.starts[at], stops=self.stops[at], range_counts=counts[positions])
 
     def chunk_lengths(self, lengths: Indexes) -> Indexes:
-        """Return the chunk length for each row; the last chunks of a row may be shorter."""
+        """Return each row's chunk length; the last chunks in a row may be shorter."""
         return -(-lengths // (self.chunk_count * self.align)) * self.align
 
     def ranges(self, lengths: Indexes) -> tuple[Indexes, Indexes, Indexes]:
-        """Return row, first item and end of each requested range, given the lengths of the rows `(n,)`."""
+        """Return the row, first item and end of each requested range, given the length of each row."""
         if self.chunk_count:
             chunks = np.array(self.chunks, np.int64)
             owners = np.repeat(np.arange(lengths.size), chunks.size)
@@ -142,7 +142,7 @@ class RowCut:
         return owners, begins, np.maximum(begins, ends)
 
     def cut_shape(self, spec: FieldSpec) -> tuple[int, ...] | None:
-        """Return the shape of the resulting rows, with -1 for sizes that may vary; None if not known yet."""
+        """Return the resulting rows' shape, with -1 for sizes that may vary, or None if the shape is not known yet."""
         shape = list(spec.row_shape or ())
         if not shape:
             return None
@@ -163,7 +163,7 @@ class RowCut:
 
 
 def _resolved(bounds: Indexes, lengths: Indexes) -> Indexes:
-    """Resolve range bounds like Python's slices: negative bounds count from the end, and all bounds are clipped."""
+    """Resolve range bounds as Python's slices do: negative bounds count from the end, and all bounds are clipped."""
     return np.clip(np.where(bounds < 0, bounds + lengths, bounds), 0, lengths)
 
 
@@ -178,10 +178,10 @@ class RowPieces:
 
     Attributes:
         column: header of the resulting column.
-        rows: `(m,)`, index of the row of each piece.
-        starts: `(m,)`, offset of each piece in the bytes of its row.
-        sizes: `(m,)`, size of each piece in bytes; may be 0.
-        unit: number of bytes that divides all sizes and all distances between pieces of the same put.
+        rows: row index of each piece, of shape `(m,)`.
+        starts: offset of each piece in its row's bytes, of shape `(m,)`.
+        sizes: size of each piece in bytes, possibly 0, of shape `(m,)`.
+        unit: number of bytes of which all sizes and all distances between pieces in the same put are multiples.
     """
 
     column: ColumnShape
@@ -194,16 +194,16 @@ class RowPieces:
 def cut_rows(
     column: ColumnShape, cut: RowCut, extent_counts: Indexes = NO_INTEGERS, extent_lengths: Indexes = NO_INTEGERS
 ) -> RowPieces:
-    """Return the pieces of a column's rows that a cut selects.
+    """Return the pieces that a cut selects from a column's rows.
 
     Args:
-        column: header of the column with its complete rows.
+        column: header that describes the column's complete rows.
         cut: the requested part of each row.
-        extent_counts: number of extents per cell, if each row is an extent; the resulting rows are then the cells.
+        extent_counts: number of extents per cell if each row is an extent, in which case each resulting row is a cell.
         extent_lengths: number of items in the first dimension of each extent that belong to the extent's cell.
 
     Raises:
-        InvalidArgumentError: the rows of this field cannot be sliced as requested.
+        InvalidArgumentError: the field's rows cannot be sliced as requested.
     """
     spec = column.spec
     _check_cut(spec, cut, is_joined=extent_counts.size > 0)
@@ -220,14 +220,14 @@ def cut_rows(
     rows, begins, ends = cut.ranges(lengths)
     cut_lengths = np.bincount(rows, ends - begins, lengths.size).astype(np.int64)
     if extent_counts.size:
-        offsets = np.cumsum(kept) - kept  # of extents; the next line makes them relative to the first of the cell
+        offsets = np.cumsum(kept) - kept  # extent offsets, made relative to the cell's first extent below
         offsets -= np.repeat(offsets[firsts], extent_counts)
         counts = extent_counts[rows]
         _check_piece_count(spec, int(counts.sum()))
         rows = expand_runs(firsts[rows], counts)
         begins, ends = (np.clip(np.repeat(bounds, counts) - offsets[rows], 0, kept[rows]) for bounds in (begins, ends))
     starts, sizes, width, unit = _byte_ranges(column, cut, shapes, rows, (begins, ends))
-    if width is not None:  # one piece per item of the first dimension
+    if width is not None:  # one piece per item in the first dimension
         rows = np.repeat(rows, ends - begins)
     return RowPieces(
         column=_cut_column(column, cells, cut_lengths, width, is_joined=extent_counts.size > 0),
@@ -248,7 +248,7 @@ def _check_cut(spec: FieldSpec, cut: RowCut, *, is_joined: bool) -> None:
     elif cut.second is not None and (len(shape) < 2 or shape[1] < 0):
         problem = "a slice of the second dimension requires the same size in all rows; slice only the first dimension"
     elif is_joined and -1 in shape[1:]:
-        problem = "only cells that differ solely in the first dimension can be joined; get it without extent_counts"
+        problem = "only cells that differ solely in the first dimension can be joined; omit extent_counts for it"
     if problem:
         raise InvalidArgumentError(
             f"field {spec.name!r} is {spec.describe()}, and {problem}",
@@ -260,7 +260,7 @@ def _check_cut(spec: FieldSpec, cut: RowCut, *, is_joined: bool) -> None:
 def _byte_ranges(
     column: ColumnShape, cut: RowCut, shapes: Indexes, rows: Indexes, bounds: tuple[Indexes, Indexes]
 ) -> tuple[Indexes, Indexes, int | None, int]:
-    """Return starts and sizes of the ranges in bytes, the width of a sliced second dimension or None, and the unit."""
+    """Return the ranges' starts and sizes in bytes, the width of a sliced second dimension or None, and the unit."""
     spec, (begins, ends) = column.spec, bounds
     shape = spec.row_shape or ()
     item_bytes = (shapes[:, 1:].prod(axis=1) * spec.itemsize)[rows]

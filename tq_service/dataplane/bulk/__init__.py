@@ -1,1 +1,1 @@
-"""Bulk transfers of the bytes of puts and gets, over separate connections with one thread each, beside gRPC calls."""
+"""Bulk transfers, which send put and get data over separate connections with one thread each, alongside gRPC calls."""

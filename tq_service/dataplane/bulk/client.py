@@ -1,7 +1,7 @@
 """Client side of bulk transfers: a probe of the storage service's bulk port, and reusable connections to the port.
 
-Some clients cannot reach the bulk port, for example if the service is behind an ingress. A background thread detects
-this, and the client then uses frames.
+Some clients cannot reach the bulk port, for example because the service is behind an ingress. A background thread
+probes the port, and the client uses frames if the port is unreachable.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ SWITCH_VARIABLE: Final = "TQ_BULK"
 _CONNECT_SECONDS: Final = 1.0
 _ASK_AGAIN_SECONDS: Final = 60.0
 _TRY_AGAIN_SECONDS: Final = 5.0
-_KEPT_SECONDS: Final = 50.0  # because the service closes idle connections after 60 s
+_KEPT_SECONDS: Final = 50.0  # below 60 s, after which the service closes idle connections
 _MOST_KEPT: Final = 8
-# Threads in addition to the callers' own. If there are too few, transfers are merely slower.
+# Number of threads in addition to the callers' own. With too few threads, transfers are merely slower.
 _STREAMS: Final = ThreadPoolExecutor(32, thread_name_prefix="tq-bulk")
 
 Remaining: TypeAlias = Callable[[], float]
@@ -43,7 +43,7 @@ Remaining: TypeAlias = Callable[[], float]
 
 
 class _Port(NamedTuple):
-    """A bulk port, and the instance id of its storage service."""
+    """A bulk port and the instance id of its storage service."""
 
     host: str
     port: int
@@ -56,7 +56,7 @@ class BulkLink:
     Args:
         address: gRPC address of the service.
         tls: TLS settings for the connections; None: plaintext.
-        is_enabled: whether to probe the service's bulk port; None: as set by the environment variable.
+        is_enabled: whether to probe the service's bulk port; None: determined by the environment variable.
     """
 
     def __init__(self, address: str, tls: Tls | None = None, *, is_enabled: bool | None = None) -> None:
@@ -67,7 +67,7 @@ class BulkLink:
         self._ask_at = time.monotonic()
         self._port: _Port | None = None
         self._idle: deque[tuple[float, BulkConnection]] = deque()
-        weakref.finalize(self, _close_all, self._idle).atexit = False  # because clients need not be closed
+        weakref.finalize(self, _close_all, self._idle).atexit = False  # clients need not be closed
 
     @property
     def is_up(self) -> bool:
@@ -80,7 +80,7 @@ class BulkLink:
             return self._is_enabled and self._port is None and time.monotonic() >= self._ask_at
 
     def postpone(self, seconds: float = _TRY_AGAIN_SECONDS) -> None:
-        """Stop using the bulk port, and ask the service for it again later."""
+        """Stop using the bulk port for now, and ask the service for its port again later."""
         with self._lock:
             self._port = None
             self._ask_at = time.monotonic() + seconds
@@ -104,16 +104,17 @@ class BulkLink:
         self._give_back(connection)
 
     def close(self) -> None:
-        """Close all connections, and do not open new ones."""
+        """Close all connections and prevent new ones."""
         with self._lock:
             self._is_enabled, self._port = False, None
         _close_all(self._idle)
 
     def send(self, ticket: BulkTicket, columns: Sequence[SourceColumn], remaining: Remaining) -> None:
-        """Send the bytes of a put over bulk connections.
+        """Send a put's bytes over bulk connections.
 
         Raises:
-            UnavailableError: some bytes were not sent. Later calls use frames, and also fail if the data is the cause.
+            UnavailableError: some bytes were not sent. Later calls use frames; if the data caused the failure, these
+                calls fail as well.
         """
 
         def send(connection: BulkConnection, parts: Sequence[Chunk], moved: Moved) -> None:
@@ -123,7 +124,7 @@ class BulkLink:
         self._move(ticket, [chunk for column in columns for chunk in column.chunks if len(chunk)], send, remaining)
 
     def receive(self, ticket: BulkTicket, views: Sequence[memoryview], remaining: Remaining) -> None:
-        """Receive the bytes of a get over bulk connections into `views`.
+        """Receive a get's bytes over bulk connections into `views`.
 
         Raises:
             UnavailableError: some bytes did not arrive; see `send`.
@@ -141,11 +142,11 @@ class BulkLink:
         move: Callable[[BulkConnection, Sequence[C], Moved], None],
         remaining: Remaining,
     ) -> None:
-        """Transfer the ranges in several threads; the concatenated chunks are the bytes of the transfer."""
+        """Transfer all ranges in several threads; the concatenated chunks are the bytes to transfer."""
         ends = np.cumsum([len(chunk) for chunk in chunks])
         count = -(-ticket.size_bytes // ticket.range_bytes)
-        indexes = iter(range(count))  # ranges that no thread has started to transfer
-        failures: list[BaseException] = []  # errors of all threads; after the first, the other threads stop
+        indexes = iter(range(count))  # ranges that no thread has started to transfer yet
+        failures: list[BaseException] = []  # errors from all threads; after the first error, the other threads stop
 
         def moved(_size: int) -> None:
             if failures or remaining() <= 0:
@@ -171,10 +172,10 @@ class BulkLink:
         others = [_STREAMS.submit(run) for _ in range(min(ticket.stream_count, count) - 1)]
         run()
         for other in others:
-            if not other.cancel():  # unstarted threads are not needed: this thread did their work
+            if not other.cancel():  # threads not started yet are not needed, because this thread did their work
                 other.result()
         if failures:
-            if remaining() > 0:  # otherwise, the cause is the deadline and not the port
+            if remaining() > 0:  # otherwise, the deadline is the cause rather than the port
                 self.postpone()
             if isinstance(failures[0], OSError):
                 raise UnavailableError(f"a bulk connection was lost: {failures[0]}") from failures[0]
@@ -219,7 +220,7 @@ class BulkLink:
 
     @cached_property
     def _context(self) -> ssl.SSLContext | None:
-        """TLS context for the connections; None for plaintext."""
+        """TLS context for the connections, or None for plaintext."""
         if self._tls is None:
             return None
         context = ssl.create_default_context(cafile=self._tls.ca)
@@ -235,7 +236,7 @@ def _close_all(idle: deque[tuple[float, BulkConnection]]) -> None:
 
 
 def _target(announced: str, address: str) -> tuple[str, int] | None:
-    """Return host and port of the bulk port; None if none was announced or only gRPC can resolve the service's host."""
+    """Return the bulk port's host and port; None if no port was announced or only gRPC can resolve the host."""
     for host, port in hosts_and_ports(announced):
         hosts = [host] if host else [its_host for its_host, _ in hosts_and_ports(address)]
         return (hosts[0], port) if len(hosts) == 1 else None

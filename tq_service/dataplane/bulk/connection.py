@@ -1,14 +1,14 @@
 """Bulk connections: the protocol for requesting ranges, and the system calls that transfer their bytes.
 
-Threads of both the client and the storage service use this module. The messages are:
+Threads in both the client and the storage service use this module. The messages are:
 
     service -> client   20 bytes: "TQB1", the boot_id of the storage service (16); then for each range:
     client -> service   32 bytes: "TQB1", the ticket (16), the index of the range (uint32), 8 zero bytes
     and the bytes of the range, from the client for a put, from the service for a get
 
-After each system call, a thread waits for the interpreter lock, for up to 5 ms if another thread is busy. Transferring
-a range therefore uses as few system calls as possible. Sockets are blocking, and the kernel handles timeouts. One call
-receives a complete range, and one call sends up to a million slices of memory.
+After each system call, a thread waits for the interpreter lock, which takes up to 5 ms if another thread is busy. A
+range is therefore transferred with as few system calls as possible. Sockets are blocking, and the kernel handles
+timeouts. A single call receives a complete range, and a single call sends up to a million memory slices.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _GREETING: Final = struct.Struct("<4s16s")
 _REQUEST: Final = struct.Struct("<4s16sI8x")
 _MAGIC: Final = b"TQB1"
 _STEP_SECONDS: Final = 1.0
-_SECURE_STEP_BYTES: Final = 1 << 20  # Python's TLS transfers at most 16 KiB at once, whatever the buffer size
-_MOST_SLICES: Final = 1024  # slices per message (IOV_MAX), and also messages per call (UIO_MAXIOV)
+_SECURE_STEP_BYTES: Final = 1 << 20  # Python's TLS transfers at most 16 KiB at once, regardless of the buffer size
+_MOST_SLICES: Final = 1024  # maximum slices per message (IOV_MAX) and messages per call (UIO_MAXIOV)
 _TIMEVAL: Final = struct.Struct("@ll")
 _MESSAGE: Final = np.dtype(
     {
@@ -45,11 +45,11 @@ _MESSAGE: Final = np.dtype(
         "offsets": [16, 24, 56],
         "itemsize": 64,
     }
-)  # struct mmsghdr of 64-bit Linux; all other fields are zero
+)  # struct mmsghdr on 64-bit Linux; all other fields are zero
 _HAS_SENDMMSG: Final = sys.platform == "linux" and ctypes.sizeof(ctypes.c_void_p) == 8
 
 Moved: TypeAlias = Callable[[int], None]
-"""Callback after each step, with the number of bytes moved, 0 after an idle second; an exception ends the transfer."""
+"""Called with the number of bytes moved in each step (0 after an idle second); an exception ends the transfer."""
 
 Integers: TypeAlias = NDArray[np.int64]
 
@@ -65,13 +65,13 @@ class BulkConnection:
         self._socket = connection
         self._is_secure = False
         connection.settimeout(None)
-        with suppress(OSError):  # if the other side has already closed the connection, the first step will fail
+        with suppress(OSError):  # if the other side has already closed the connection, the first step fails
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_STEP_SECONDS))
         self._wait_at_most(_STEP_SECONDS)
 
     def accept_tls(self, context: ssl.SSLContext, seconds: float) -> None:
-        """Perform the TLS handshake on the service's side.
+        """Perform the service's side of the TLS handshake.
 
         Raises:
             OSError: the handshake failed, or took too long.
@@ -79,7 +79,7 @@ class BulkConnection:
         self._wrap(context, seconds, server_side=True)
 
     def open_tls(self, context: ssl.SSLContext, host: str, seconds: float) -> None:
-        """Perform the TLS handshake on the client's side; the service must have a certificate for `host`.
+        """Perform the client's side of the TLS handshake; the service must present a certificate for `host`.
 
         Raises:
             OSError: the handshake failed, or took too long.
@@ -98,10 +98,10 @@ class BulkConnection:
         return _HAS_SENDMMSG and not self._is_secure
 
     def is_idle(self) -> bool:
-        """Return whether the connection is open and has no unread bytes, and so is ready for a range."""
+        """Return whether the connection is open and without unread bytes, and thus ready for a range."""
         try:
             self._socket.setblocking(False)
-            self._socket.recv(1)  # if this consumes an unexpected byte, the connection is not reused
+            self._socket.recv(1)  # if this call consumes an unexpected byte, the connection is not reused
         except (BlockingIOError, ssl.SSLWantReadError):
             return True
         except OSError:
@@ -116,7 +116,7 @@ class BulkConnection:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(seconds))
 
     def greet(self, boot_id: bytes) -> None:
-        """Send the storage service's id, so the client detects a proxy or another program that listens on the port.
+        """Send the storage service's id, which lets the client detect a proxy or another program on the port.
 
         Raises:
             OSError: the connection is lost.
@@ -124,10 +124,10 @@ class BulkConnection:
         self.send([memoryview(_GREETING.pack(_MAGIC, boot_id))], _once)
 
     def check_greeting(self, boot_id: bytes, seconds: float) -> None:
-        """Wait for the greeting of the storage service with this id.
+        """Wait for the greeting from the storage service with this id.
 
         Raises:
-            UnavailableError: the greeting did not arrive in time, or contains another id.
+            UnavailableError: the greeting did not arrive in time or contained another id.
             OSError: the connection is lost.
         """
         data = bytearray(_GREETING.size)
@@ -152,7 +152,7 @@ class BulkConnection:
         self.send([memoryview(_REQUEST.pack(_MAGIC, ticket, index))], moved)
 
     def receive_request(self, seconds: float) -> tuple[bytes, int] | None:
-        """Return ticket and index of the next requested range; None if the connection ended or no request came in time.
+        """Return the next requested range's ticket and index; None if the connection ended or no request arrived.
 
         Raises:
             OSError: the connection is lost.
@@ -191,7 +191,7 @@ class BulkConnection:
             target = target[size:]
 
     def receive_all(self, targets: Sequence[memoryview], moved: Moved) -> None:
-        """Receive bytes until all targets are full, in order; if possible, one system call fills many of them.
+        """Receive bytes until all targets are full, in order; if possible, fill many targets with one system call.
 
         Raises: the errors of `receive_into`.
         """
@@ -232,7 +232,7 @@ class BulkConnection:
                 parts = _behind(parts, size)
 
     def send_slices(self, addresses: Integers, sizes: Integers, moved: Moved) -> None:
-        """Send slices of memory in order. Only allowed if `sends_slices` is true.
+        """Send memory slices in order. Call this method only if `sends_slices` is True.
 
         Args:
             addresses: start address of each slice; the caller must keep the memory readable.
@@ -253,13 +253,13 @@ class BulkConnection:
                 slices = _slices_behind(slices, size)
 
     def end(self) -> None:
-        """Make the current step and all later steps fail; callable from any thread."""
+        """Make the current step and all later steps fail; can be called from any thread."""
         with suppress(OSError):
             # SSLSocket.shutdown would make another thread's current step use the socket without TLS.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection; must be called in the thread that uses the connection."""
+        """Close the connection; call this method only in the thread that uses the connection."""
         self._socket.close()
 
 
@@ -270,7 +270,7 @@ def _once(moved: int, size: int = 1) -> None:
 
 
 def _behind(parts: list[memoryview], size: int) -> list[memoryview]:
-    """Return the chunks without their first `size` bytes."""
+    """Return the chunks that remain after the first `size` bytes."""
     for number, part in enumerate(parts):
         if size < len(part):
             return [part[size:], *parts[number + 1 :]]
@@ -284,7 +284,7 @@ def _timeval(seconds: float) -> bytes:
 
 
 def _slices_behind(slices: Integers, size: int) -> Integers:
-    """Return the slices without their first `size` bytes."""
+    """Return the slices that remain after the first `size` bytes."""
     ends = np.cumsum(slices[:, 1])
     first = int(np.searchsorted(ends, size, "right"))
     left = slices[first:].copy()

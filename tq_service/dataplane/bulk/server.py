@@ -3,10 +3,9 @@
     a call opens a transfer   ->  its ticket is sent to the client  ->  threads move its ranges  ->  the call continues
     a call closes a transfer  ->  its threads are interrupted  ->  its memory is released once the last thread is done
 
-The authorized call determines which bytes may be read or written. Until the call ends, its ticket is valid for the
-authorized bytes, in one direction. The service divides the bytes into ranges and accepts each range only once.
-Otherwise, a repeated range could be counted in place of a missing one, whose memory still contains bytes of another
-put.
+The authorized call determines which bytes may be read or written. Until the call ends, its ticket is valid for these
+bytes in one direction. The service divides the bytes into ranges and accepts each range only once. Otherwise, a
+repeated range could be counted in place of a missing range, whose memory would still contain bytes from another put.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _log = logging.getLogger(__name__)
 _MOST_CONNECTIONS: Final = 1024
 _MOST_UNPROVEN: Final = 128
 _MOST_TRANSFERS: Final = 128
-_BACKLOG: Final = 1024  # because all clients of a large job probe the port at the same moment
+_BACKLOG: Final = 1024  # all clients in a large job probe the port at the same moment
 _FIRST_REQUEST_SECONDS: Final = 10.0
 _IDLE_SECONDS: Final = 60.0
 _PAUSE_SECONDS: Final = 0.1
@@ -45,19 +44,19 @@ _LOAD_HALF_LIFE_SECONDS: Final = 1.0
 _RANGE_GRAIN_BYTES: Final = 4096
 
 Move: TypeAlias = Callable[[BulkConnection, int, int, Moved], None]
-"""Transfers the bytes from start to end over a connection, in its thread; raises an error if the transfer fails."""
+"""Transfers the bytes from start to end in the connection's thread; raises an error if the transfer fails."""
 Context: TypeAlias = Callable[[], ssl.SSLContext]
 
 
 class Transfer:
-    """The transfer of the bytes of one put or get. The event loop opens and closes it; threads move its ranges.
+    """The bulk transfer for one put or get. The event loop opens and closes the transfer, and threads move its ranges.
 
     Args:
         size_bytes: total size in bytes.
         stream_count: recommended number of connections.
         move: function that transfers a range.
-        on_moved: called periodically on the event loop, with the number of bytes transferred since the last call.
-        on_unused: called on the event loop when the transfer is closed and no thread uses its memory anymore.
+        on_moved: called periodically on the event loop with the number of bytes transferred since the last call.
+        on_unused: called on the event loop once the transfer is closed and no thread uses its memory any longer.
 
     Attributes:
         ticket: ticket that the client must send with each range.
@@ -106,7 +105,7 @@ class Transfer:
         await asyncio.shield(self._done)
 
     def close(self) -> None:
-        """Close the transfer and interrupt the threads that move its ranges; repeated calls do nothing."""
+        """Close the transfer and interrupt the threads moving its ranges; repeated calls do nothing."""
         with self._lock:
             if self._is_closed:
                 return
@@ -120,7 +119,7 @@ class Transfer:
             self._on_unused()
 
     def move(self, index: int, connection: BulkConnection) -> bool:
-        """Transfer a range over a connection, in its thread; return whether the connection can be reused."""
+        """Transfer a range in the connection's thread; return whether the connection can be reused."""
         start = index * self.ticket.range_bytes
         end = min(start + self.ticket.range_bytes, self.ticket.size_bytes)
         with self._lock:
@@ -140,7 +139,7 @@ class Transfer:
             error = raised
         except OSError as lost:
             error = UnavailableError(f"a bulk connection was lost: {lost}")
-        except Exception as raised:  # the call reports any error
+        except Exception as raised:  # the call reports the error, whatever it is
             error = raised
         self._leave(connection, error)
         return error is None
@@ -178,7 +177,7 @@ class Transfer:
             self._done.set_exception(error)
 
     def _in_loop(self, call: Callable[[], object]) -> None:
-        with suppress(RuntimeError):  # the loop is closed, because the process is exiting
+        with suppress(RuntimeError):  # the loop is closed because the process is exiting
             self._loop.call_soon_threadsafe(call)
 
 
@@ -194,16 +193,16 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 class BulkServer:
-    """Listens on the bulk port from its creation, accepts connections, and tracks transfers.
+    """Listens on the bulk port as soon as it is created, accepts connections, and tracks transfers.
 
     Args:
         host: address to listen on.
         port: port to listen on; 0 for any free port.
         boot_id: instance id of the storage service.
-        context: function that returns the TLS context for the next connection; None: plaintext.
+        context: function that returns the TLS context for the next connection; None for plaintext.
 
     Attributes:
-        port: port that the server listens on.
+        port: port on which the server listens.
         moved_bytes: total size in bytes of all completed transfers.
 
     Raises:
@@ -220,7 +219,7 @@ class BulkServer:
         self._lock = threading.Lock()  # protects the next three attributes
         self._is_closed = False
         self._proven: dict[BulkConnection, None] = {}  # connections that have sent a valid ticket
-        self._unproven: dict[BulkConnection, str] = {}  # all other connections with their addresses, oldest first
+        self._unproven: dict[BulkConnection, str] = {}  # all other connections with peer addresses, oldest first
         self._load = 0.0
         self._load_at = time.monotonic()
         self._cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -233,7 +232,7 @@ class BulkServer:
         return len(self._proven)
 
     def takes(self, size_bytes: int) -> bool:
-        """Return whether a transfer should use bulk; small or too many transfers must use frames instead."""
+        """Return whether a transfer should use bulk: it is large enough, and there are not too many transfers."""
         return size_bytes >= BULK_BYTES and len(self._transfers) < _MOST_TRANSFERS
 
     def open(
@@ -252,7 +251,7 @@ class BulkServer:
         return transfer
 
     def _streams_for(self, size_bytes: int) -> int:
-        """Return how many connections are worthwhile: the number of cores divided by the recent number of transfers."""
+        """Return how many connections are worthwhile, based on the number of cores per recent transfer."""
         now, count = time.monotonic(), len(self._transfers) + 1
         self._load *= 0.5 ** ((now - self._load_at) / _LOAD_HALF_LIFE_SECONDS)
         self._load, self._load_at = max(self._load, count), now
@@ -264,7 +263,7 @@ class BulkServer:
             self._is_closed = True
             connections = [*self._proven, *self._unproven]
         with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes up the accepting thread
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
         self._listener.close()
         for connection in connections:
             connection.end()
@@ -290,7 +289,7 @@ class BulkServer:
                 self._dismiss(connection)
 
     def _admit(self, connection: BulkConnection, peer: str) -> bool:
-        """Return whether a connection may proceed; at the limit, first end one that has not sent a valid ticket."""
+        """Return whether a connection may proceed; at the limit, first end a connection without a valid ticket."""
         with self._lock:
             is_full = len(self._proven) + len(self._unproven) >= _MOST_CONNECTIONS
             if self._is_closed or (is_full and not self._unproven):

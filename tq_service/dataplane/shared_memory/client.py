@@ -1,7 +1,7 @@
 """Client side of shared memory: a channel for exchanging file descriptors with a storage service on the same host.
 
-A handshake verifies that the service is on this host. A put fills a region offered by the service, or sends sealed
-memory if the service runs as another user. A get maps memory offered by the service.
+A handshake verifies that the service is on this host. A put fills a region offered by the service or, if the service
+runs as another user, sends sealed memory. A get maps memory offered by the service.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from tq_service.wire.mapping import Mapping
 
 SWITCH_VARIABLE: Final = "TQ_SHARED_MEMORY"
 _EXCHANGE_SECONDS: Final = 10.0
-_LEAST_SECONDS: Final = 0.001  # because a socket with a timeout of 0 does not wait at all
+_LEAST_SECONDS: Final = 0.001  # above 0, because a socket with a timeout of 0 does not wait
 _ASK_AGAIN_SECONDS: Final = 60.0
 _TRY_AGAIN_SECONDS: Final = 5.0
 
 
 class FdChannel:
-    """A connection to a storage service on this host, with a session of that service. Thread-safe.
+    """A connection to a storage service on this host, and the session opened over this connection. Thread-safe.
 
     Args:
         path: path of the service's Unix socket.
         boot_id: instance id of the service that announced the socket.
-        seconds: maximum time for connecting and for the answer to the hello message.
+        seconds: maximum number of seconds to connect and receive the answer to the hello message.
 
     Attributes:
-        session_id: id that calls use to refer to the session.
-        can_allocate: whether a put may be filled after the service has answered it.
+        session_id: id by which calls refer to the session.
+        can_allocate: whether a put may be filled after the service has answered the put.
         regions: the regions that the session has mapped.
 
     Raises:
-        UnavailableError: no service, or another service, answers on the socket.
+        UnavailableError: no service or another service answers on the socket.
     """
 
     def __init__(self, path: Path, boot_id: bytes, seconds: float = _EXCHANGE_SECONDS) -> None:
@@ -84,7 +84,7 @@ class FdChannel:
     @property
     def has_ended(self) -> bool:
         """Whether the service has closed the connection, for example because it stopped."""
-        fd = self._connection.fileno()  # read once, because another thread may close the connection at any time
+        fd = self._connection.fileno()  # read only once, because another thread may close the connection at any time
         if fd < 0:
             return True
         poll = select.poll()
@@ -92,10 +92,11 @@ class FdChannel:
         return bool(poll.poll(0))
 
     def send_sealed(self, put_id: bytes, columns: Sequence[SourceColumn]) -> None:
-        """Write columns into memory, seal the memory, and send its file descriptor to the service for a put.
+        """Write a put's columns into memory, seal the memory, and send its file descriptor to the service.
 
         Raises:
-            UnavailableError: there is no memory left, or the session has ended; the put can use the network instead.
+            UnavailableError: the system is out of memory, or the session has ended; the put can use the network
+                instead.
         """
         try:
             fd = shared_memory.write_sealed(columns)
@@ -107,9 +108,9 @@ class FdChannel:
             os.close(fd)
 
     def fill(self, offer: RegionOffer, columns: Sequence[SourceColumn]) -> None:
-        """Copy columns into the region offered to a put.
+        """Copy columns into the region offered for a put.
 
-        The service is notified when copying ends, even if the copy failed or the put was cancelled.
+        The service is notified when copying ends, even if copying failed or the put was cancelled.
 
         Raises:
             UnavailableError: the region is no longer offered or cannot be mapped, or the session has ended.
@@ -126,14 +127,14 @@ class FdChannel:
         except BaseException as error:
             self._releases.add(offer.offer_id)
             if isinstance(error, OSError):
-                raise UnavailableError(f"could not use the region of a put: {error}") from None
+                raise UnavailableError(f"could not use the region for a put: {error}") from None
             raise
         finally:
             shared_memory.close_all(fds)
         self._exchange(SharedMemoryRequest(filled=Filled(offer_id=offer.offer_id)))
 
     def allocate(self, offer: RegionOffer) -> tuple[Mapping, Lease]:
-        """Return the region offered to a put, which may be filled while the returned lease exists.
+        """Return the region offered for a put, which may be filled while the returned lease exists.
 
         Raises:
             UnavailableError: the region is no longer offered or cannot be mapped, or the session has ended.
@@ -144,7 +145,7 @@ class FdChannel:
         try:
             return mapping or self.regions.map_shared(offer.region, fds[0]), lease
         except OSError as error:
-            raise UnavailableError(f"could not map the region of a put: {error}") from None
+            raise UnavailableError(f"could not map the region for a put: {error}") from None
         finally:
             shared_memory.close_all(fds)
 
@@ -153,11 +154,11 @@ class FdChannel:
         return Lease(partial(self._releases.add, offer_id))
 
     def take(self, offer_id: bytes, indexes: Sequence[int]) -> list[int]:
-        """Take the offer of a put or get; the regions are leased to this session until they are filled or released.
+        """Take the offer for a put or get; the regions are leased to this session until they are filled or released.
 
         Args:
             offer_id: id of the offer.
-            indexes: positions of the offered memory blocks whose file descriptors are needed.
+            indexes: positions, among the offered memory blocks, of those whose file descriptors are needed.
 
         Returns:
             The requested file descriptors, in order; the caller must close them.
@@ -193,7 +194,7 @@ class FdChannel:
                 messages.send(self._connection, request, fds)
                 received = messages.receive(self._connection, SharedMemoryAnswer)
             except (OSError, TqError) as error:
-                self.close()  # otherwise, a late answer could be mistaken for the next request's answer
+                self.close()  # otherwise, a late answer could be mistaken for the answer to the next request
                 raise UnavailableError(f"the shared memory session has ended: {error}") from None
         if received is None:
             self.close()
@@ -235,12 +236,12 @@ class Releases:
 
 
 class HostLink:
-    """A client's link for sharing memory with one storage service, if that runs on the same host.
+    """A client's link for sharing memory with one storage service if the service runs on the same host.
 
     Args:
-        is_enabled: whether to check if the service is on this host; None: as set by the environment variable.
+        is_enabled: whether to check if the service is on this host; None: determined by the environment variable.
 
-    No thread holds the lock of `is_due` while it waits for the service, because event loops call `is_due`.
+    No thread holds the lock that `is_due` acquires while waiting for the service, because event loops call `is_due`.
     """
 
     def __init__(self, *, is_enabled: bool | None = None) -> None:
@@ -264,7 +265,7 @@ class HostLink:
         try:
             yield current
         except UnavailableError:
-            if current is not None:  # the following calls use the network
+            if current is not None:  # later calls use the network
                 current.close()
                 with self._lock:
                     if self._channel is current:
@@ -273,13 +274,13 @@ class HostLink:
             raise
 
     def postpone(self) -> None:
-        """Record that the service did not answer, and ask it again a few seconds later."""
+        """Record that the service did not answer and must be asked again a few seconds later."""
         self._ask_again_in(_TRY_AGAIN_SECONDS)
 
     def open(self, stat: StatResponse, seconds: float = _EXCHANGE_SECONDS) -> None:
-        """Open a session if the service that sent `stat` is on this host; otherwise, ask the service again later.
+        """Open a session if the service that sent `stat` is on this host; otherwise, retry later.
 
-        Waits up to `seconds` while other threads open the session, and then up to `seconds` for the service.
+        This method waits up to `seconds` while other threads open the session, then up to `seconds` for the service.
         """
         seconds = min(max(seconds, _LEAST_SECONDS), _EXCHANGE_SECONDS)
         if not self._opening.acquire(timeout=seconds):
@@ -310,7 +311,7 @@ class HostLink:
                 self._ask_at = time.monotonic() + seconds
 
     def close(self) -> None:
-        """End the session, and do not open a new one."""
+        """End the session and prevent a new one."""
         with self._lock:
             self._ask_at = float("inf")
             if self._channel is not None:
@@ -323,7 +324,7 @@ def _is_enabled() -> bool:
 
 
 def _local_path(announced: str) -> Path | None:
-    """Return the local path of a socket, because containers may mount the shared directory at different paths."""
+    """Return a socket's local path, which may differ if containers mount the shared directory at different paths."""
     if not announced:
         return None
     directory = os.environ.get(messages.SOCKET_DIR_VARIABLE)

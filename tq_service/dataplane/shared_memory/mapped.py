@@ -1,10 +1,10 @@
-"""Shared memory mapped by this process, and the page ranges that its arrays use.
+"""Shared memory that this process has mapped, and the page ranges that its arrays use.
 
-A region is mapped once for writing and at least once for reading. All sessions of this process share the mappings,
-which remain for later puts and gets, together with their page tables. Arrays returned to a program are on private
+A region is mapped once for writing and at least once for reading. All sessions in this process share the mappings,
+which remain for later puts and gets together with their page tables. Arrays returned to a program are backed by private
 mappings, in page ranges that no other get is using. If the program writes to an array, the kernel copies the affected
 pages first. When the last array is deleted, the copies are discarded and the get's lease is released. The shared
-mapping serves bytes that the program never receives: the bytes of puts, and of gets that are copied to a device. The
+mapping is used for bytes that the program never receives, namely those of puts and of gets copied to a device. The
 shared mapping can be pinned; see `host_memory`.
 """
 
@@ -39,11 +39,11 @@ class Pages(NamedTuple):
 
 
 class Lease:
-    """The lease of one get's regions, which lasts until the last array on the regions is deleted.
+    """The lease on one get's regions, which lasts until the last array backed by the regions is deleted.
 
-    A lease can end at any time in any thread, so it uses no locks. A child process forked during the lease also has the
-    arrays, and this process cannot tell when the child stops using them. Such a lease is never released; it lasts until
-    the session has ended in all processes.
+    A lease can end at any time in any thread, so it uses no locks. A child process forked during the lease shares the
+    arrays, and this process cannot detect when the child stops using them. Such a lease is never released and lasts
+    until the session has ended in all processes.
 
     Args:
         release: function called when the lease ends, unless the process was forked during the lease.
@@ -82,7 +82,7 @@ class ReadMapping:
         self._used: list[Pages] = []
 
     def take(self, pages: Pages) -> bool:
-        """Mark a range as used if it does not overlap a used range; return whether it was marked. Not thread-safe."""
+        """Mark a range as used unless it overlaps a used range; return whether it was marked. Not thread-safe."""
         # Iterate over a copy, because another thread may free a range at any time.
         if any(used.first < pages.end and pages.first < used.end for used in tuple(self._used)):
             return False
@@ -90,16 +90,16 @@ class ReadMapping:
         return True
 
     def free(self, pages: Pages) -> None:
-        """Mark a range as unused, and discard changes written to it; can be called at any time in any thread."""
+        """Mark a range as unused and discard changes written to it; can be called at any time in any thread."""
         self.mapping.discard_changes(*pages)
         self._used.remove(pages)
 
 
 class _Region:
-    """Mappings of one region, shared by the sessions of this process, and whether the region was ever written.
+    """One region's mappings, shared by this process's sessions, and whether the region was ever written.
 
     Attributes:
-        lock: lock that protects all attributes.
+        lock: protects all attributes.
     """
 
     __slots__ = ("__weakref__", "for_reading", "lock", "shared", "was_written")
@@ -112,18 +112,18 @@ class _Region:
 
 
 _regions: WeakValueDictionary[tuple[int, bytes, int], _Region] = WeakValueDictionary()
-"""Regions of all sessions, by process id, run id of the service, and region number. A forked child maps them anew."""
+"""All sessions' regions, by process id, service run id and region number. A forked child maps regions anew."""
 
 
 class MappedRegions:
-    """Regions that one session has used and that the service has not dropped. Thread-safe.
+    """The regions that one session has used and the service has not dropped. Thread-safe.
 
-    Sessions of this process with the same service share the mappings of a region. A region is unmapped once each
-    session that used it has ended or has been told that the region was dropped.
+    This process's sessions with the same service share each region's mappings. A region is unmapped once every session
+    that used the region has ended or has been notified that the region was dropped.
 
     Args:
         run_id: id of the service's process. If a service restarts with the same instance id, it numbers its regions
-            from 1 again. Without the run_id, a put could be written to an old region with the same number, and be lost.
+            from 1 again. Without the run_id, a put could be written to an old region with the same number and be lost.
     """
 
     def __init__(self, run_id: bytes) -> None:
@@ -131,17 +131,17 @@ class MappedRegions:
         self._used: dict[int, _Region] = {}
 
     def shared(self, number: int) -> Mapping | None:
-        """Return the shared mapping of a region, or None if the region has no shared mapping."""
+        """Return a region's shared mapping, or None if there is none."""
         return self._region(number).shared
 
     def is_new(self, number: int) -> bool:
-        """Return whether a region is about to be written for the first time; only later writes justify a mapping."""
+        """Return whether a region is about to be written for the first time; only later writes justify mapping it."""
         region = self._region(number)
         was_written, region.was_written = region.was_written, True
         return not was_written
 
     def map_shared(self, number: int, fd: int) -> Mapping:
-        """Return the shared mapping of a region; map the region if necessary.
+        """Return a region's shared mapping; map the region if necessary.
 
         Raises:
             OSError: the operating system refused to map the region.
@@ -153,12 +153,12 @@ class MappedRegions:
             return region.shared
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """Unmap regions that the service has dropped; arrays of other processes may keep their memory in use."""
+        """Unmap regions that the service has dropped; their memory is freed only when no process uses it."""
         for number in numbers:
             self._used.pop(number, None)
 
     def find(self, lease: Lease, number: int, pages: Pages | None) -> Mapping | None:
-        """Return an existing mapping of a region for use by a lease, or None if `map` must be called."""
+        """Return a region's existing mapping for use by a lease, or None if `map` must be called."""
         if pages is None:
             return self.shared(number)
         region = self._region(number)
@@ -173,10 +173,11 @@ class MappedRegions:
         """Map memory for use by a lease. Mappings of regions are kept for later leases.
 
         Args:
-            lease: lease that uses the range from now on.
+            lease: lease that begins to use the range.
             number: number of the region; 0 for sealed memory.
-            fd: file descriptor of the memory.
-            pages: the range to use; None: use the shared mapping, which the caller must not write to.
+            fd: the memory's file descriptor.
+            pages: the range to use in a private mapping; None to use the shared mapping, which the caller must not
+                write to.
         """
         if pages is None:
             return self.map_shared(number, fd)

@@ -18,18 +18,18 @@ MOST_FDS: Final = 128
 """Maximum number of file descriptors per message; Linux allows up to 253."""
 
 SOCKET_DIR_VARIABLE: Final = "TQ_SHARED_MEMORY_DIR"
-"""Environment variable for a client's path of the socket directory, if that differs from the service's path."""
+"""Environment variable for the socket directory's path on the client, if it differs from the path on the service."""
 
 _MOST_MESSAGE_BYTES: Final = 4096
 
 
 def open_socket() -> socket.socket:
-    """Create a socket of the type used by both client and service."""
+    """Create a socket of the type that both the client and the service use."""
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def send(connection: socket.socket, message: SharedMemoryRequest | SharedMemoryAnswer, fds: Sequence[int] = ()) -> None:
-    """Send a message with file descriptors; the sender must still close its own copies of them.
+    """Send a message with file descriptors; the sender must still close its own copies of the descriptors.
 
     Raises:
         OSError: the other side has closed the connection, or the buffer of a non-blocking socket is full.
@@ -40,10 +40,10 @@ def send(connection: socket.socket, message: SharedMemoryRequest | SharedMemoryA
 def receive(
     connection: socket.socket, kind: type[Message], most_fds: int = MOST_FDS
 ) -> tuple[Message, list[int]] | None:
-    """Return the next message and its file descriptors, which the caller must close; None at the end.
+    """Return the next message and its file descriptors, which the caller must close; None if the peer has closed.
 
     Raises:
-        InvalidArgumentError: the data is not a message of this kind, or exceeds the limits.
+        InvalidArgumentError: the data is not a message of this kind or exceeds the limits.
         OSError: the connection failed; BlockingIOError if a non-blocking socket has no message available.
     """
     data, fds, flags, _ = socket.recv_fds(connection, _MOST_MESSAGE_BYTES, most_fds, socket.MSG_CMSG_CLOEXEC)

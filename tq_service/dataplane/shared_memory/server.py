@@ -1,7 +1,7 @@
-"""Server side of shared memory: a Unix socket for clients on the same host, and the sessions of these clients.
+"""Server side of shared memory: a Unix socket for clients on the same host, and these clients' sessions.
 
 A session transfers file descriptors only during a Put or Get call that contains its session_id, or for a few seconds
-after a GetInline. The call determines which memory the session may read and write. Memory that a client has taken is
+after a GetInline. This call determines which memory the session may read and write. Memory that a client has taken is
 leased to the session until the client releases the memory or the connection ends:
 
     Put or Get: offer -> TakeMemory: lease, the call continues without it -> Filled or Release: released
@@ -45,9 +45,9 @@ _BACKLOG: Final = 128
 _MOST_ACCEPTED_AT_ONCE: Final = 32
 _PAUSE_SECONDS: Final = 1.0
 _DRAIN_SECONDS: Final = 1.0
-_MOST_MEMORIES: Final = 16_384  # out of the 65,530 mappings that Linux allows per process by default
-_OFFER_SECONDS: Final = 10.0  # for offers that outlast their call
-_MOST_DROPPED: Final = 256  # region numbers per message
+_MOST_MEMORIES: Final = 16_384  # of the 65,530 mappings that Linux allows per process by default
+_OFFER_SECONDS: Final = 10.0  # lifetime of offers that outlast their call
+_MOST_DROPPED: Final = 256  # maximum number of region numbers per message
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -55,7 +55,7 @@ class Memory(Protocol):
     """A block of memory that can be offered to clients.
 
     Attributes:
-        fd: file descriptor of the memory.
+        fd: the memory's file descriptor.
         number: number of the region; 0 for sealed memory.
     """
 
@@ -63,25 +63,25 @@ class Memory(Protocol):
     number: int
 
     def lease(self, session: Session) -> None:
-        """Begin a lease, during which the bytes must not change; freeing the memory calls `session.note_dropped`."""
+        """Begin a lease, during which the bytes must not change; call `session.note_dropped` if memory is freed."""
 
     def end_lease(self, *, is_released: bool) -> None:
-        """End a lease; `is_released` tells whether the client has reported that it no longer uses the memory."""
+        """End a lease; `is_released` is True if the client has reported that it no longer uses the memory."""
 
 
 class SharedMemoryServer:
     """Listens on a socket in a directory and manages the clients' sessions. For use in a single event loop.
 
     Args:
-        directory: directory of the socket; users who can access it may use shared memory.
-        boot_id: instance id of the storage service; clients must send it.
+        directory: the socket's directory; users who can access this directory may use shared memory.
+        boot_id: the storage service's instance id, which clients must send.
         run_id: id of the service's process, within which region numbers are unique.
         can_allocate: whether a client may fill a region after its put has been answered.
 
     Attributes:
-        most_memories: maximum number of memory blocks that the service should have open. Each block uses a file
+        most_memories: maximum number of memory blocks that the service should keep open. Each block uses a file
             descriptor and a mapping, both of which are limited per process.
-        path: path of the socket.
+        path: the socket's path.
     """
 
     def __init__(self, directory: Path, boot_id: bytes, run_id: bytes, *, can_allocate: bool = True) -> None:
@@ -89,7 +89,7 @@ class SharedMemoryServer:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.most_memories = _MOST_MEMORIES if files == resource.RLIM_INFINITY else min(files // 2, _MOST_MEMORIES)
         self._has_warned = False
-        self.path = directory / f"{boot_id[:8].hex()}{_SUFFIX}"  # short, because the length of socket paths is limited
+        self.path = directory / f"{boot_id[:8].hex()}{_SUFFIX}"  # short, because socket path lengths are limited
         self._boot_id = boot_id
         self._run_id = run_id
         self._listener: socket.socket | None = None
@@ -107,7 +107,7 @@ class SharedMemoryServer:
         _sweep(directory)
         listener = messages.open_socket()
         unready = self.path.with_suffix(".new")
-        unready.unlink(missing_ok=True)  # left behind by an instance that was killed here, perhaps with this boot_id
+        unready.unlink(missing_ok=True)  # may have been left by a killed instance with the same boot_id
         try:
             listener.bind(str(unready))
             unready.chmod(0o666)  # the directory's permissions determine which users may connect
@@ -130,8 +130,8 @@ class SharedMemoryServer:
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             _log.warning(
                 LogMessage(
-                    "the service reached its limit of file descriptors for shared memory, so further puts use the "
-                    "network; raise the limit of open files (ulimit -n), or put more samples per call",
+                    "the service reached its limit on file descriptors for shared memory, so further puts use the "
+                    "network; raise the limit on open files (ulimit -n), or put more samples per call",
                     memories=memory_count,
                     most_memories=self.most_memories,
                     file_limit=soft,
@@ -141,14 +141,14 @@ class SharedMemoryServer:
         return False
 
     def session(self, session_id: bytes) -> Session | None:
-        """Return the open session with this id, and mark it as named by an authorized call."""
+        """Return the open session with this id, and record that an authorized call has contained the id."""
         session = self._sessions.get(session_id)
         if session is not None:
             session.is_proven = True
         return session
 
     def drain(self) -> None:
-        """End offers that have not been taken, after a delay, because a get lasts until its offer is taken."""
+        """After a delay, end all offers that have not been taken, because a get lasts until its offer is taken."""
 
         def end_offers() -> None:
             for session in self._sessions.values():
@@ -183,7 +183,8 @@ class SharedMemoryServer:
                     return
                 continue
             if len(self._sessions) >= _MOST_SESSIONS:
-                # End the oldest session that no call has used, so processes without calls cannot exclude others.
+                # End the oldest session that no call has used, so that processes without calls cannot lock out other
+                # clients.
                 unproven = next((session for session in self._sessions.values() if not session.is_proven), None)
                 if unproven is None:
                     connection.close()
@@ -202,7 +203,7 @@ class SharedMemoryServer:
             self._sessions[session.session_id] = session
 
     def _pause(self) -> None:
-        """Pause accepting connections; otherwise the connection that failed would wake the event loop continuously."""
+        """Pause accepting connections; otherwise, the failed connection would wake the event loop continuously."""
         loop = asyncio.get_running_loop()
         if self._listener is not None:
             loop.remove_reader(self._listener)
@@ -221,10 +222,10 @@ def peer_uid(connection: socket.socket) -> int:
 
 
 def make_private(directory: Path) -> None:
-    """Create a directory accessible to the current user only, inside a directory that all users may write to.
+    """Create a directory that only the current user can access, inside a directory that all users may write to.
 
     Raises:
-        OSError: the directory cannot be created, or other users can write to it and could replace the socket.
+        OSError: the directory cannot be created, or other users can write to the directory and replace the socket.
     """
     directory.mkdir(mode=0o700, exist_ok=True)
     status = directory.stat(follow_symlinks=False)
@@ -237,7 +238,7 @@ def make_private(directory: Path) -> None:
 
 
 def _sweep(directory: Path) -> None:
-    """Remove sockets without a listener, which killed servers have left behind."""
+    """Remove sockets without a listener, which are left behind by killed servers."""
     for path in directory.glob(f"*{_SUFFIX}"):
         with messages.open_socket() as probe:
             probe.setblocking(False)
@@ -250,18 +251,18 @@ def _sweep(directory: Path) -> None:
 
 
 class Session:
-    """A client's connection: a hello message, then alternating requests and answers.
+    """A client's connection, which consists of a hello message followed by alternating requests and answers.
 
     Args:
         connection: the client's non-blocking socket.
-        boot_id: instance id of the service, which the client must send.
+        boot_id: the service's instance id, which the client must send.
         run_id: id of the service's process, which the client receives.
         is_own_user: whether the client runs as the service's user.
         can_allocate: whether the client may fill a region after its put has been answered.
-        on_close: called once, when the session has ended.
+        on_close: called once when the session has ended.
 
     Attributes:
-        session_id: random id, known only to the client.
+        session_id: random id, disclosed only to the client.
         is_proven: whether an authorized call has contained the session's id.
         can_allocate: whether the client may fill a region after its put has been answered.
         is_own_user: whether the client runs as the service's user. Regions must not be offered to other users, because
@@ -288,7 +289,7 @@ class Session:
         self.is_proven = False
         self._is_open = True
         self._has_said_hello = False
-        self._awaited: dict[bytes, list[int]] = {}  # by put: the received file descriptor, empty until it arrives
+        self._awaited: dict[bytes, list[int]] = {}  # received file descriptor by put, empty until it arrives
         self._offers: dict[bytes, Offer] = {}
         self._leases: dict[bytes, Offer] = {}  # offers that the client has taken
         self._dropped: deque[int] = deque()  # regions that the client has yet to unmap
@@ -296,11 +297,11 @@ class Session:
 
     @contextlib.contextmanager
     def awaiting(self, put_id: bytes) -> Iterator[Callable[[], int]]:
-        """Accept the file descriptor of a put during the `with` block.
+        """Accept a put's file descriptor during the `with` block.
 
-        Yields a function that returns the descriptor, which the caller must close. The function raises
-        UnavailableError if the descriptor has not arrived, for example because the session ended. When the block ends,
-        a descriptor that was not returned is closed.
+        Yields a function that returns the descriptor, which the caller must close. The function raises UnavailableError
+        if the descriptor has not arrived, for example because the session ended. When the block ends, a descriptor that
+        the function has not returned is closed.
         """
 
         def take() -> int:
@@ -317,7 +318,7 @@ class Session:
             close_all(fds)
 
     def offer_for_a_while(self, memories: Sequence[Memory], on_end: Callable[[], None]) -> Offer:
-        """Offer memory until it is taken, for at most a few seconds.
+        """Offer memory until the client takes it, but at most for a few seconds.
 
         Args:
             memories: memory blocks to offer, whose bytes must not change until the offer ends.
@@ -330,7 +331,7 @@ class Session:
         return offer
 
     def offer(self, memories: Sequence[Memory]) -> Offer:
-        """Offer memory until the client takes it or the offer is closed; until then, the bytes must not change."""
+        """Offer memory, whose bytes must not change until the client takes it or the offer is closed."""
         offer = Offer(memories)
         self._offers[offer.offer_id] = offer
         offer.on_end(lambda: self._offers.pop(offer.offer_id, None))
@@ -380,7 +381,8 @@ class Session:
         except BlockingIOError:
             if received is None:
                 return  # woken up without a message
-            # The socket is full of unread answers. Without this one, the client would misread the next one.
+            # The socket is full of unread answers. If this answer were skipped, the client would misread the next
+            # answer.
         except (OSError, TqError) as error:
             reason = error
         _log.info(LogMessage("a shared memory session ended", reason=reason))
@@ -394,7 +396,7 @@ class Session:
                 awaited += fds
                 return SharedMemoryAnswer(send_fd=SendFdAnswer()), ()
             close_all(fds)
-            return _refuse(f"no put waits for {len(fds)} file descriptors; expected exactly one for a put in progress")
+            return _refuse(f"no put waits for the {len(fds)} descriptors received; expected one, for a put in progress")
         close_all(fds)
         if kind == "hello":
             if request.hello.boot_id != self._boot_id:
@@ -405,7 +407,7 @@ class Session:
         if kind == "take_memory" and self._has_said_hello:
             offer = self._offers.get(request.take_memory.offer_id)
             if offer is None:
-                return _refuse("no put or get of this session offers this memory; the call may have ended")
+                return _refuse("no put or get in this session offers this memory; the call may have ended")
             indexes = request.take_memory.indexes
             if len(indexes) > messages.MOST_FDS or max(indexes, default=0) >= len(offer.memories):
                 raise InvalidArgumentError(
@@ -426,7 +428,7 @@ class Session:
         raise InvalidArgumentError(f"got {kind or 'nothing known'} as the next request; expected a hello first")
 
     def _begin_lease(self, offer: Offer) -> None:
-        """Lease the memory of a taken offer: from now on, the lease protects the bytes instead of the offering call."""
+        """Lease the memory in a taken offer, so that the lease protects the bytes in place of the offering call."""
         for memory in offer.memories:
             memory.lease(self)
         self._leases[offer.offer_id] = offer
@@ -442,7 +444,7 @@ class Offer:
     """An offer of memory blocks that a client may take.
 
     Attributes:
-        offer_id: id of the offer, and of the lease that begins when the offer is taken.
+        offer_id: id of the offer and of the lease that begins when the offer is taken.
         memories: the offered memory blocks.
         is_filled: whether the client has reported that it filled the memory.
     """
@@ -462,7 +464,7 @@ class Offer:
             self._on_end.callback(call)
 
     def close(self) -> None:
-        """End the offer, because it was taken or can no longer be taken; repeated calls do nothing."""
+        """End the offer because it was taken or can no longer be taken; repeated calls do nothing."""
         self._ended.set()
         self._on_end.close()
 
