@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 class AsyncFetchCalls(AsyncBase):
-    """The data-fetching calls of the client. See `AsyncClient`."""
+    """The client's data-fetching calls. See `AsyncClient`."""
 
     async def get_data(
         self,
@@ -107,29 +107,29 @@ class AsyncFetchCalls(AsyncBase):
             expand: form of fields that the samples of a group share, which are fetched once per group. True: one row
                 per sample. In lists, all samples of a group then have the same object. A tensor that covers a single
                 group shares memory between its rows (`Tensor.expand`), so do not modify these rows in place; other
-                tensors are copies. False: one row per group, in order of first appearance; `group_index` `(n,)` maps
-                each sample to its row.
-            slices: the part of each row to fetch, by field: `(start, stop)`, a list of such pairs with one per sample,
-                or a `RowSlice`, which supports further forms. The storage service slices the rows and sends only the
+                tensors are copies. False: one row per group, in order of first appearance; `group_index`, of shape
+                `(n,)`, maps each sample to its row.
+            slices: by field, the part of each row to fetch: `(start, stop)`, a list with one such pair per sample, or a
+                `RowSlice`, which supports further forms. The storage service slices the rows and sends only the
                 selected bytes. A dense field remains dense if all slices have the same length; otherwise it becomes
                 jagged.
-            padded: True to return jagged fields as dense tensors `(n, longest, ...)`, except fields that are ragged in
-                several dimensions; or a list of fields to pad, which may include dense fields (padded in the first
-                dimension).
+            padded: True to return jagged fields as dense tensors of shape `(n, longest, ...)`, except fields that are
+                ragged in several dimensions. Or a list of fields to pad, which may include dense fields (padded in the
+                first dimension).
             pad_value: value that fills the rest of a row, or a dict of such values by field.
             length: row length of padded fields, or a dict of lengths by field; None: the length of the longest fetched
                 row. A longer row is an error unless `truncate` is set.
             side: side of the padding: "right" (after the values) or "left" (before the values).
-            mask: whether to add, for each padded field, a bool field `<name>_mask` `(n, length)` that is True for
-                values and False for padding.
+            mask: whether to add, for each padded field, a bool field `<name>_mask` of shape `(n, length)` that is True
+                for values and False for padding.
             truncate: whether the storage service truncates rows longer than `length` to their first `length` items.
             timeout: seconds until the call fails; None: the client's `timeout`.
 
         Returns:
-            A TensorDict of batch size `[n]`, or `[]` with `expand=False`. A jagged field is a nested tensor, or a list
-            of tensors if its rows are ragged in several dimensions. A field of objects is a list. Without tensordict, a
-            dict of tensors and lists. Without torch as well, a dict of numpy arrays and lists. If tensordict is not
-            installed, type checkers see the type as `Any`.
+            A TensorDict with batch size `[n]`, or `[]` with `expand=False`. A jagged field is a nested tensor, or a
+            list of tensors if its rows are ragged in several dimensions. A field of objects is a list. If tensordict is
+            not installed, a dict of tensors and lists; if torch is not installed either, a dict of numpy arrays and
+            lists. Type checkers then see the type as `Any`.
 
         Raises:
             PartitionNotFoundError, FieldNotFoundError, KeyNotFoundError, SampleNotFoundError: a partition, field, key
@@ -137,12 +137,13 @@ class AsyncFetchCalls(AsyncBase):
             CellNotFoundError: a sample lacks one of the fields; set `missing` or `missing_fields` to omit either of
                 them.
             FieldMismatchError: rows requested as dense differ in shape; a row is longer than `length`; a field cannot
-                be padded; or a tensor of `out`, which is then unchanged, has another dtype or shape than its field.
+                be padded; or the dtype or shape of a tensor in `out` differs from its field (the tensor is then
+                unchanged).
             InvalidArgumentError: the device does not exist, `out` cannot be filled, a field cannot be sliced, or
                 `pad_value` is not valid for the dtype.
             torch.OutOfMemoryError: the device has too little free memory; the received data is freed.
             StaleIncarnationError: the partition was cleared and created again after the metadata was returned.
-            DataLossError: the storage service that stored the data restarted empty; the error names the samples.
+            DataLossError: the storage service that stored the data restarted without it; the error names the samples.
             UnavailableError: the controller, or the storage service that stores the data, did not answer in time.
         """
         began_at = time.perf_counter()
@@ -213,8 +214,8 @@ class AsyncFetchCalls(AsyncBase):
                     probe.fetched(time.perf_counter() - began_at)
                 return fetched
             except (PutNotFoundError, DataLossError):
-                # The data may have been overwritten after it was located: locate it again. If its location is
-                # unchanged, it is lost.
+                # The data may have been overwritten after it was located, so locate it again. If its location is
+                # unchanged, the data is lost.
                 if stale is not None and stale.locations.puts == located.locations.puts:
                     raise
                 stale, located = located, await locate()
@@ -378,7 +379,7 @@ class AsyncFetchCalls(AsyncBase):
             raise unread_samples(located, read, storage, deadline, error) from error
 
     async def _find_storage(self, located: BatchMeta, read: StorageRead, deadline: Deadline) -> StorageRef:
-        """Look up the current address of a storage service that does not answer, since it may have restarted."""
+        """Look up the current address of a storage service that does not answer; the service may have restarted."""
         now = await self._locate(
             deadline,
             "global_indexes",
