@@ -162,7 +162,7 @@ class AsyncClaimCalls(AsyncBase):
         on_wait: Callable[[WaitReason], object] | None = None,
         timeout: float | None = None,
     ) -> BatchMeta | list[BatchMeta]:
-        """Claim a batch as a trainer rank (with `dp_rank`, `dp_size` and `batch_index`) or as a queue worker (otherwise).
+        """Claim a batch as a trainer rank (with `dp_rank`, `dp_size` and `batch_index`) or as a queue worker.
 
         If a rank repeats the call, it gets the same batch again. If a queue worker's call is cancelled or times out,
         its claim is released, unless the claim has a name.

@@ -255,8 +255,8 @@ class AsyncSampleCalls(AsyncBase):
         Declare the fields with `FieldSpec(..., scope="group")` when you create the partition. Once the group has a
         value, all of its samples have the field, regardless of whether the samples or the value were put first. Samples
         without a group never have the field. A rollout in a group has that group's fields. A group's values are freed
-        when its last sample is removed. The values of a group that has no samples yet are kept until the partition is sealed or
-        `clear_samples(groups=...)` clears the group.
+        when its last sample is removed. If a group has no samples yet, its values are kept until the partition is
+        sealed or `clear_samples(groups=...)` clears the group.
 
         Args:
             partition_id: the partition.
