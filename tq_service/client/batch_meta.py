@@ -100,7 +100,7 @@ class Namespace:
         return full_name.startswith(self.prefix)
 
     def explain(self, failure: TqError) -> TqError:
-        """Convert full names in an error's metadata to names in this namespace; the error message keeps the full names."""
+        """Convert full names in an error's metadata to names in this namespace. The message keeps the full names."""
         if self.name:
             for named in {"partition_id", "policy"} & failure.metadata.keys():
                 failure.metadata[named] = self.own_name(failure.metadata[named])
@@ -335,7 +335,7 @@ class _Unread(partial[Any]):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class BatchMeta:
-    """An ordered set of samples of one partition, with their metadata. Immutable, comparable and picklable.
+    """A sequence of samples from one partition, with their metadata. Immutable, comparable and picklable.
 
     Two batches are equal if they have the same samples with the same metadata, fields and steps. The comparison ignores
     locations, and the information on which samples have which fields.
@@ -463,7 +463,7 @@ class BatchMeta:
 
     @property
     def leased_claim(self) -> pb.LeasedClaim | None:
-        """The claim against which writes to the samples are checked; None unless all samples belong to one leased claim."""
+        """The claim against which writes to the samples are checked; None unless they belong to one leased claim."""
         if self.lease_seconds is None or not self.claim_id:
             return None
         return pb.LeasedClaim(task_name=self.task_name, claim_request_id=self.claim_id)
@@ -475,7 +475,7 @@ class BatchMeta:
 
     @property
     def leased(self) -> NDArray[np.bool_] | None:
-        """For a look-up with a task: a bool array `(size,)`, True for leased, unacknowledged samples; otherwise None."""
+        """For a look-up with a task: a bool array `(size,)`, True for leased, not acknowledged samples; else None."""
         return self._is_in(SampleConsumption.LEASED)
 
     @property
@@ -555,11 +555,11 @@ class BatchMeta:
 
     @property
     def micro_batches(self) -> list[list[int]]:
-        """Positions of each pack's samples, for all packs of all steps in order; a pack without samples has an empty list."""
+        """Positions of each pack's samples, for the packs of all steps in order; empty for packs without samples."""
         return [list(pack.positions) for step in self.steps for pack in step.packs]
 
     def select_samples(self, positions: Sequence[int] | NDArray[Any]) -> BatchMeta:
-        """Return a batch with only the samples at `positions`, in this order; the steps are restricted to these samples.
+        """Return a batch with only the samples at `positions`, in this order; its steps contain only these samples.
 
         The new batch belongs to the same claim. A part of a leased claim can be acknowledged or released separately.
 
@@ -855,7 +855,7 @@ def _names(column: tuple[str, ...], size: int) -> list[str | None]:
 
 
 def overwritten(old: BatchMeta, new: object) -> dict[str, Any]:
-    """Return the columns of a batch that belong to its samples, as they are after a write; `new` has them as attributes."""
+    """Return the state of a batch's sample columns after a write; `new` has the written columns as attributes."""
     return {name: SAMPLE_COLUMNS[name].overwrite(getattr(old, name), getattr(new, name)) for name in OWN_COLUMNS}
 
 

@@ -133,7 +133,7 @@ def _connected(context: ssl.SSLContext, target: tuple[str, int], host: str | Non
 
 
 def _greet(connection: socket.socket) -> bytes:
-    """Return the header of the first frame that the server sends to an HTTP/2 client; shorter if the connection ends early."""
+    """Return the header of the server's first frame to an HTTP/2 client; shorter if the connection ends early."""
     with connection, connection.makefile("rb") as answers:
         connection.sendall(_HTTP2_HELLO)
         return answers.read(_FRAME_HEADER_BYTES)

@@ -303,7 +303,7 @@ class Lines:
         return member
 
     def take(self, leader: Member) -> Batch:
-        """Return the batch that a leading caller must send: one abandoned by its leader, or a new batch of waiting puts."""
+        """Return the batch that a leading caller must send: an abandoned one, or a new one of waiting puts."""
         with self._lock:
             if leader.batch is not None:
                 leader.batch.may_be_made = True

@@ -101,7 +101,7 @@ class Landing:
         return None if column.spec.layout is Layout.OBJECT else self.device
 
     def place(self, columns: Sequence[ColumnShape]) -> list[Bytes]:
-        """Return the host memory in which to receive columns: one block for all device columns, or the caller's tensors."""
+        """Return host memory in which to receive columns: one block for all device columns, or the caller's tensors."""
         going = {column.spec.name: device for column in columns if (device := self.device_of(column)) is not None}
         first = next(iter(going.values()), None)
         sizes = [column.value_bytes for column in columns if column.spec.name in going]

@@ -276,7 +276,7 @@ class PaddedColumn:
         self._shape: tuple[int, ...] = ()
 
     def place(self, column: ColumnShape, positions: Indexes) -> ScatteredRows | None:
-        """Return the memory for an answer's rows at `positions` of the result, or None if it cannot be determined yet."""
+        """Return the memory for an answer's rows at `positions` of the result, or None if it is not known yet."""
         dim, length = _ragged_dim(self._spec), self._padding.length_of(self._spec.name)
         if dim is None or (length is None and not self._is_one_answer) or column.spec.layout is Layout.OBJECT:
             return None
@@ -306,7 +306,7 @@ class PaddedColumn:
         return BLOCKS.take(self._row_count * int(np.prod(shape, dtype=np.int64)) * spec.itemsize, self._device)
 
     def _places(self, spec: FieldSpec, dim: int, lengths: Indexes, positions: Indexes) -> tuple[Indexes, Indexes]:
-        """Return the start and size of each piece of a row: one piece per index in the dimensions before the ragged one."""
+        """Return start and size of the pieces of rows: one piece per index in the dimensions before the ragged one."""
         outer = int(np.prod(self._shape[:dim], dtype=np.int64))
         item_bytes = int(np.prod(self._shape[dim + 1 :], dtype=np.int64)) * spec.itemsize
         width = self._shape[dim] * item_bytes

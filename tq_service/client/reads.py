@@ -287,7 +287,7 @@ def _merge(pieces: Sequence[tuple[Indexes, ColumnShape, Bytes]], declared: Field
 
 
 def _narrow(column: ColumnShape, declared: FieldSpec) -> ColumnShape:
-    """Return a jagged column in which a dimension is no longer ragged if all rows have the size that the field declares."""
+    """Return a jagged column in which a dimension is not ragged if all rows have the size that the field declares."""
     shape = list(column.spec.row_shape or ())
     fixed = declared.row_shape or ()
     for dim in column.spec.ragged_dims if len(fixed) == len(shape) else ():
@@ -337,7 +337,7 @@ def _gather(pieces: Sequence[tuple[Indexes, ColumnShape, Bytes]]) -> Received:
 
 
 def _place(values: Bytes, targets: Indexes, positions: Indexes, column: ColumnShape, buffer: Bytes) -> None:
-    """Copy one part's rows to their final positions: fixed-size rows in one step, large rows of varying size in runs."""
+    """Copy one part's rows to their final positions: fixed-size rows in one step, other large rows in runs."""
     row_bytes = fixed_row_bytes(column.spec)
     if row_bytes is not None:
         row = np.dtype((np.void, row_bytes))

@@ -125,7 +125,7 @@ def request_of(kind: type[Request], **arguments: Any) -> Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rules:
-    """Rules for a request type: the converters for its lists and enums, its required fields, and whether it has a request id."""
+    """Rules for a request type: converters for lists and enums, required fields, and whether it has a request id."""
 
     converters: Mapping[str, Converter]
     required: Collection[str]
@@ -682,7 +682,7 @@ class PlacementGrant:
         self._turn = 0
 
     def place(self, size_bytes: int) -> pb.PlacePutResponse | None:
-        """Return the answer that contains the grant, for a following call of `endpoint`; None if the grant does not cover the put."""
+        """Return the placement to pass to `endpoint`, or None if the grant does not cover the put."""
         used_bytes = self._used_bytes + size_bytes
         if size_bytes > self._answer.max_granted_put_bytes or used_bytes > self._answer.grant_bytes:
             return None
@@ -719,7 +719,7 @@ class Write:
         group_column: groups in the same form; () if none are given.
         rollout_column: rollouts in the same form; () if none are given.
         meta_columns: custom_meta in the same form; () if none is given.
-        key_mode: whether keys must exist, must be new, or may be both.
+        key_mode: whether keys must exist, must be new, or may be either.
         group_size: number of members in a complete group.
         ends_rollouts: whether to close the rollouts of the samples.
         state: new state of the samples.
