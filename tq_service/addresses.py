@@ -155,7 +155,7 @@ def _is_ip(text: str, version: int) -> bool:
 
 
 def cause_of(details: str) -> str:
-    """Return a readable cause for gRPC's message on a failed connection, or the message itself if the cause is unknown."""
+    """Return a readable cause for gRPC's message on a failed connection, or the message itself if none is known."""
     text = details.lower()
     return next((cause for pattern, cause in _CAUSES if re.search(pattern, text)), details)
 

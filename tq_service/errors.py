@@ -185,7 +185,7 @@ class PartitionClearedError(PreconditionError):
 
 
 class CompactedError(PreconditionError):
-    """Changes since a revision are no longer available, because the revision is too old or the service has restarted."""
+    """Changes since a revision are no longer available: the revision is too old, or the service has restarted."""
 
     reason = "COMPACTED"
 
@@ -197,7 +197,7 @@ class SamplesClearedError(PreconditionError):
 
 
 class BatchForgottenError(PreconditionError):
-    """The batch was planned without consuming its samples, and has been dropped in favor of newer batches of this kind."""
+    """The batch was planned without consuming its samples, and newer batches of this kind have replaced it."""
 
     reason = "BATCH_FORGOTTEN"
 
