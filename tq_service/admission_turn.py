@@ -22,11 +22,11 @@ class Waits(Protocol):
 class AdmissionTurn:
     """A scheduler that occasionally gives an overtaken write a turn, during which no other write can overtake it.
 
-    Writes that fit may overtake writes that do not fit, because a waiting write may depend on samples of later writes.
-    However, a large write would never fit if other writes always took freed capacity immediately. After being overtaken
-    for 10 seconds, the longest-waiting write therefore gets a turn, and capacity freed during the turn is reserved for
-    it. A turn ends after 5 seconds, because a write that can never fit must not block all others. The other writes then
-    proceed for 10 seconds before the next turn.
+    Writes that fit may overtake writes that do not fit, because a waiting write may depend on samples from later
+    writes. However, a large write would never fit if other writes always took freed capacity immediately. After being
+    overtaken for 10 seconds, the longest-waiting write therefore gets a turn, and capacity freed during the turn is
+    reserved for it. A turn ends after 5 seconds, because a write that can never fit must not block all others. The
+    other writes then proceed for 10 seconds before the next turn.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

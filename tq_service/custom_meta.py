@@ -63,7 +63,7 @@ class MetaColumn:
         present: whether each sample has a typed value, of shape `(n,)`.
         json: JSON text of samples whose value is not typed, None for other samples, of shape `(n,)` and dtype object.
             Instead of an array, None if no sample has a JSON value.
-        removed: for writes: whether the write removes each sample's value, of shape `(n,)`; None if it removes no
+        removed: in a write, whether the write removes each sample's value, of shape `(n,)`; None if it removes no
             value.
     """
 

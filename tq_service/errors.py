@@ -1,4 +1,4 @@
-"""Errors of the service, in one class hierarchy. Clients raise the same class that the server raised.
+"""Errors of the service, in one class hierarchy. A client raises the same class that the server raised.
 
 `code` is the name of the failed call's gRPC status code. `reason` is sent as `google.rpc.ErrorInfo.reason` (see
 `tq_service.wire.error_table`). Messages contain the value, the expectation and the remedy.

@@ -17,7 +17,7 @@ class LogMessage:
     written as a JSON string, so names chosen by clients cannot forge fields or lines.
 
     Args:
-        text: description of the event; identical in all lines of this kind, so that they can be found by a search.
+        text: description of the event; identical in all lines of this kind, so that a search finds them.
         fields: facts by name, such as `partition`, `storage`, `put_id`, `request_id`, `error`. Values of type bytes are
             ids, and are written in hexadecimal; None values are omitted.
     """

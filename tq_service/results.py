@@ -170,7 +170,7 @@ class WaitReason:
             reasons.
         sealed: whether the partition is sealed, that is, accepts no new samples.
         waiting_put_count: puts of new samples that wait for capacity.
-        put_waits_for: why the first waiting put waits; empty if no put waits.
+        put_waits_for: reason why the first waiting put waits; empty if no put is waiting.
     """
 
     code: str
@@ -482,8 +482,8 @@ class PartitionDescription:
         samples_per_round: declared number of samples per round; None if not declared.
         revision: revision of this description; `watch` can start from it.
         release: rules for clearing samples automatically; None: samples are never cleared automatically.
-        released_count: samples released after all required tasks were done with them.
-        expired_count: samples released because of their age.
+        released_count: number of samples released because all required tasks were done with them.
+        expired_count: number of samples released because of their age.
     """
 
     summary: PartitionSummary

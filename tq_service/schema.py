@@ -375,7 +375,7 @@ class Release:
     """Rules for clearing a partition's samples automatically. The change that makes a sample due also clears it.
 
     Released samples are counted. All samples of a group are released together. Samples that are held, or leased by a
-    worker of any task, are never released. After a release, keys and group names can be reused, as after a clear.
+    worker of any task, are never released. After a release, keys and group names can be reused, just as after a clear.
 
     Attributes:
         when: release a sample once all of `tasks` are done with it. A queue worker is done when it acknowledges the

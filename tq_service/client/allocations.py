@@ -1,4 +1,4 @@
-"""Columns that a program fills in place, in memory that a storage service reserves for a later put.
+"""Columns that a program fills in place. They are in memory that a storage service reserves for a later put.
 
 allocate: shapes -> a put to be filled later -> arrays in its region -> put of exactly these arrays: Commit
                                                                     -> put of anything else: an ordinary put
@@ -26,7 +26,7 @@ _LAYOUTS: Final = (None, Layout.AUTO)
 
 
 def column_shapes(fields: Iterable[FieldSpec], row_count: int, lengths: Mapping[str, ArrayLike]) -> list[ColumnShape]:
-    """Return the shapes of columns with `row_count` rows of numeric fields.
+    """Return the shapes of columns that contain `row_count` rows for numeric fields.
 
     Args:
         fields: the fields, each with dtype and row shape.

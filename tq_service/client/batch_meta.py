@@ -257,8 +257,8 @@ class Step:
 class SampleColumn:
     """A batch attribute with one value per sample: a tuple, or () if no sample has a value.
 
-    All operations on the samples of a batch apply to every such attribute. A new attribute only has to be declared in
-    `BatchMeta`.
+    All operations on the samples of a batch apply to every such attribute. To add an attribute, it is sufficient to
+    declare it in `BatchMeta`.
 
     Attributes:
         message_field: the message field that contains the column, and the property that returns one value per sample;

@@ -1,7 +1,8 @@
 """Combination of a client's small puts into one call: which puts are combined, and which caller sends the call.
 
-Puts that can be combined form a line. If fewer than two calls of a line are in flight, the caller of a new put sends it
-at once. Otherwise the put waits, and the next call takes all puts waiting at that moment, so no timer is involved.
+Puts that can be combined wait in the same line. If fewer than two calls of a line are in flight, the caller of a new
+put sends it at once. Otherwise the put waits, and the next call includes all puts waiting at that moment, so no timer
+is needed.
 
     waiting -- the leading caller takes it and sends a batch --> sent -- answered --> each caller gets its part
                                                                       | refused: nothing was written
@@ -128,7 +129,7 @@ def _rows_of(spec: FieldSpec) -> Hashable:
 
 
 class JointPut:
-    """One or more puts in wire form. Every try sends the same bytes.
+    """One or more puts in wire form. Every try sends identical bytes.
 
     Attributes:
         kind: response type of the call.
@@ -273,7 +274,7 @@ class Line:
         waiting: puts that have not been sent yet, in order of arrival.
         leader: the waiting put whose caller is about to send a batch; None if there is none.
         batches: batches in flight.
-        failure: the error with which the service became unavailable; None while it is available.
+        failure: error that explains why the service is unavailable; None while it is available.
     """
 
     likeness: Hashable
@@ -361,7 +362,7 @@ class Lines:
     def await_gathered(self, signal: Any) -> None:
         """Set a signal as soon as no caller waits for a gathered put, which may be immediately.
 
-        If a line has unsent puts, its puts in flight are also waited for, since they may be answered last.
+        If a line has unsent puts, also wait for its puts in flight, since they may be answered last.
         """
         with self._lock:
             lines = [line for line in self._lines.values() if line.waiting]

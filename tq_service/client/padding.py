@@ -44,7 +44,7 @@ _ITEMS: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.c
 
 
 def fill_pattern(spec: FieldSpec, value: Any) -> Bytes:
-    """Return the bytes of a fill value in the dtype of a field.
+    """Return a fill value's bytes in a field's dtype.
 
     Raises:
         InvalidArgumentError: the dtype cannot represent the value.
@@ -94,7 +94,7 @@ def lengthen(column: ColumnShape, values: Bytes, row_bytes: Indexes, pattern: By
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:
-    """The padding options of a call.
+    """The padding options passed to a call.
 
     Attributes:
         fields: names of the padded fields; None: all jagged fields with one ragged dimension.
@@ -170,7 +170,7 @@ class Padding:
         """Check that the fields to pad are fetched, and that mask names do not collide with field names.
 
         Raises:
-            InvalidArgumentError: a field is not fetched, or a mask has the name of a field.
+            InvalidArgumentError: a field is not fetched, or a mask has the same name as a field.
         """
         for name in self.fields or ():
             if name not in names:

@@ -169,7 +169,7 @@ CP_POSITIONS: Final = "cp_positions"
 
 
 def check_read_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return arguments of `get_data` that can be used for many batches.
+    """Return arguments for `get_data` that can be used with many batches.
 
     Raises:
         InvalidArgumentError: an argument is not one of these options, or is invalid.
@@ -201,7 +201,7 @@ def with_shares(
     *,
     positions: bool,
 ) -> dict[str, Any]:
-    """Return arguments of `get_data` that also slice fields into the share of a context-parallel rank.
+    """Return arguments for `get_data` that also slice fields to a context-parallel rank's share.
 
     Args:
         options: the other arguments of `get_data`.
@@ -285,7 +285,7 @@ class PaddedRead:
 
 @dataclass(frozen=True, slots=True)
 class _RowsOfRead:
-    """Placement of the rows of one answer; implements `RowPlacement`."""
+    """Placement of one answer's rows; implements `RowPlacement`."""
 
     columns: Mapping[str, PaddedColumn]
     positions: Indexes

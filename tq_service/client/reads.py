@@ -309,7 +309,7 @@ def _described_as(spec: FieldSpec, column: ColumnShape) -> ColumnShape:
 
 
 def _gather(pieces: Sequence[tuple[Indexes, ColumnShape, Bytes]]) -> Received:
-    """Return the rows of several columns with the same spec as one column, in batch order."""
+    """Combine several columns that have the same spec into one column, with rows in batch order."""
     first = pieces[0][1]
     row_count = sum(positions.size for positions, _, _ in pieces)
     extents = None if first.extents is None else np.empty((row_count, first.extents.shape[1]), np.int64)
@@ -414,8 +414,8 @@ def to_batch(
     """Return received columns as a TensorDict with batch size `[row_count]`, or as a dict without torch or tensordict.
 
     Without torch, columns are numpy arrays or lists of numpy arrays. `layout` has the same meaning as in `get_data`;
-    None leaves the layout unchanged. Without a row count, the TensorDict has no batch dimension. `arrange` maps the
-    decoded columns to the columns of the result.
+    None leaves the layout unchanged. Without a row count, the TensorDict has no batch dimension. `arrange` converts the
+    decoded columns to the result's columns.
 
     Raises:
         FieldMismatchError: rows of a column requested as dense differ in shape.

@@ -70,7 +70,7 @@ _KNOWN: Final = ("fields", "locations", "produced_columns", *OWN_COLUMNS)
 
 # Names are given as a list or a string array `(n,)`.
 Target: TypeAlias = str | BatchMeta
-"""Target of a call: a partition, given by its name, or samples, given by their metadata."""
+"""Target of a call: either a partition, given by name, or samples, given by their metadata."""
 
 NameColumn: TypeAlias = "Sequence[str] | NDArray[np.str_]"
 GroupColumn: TypeAlias = "Sequence[str | None] | NDArray[np.str_]"
@@ -366,7 +366,7 @@ def get_meta_request(
 ) -> pb.GetMetaRequest:
     """Return the request of `claim` for its arguments. The caller sets `max_wait` before each poll.
 
-    Names of policies, and of the partitions in `refill` and `admit`, are names in `namespace`.
+    The names of policies, and of the partitions in `refill` and `admit`, refer to `namespace`.
     """
     own: dict[str, Any] = {"dp_rank": dp_rank, "batch_index": batch_index}
     if not_before_version is not None:
@@ -669,7 +669,7 @@ def _plain(value: Any) -> Any:
 
 
 class PlacementGrant:
-    """Permission to send puts to certain storage services in turn, up to a number of bytes and seconds.
+    """Permission to send puts to certain storage services in turn, limited to a number of bytes and seconds.
 
     The grant ends early if one of the services fails, so that a lost or full service is not used again. Concurrent
     calls may share a grant; their bytes are then counted with a small delay.

@@ -46,8 +46,8 @@ class RowSlice:
         chunk_count: number of chunks per row, for `chunks`.
         align: chunk lengths are multiples of this number.
         layers: `(start, stop)` in the second dimension, which must have the same size in all rows.
-        fill: value with which to fill short chunks, so that all ranks' shares are equally long; requires `chunks`.
-            None: chunks stay short.
+        fill: value that fills short chunks, so that all ranks' shares are equally long; requires `chunks`. None: chunks
+            stay short.
         positions: name of an additional int64 column that contains the position of each fetched or filled item in its
             row; empty: no such column.
 
@@ -203,7 +203,7 @@ class Slices:
         return replace(spec, row_shape=shape)
 
     def position_specs(self, specs: Sequence[FieldSpec]) -> list[FieldSpec]:
-        """Return the specs of the position columns of sliced fields."""
+        """Return the specs of the position columns for sliced fields."""
         found: dict[str, FieldSpec] = {}
         for spec in specs:
             name = self.given[spec.name].positions if spec.name in self.given else ""

@@ -157,7 +157,7 @@ class Deadline:
         return cls(time.monotonic() + timeout, timeout)
 
     def remaining(self) -> float:
-        """Return the remaining seconds, or 0 after the deadline; at most the longest timeout that gRPC supports."""
+        """Return the remaining seconds, at most the longest timeout that gRPC supports; 0 after the deadline."""
         return min(max(0.0, self.at - time.monotonic()), _LONGEST_TRY_SECONDS)
 
 
@@ -406,7 +406,7 @@ def gather(calls: Sequence[Callable[[], T]]) -> list[T]:
 
 
 async def async_unless_light(work: Callable[[], T], *inputs: Any) -> T:
-    """Return the result of `work`. Unless its inputs are light, run it in a thread to keep the event loop responsive.
+    """Run `work` and return its result. Unless the inputs are light, use a thread to keep the event loop responsive.
 
     Operations on device tensors stay in order, since the worker thread uses the caller's current streams.
     """
@@ -414,12 +414,12 @@ async def async_unless_light(work: Callable[[], T], *inputs: Any) -> T:
 
 
 def unless_light(work: Callable[[], T], *_inputs: Any) -> T:
-    """Return the result of `work`, run in the caller's thread."""
+    """Run `work` in the caller's thread and return its result."""
     return work()
 
 
 def are_light(values: Iterable[Any]) -> bool:
-    """Return whether values are quick to process, judged by examining only a few of them."""
+    """Return whether values are quick to process, which is estimated from only a few of them."""
     return _left_after(values, _MOST_VALUES) > 0
 
 

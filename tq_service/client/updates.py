@@ -72,7 +72,8 @@ class WatchUpdate:
         revision: revision from which a watch can resume; all changes up to this revision have been yielded. None: more
             parts of this update follow.
         is_reset: whether to drop all known state first, because this update and those up to the next revision together
-            form the complete state. Set on the first update of a watch without a revision, and after missed changes.
+            form the complete state. True for the first update of a watch that starts without a revision, and after
+            missed changes.
     """
 
     partitions: tuple[PartitionUpdate, ...]

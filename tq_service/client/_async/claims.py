@@ -214,7 +214,7 @@ class AsyncClaimCalls(AsyncBase):
                 returns the outcome.
             max_refills: maximum number of times that each sample is refilled in one epoch of the regenerating task.
             totals: for ranks: up to 4 numeric custom_meta columns to sum over the batches of all ranks; see
-                `BatchMeta.totals`. Each sample of the batch needs a value.
+                `BatchMeta.totals`. Every sample in the batch must have a value in these columns.
             held: for rollout workers, with `lease`: whether to claim held samples (slots lost by other workers) instead
                 of live ones. With `held`, `data_fields` may be empty.
             admit: for rollout workers, with `lease`: slots to create in another partition in the same change as the
@@ -241,9 +241,9 @@ class AsyncClaimCalls(AsyncBase):
             InvalidArgumentError, MissingLengthError: an argument is invalid, or a sample has no length for the sampler.
             PreconditionError: ranks, or calls with the same `claim_name`, pass different arguments; the partition was
                 cleared; or the incarnation or epoch is stale.
-            LeaseExpiredError: the call is a retry or repeats a `claim_name`, and the lease of the first answer has
-                expired.
-            ClaimReleasedError, SamplesClearedError: the call is a retry or repeats a `claim_name`, and the samples of
+            LeaseExpiredError: the call is a retry or repeats a `claim_name`, and the lease granted by the first answer
+                has expired.
+            ClaimReleasedError, SamplesClearedError: the call is a retry or repeats a `claim_name`, and the samples in
                 the first answer were released or cleared.
             PartitionNotFoundError, PolicyNotFoundError, AdmissionLimitError, AlreadyExistsError: with `admit`: see
                 `acquire`. AlreadyExistsError is also raised if a group already has the name of a prompt. No prompt is
@@ -401,10 +401,10 @@ class AsyncClaimCalls(AsyncBase):
     ) -> BatchMeta:
         """Create slots for samples that will be generated. A slot is a held sample without data, leased to this worker.
 
-        Slots count towards the admission limits of their partition. They wait for capacity in order of arrival,
-        together with puts of new samples. Put the data with `put(slots, data, ack=True)`, which makes the slots live,
-        and extend the lease during long work. Releasing a slot without data removes it. A call that fails or is
-        cancelled may have created slots; these are lost when their lease expires.
+        Slots count towards the admission limits of their partition. Slots and puts of new samples wait for capacity in
+        order of arrival. Put the data with `put(slots, data, ack=True)`, which makes the slots live, and extend the
+        lease during long work. Releasing a slot without data removes it. A call that fails or is cancelled may have
+        created slots; these are lost when their lease expires.
 
         Args:
             partition_id: the partition, which must exist.
@@ -423,8 +423,8 @@ class AsyncClaimCalls(AsyncBase):
             policy: the policy whose published version is stored as `start_version` in the custom_meta of the slots.
                 None: the policy of the admission that has a `max_staleness`; if no admission has one, `start_version`
                 is not set.
-            holding: samples of one of this worker's leased claims, such as the prompt of the slots or the rollout turn
-                that they continue. If the worker has lost these samples, no slots are created.
+            holding: samples from one of this worker's leased claims, such as the prompt for the slots, or the rollout
+                turn that the slots continue. If the worker has lost these samples, no slots are created.
             ack: whether to acknowledge the samples of `holding` in the same change; for example, a prompt is done once
                 it has slots.
             max_wait: seconds to wait for capacity before the call returns the status "not_yet".
@@ -500,7 +500,7 @@ class AsyncClaimCalls(AsyncBase):
         """Acknowledge leased samples: they become consumed, and are not redelivered when the lease expires.
 
         Put the results first, or use `put(..., ack=True)` to do both in one change. Samples that were already
-        acknowledged, marked as failed or cleared are accepted.
+        acknowledged, marked as failed or cleared are not an error.
 
         Args:
             metadata: the batch returned by `claim(lease=...)`, or a part of it (`select_samples`, `chunk`). If the
@@ -521,7 +521,7 @@ class AsyncClaimCalls(AsyncBase):
         return await self._ack(metadata, timeout)
 
     async def extend(self, metadata: BatchMeta, lease: float, *, timeout: float | None = None) -> int:
-        """Extend the lease of a claim. Acknowledged and released samples are not affected.
+        """Extend a claim's lease. Acknowledged and released samples are not affected.
 
         Args:
             metadata: the batch returned by `claim(lease=...)`. If `metadata` is only a part of the batch, the entire
@@ -687,7 +687,7 @@ class AsyncClaimCalls(AsyncBase):
     ) -> EvictedUnits:
         """Return units that a task's claims evicted (see `unmatched` of `claim`), so that the caller can replace them.
 
-        The service keeps the newest 65,536 units. Call again with the serial of the last unit until the answer is
+        The service stores the newest 65,536 units. Call again with the serial of the last unit until the answer is
         empty.
 
         Args:

@@ -19,8 +19,9 @@ class AsyncClient(AsyncPartitionCalls, AsyncWorkCalls, AsyncPolicyCalls, AsyncWa
 
     The blocking client is for threads; it opens its channels on first use, and new ones after a fork. Several event
     loops of a process may share an asyncio client, even in different threads at the same time. Each loop has separate
-    channels, which are dropped when the loop is closed. Closing the client in one loop closes it in all. In a process
-    forked after its parent used an asyncio client, the client raises PreconditionError. Start such processes by spawn.
+    channels, which are dropped when the loop is closed. Closing the client in one loop closes it in all loops. In a
+    process forked after its parent used an asyncio client, the client raises PreconditionError. Start such processes by
+    spawn.
 
     Args:
         address: "host:port", or a host alone for port 50051. None: the environment variable TQ_ADDRESS, else

@@ -84,31 +84,31 @@ class AsyncFetchCalls(AsyncBase):
         """Fetch the data of samples in the requested order. A sample requested several times is fetched only once.
 
         Args:
-            target: the metadata of the samples, such as a batch; or a partition, with `keys` or `global_indexes`. An
-                empty batch returns empty columns without a call.
+            target: the metadata of the samples, such as a batch; or a partition, with `keys` or `global_indexes`. For
+                an empty batch, empty columns are returned without a call.
             keys: keys of the samples.
             global_indexes: indexes of the samples, instead of keys.
             data_fields: the fields to fetch; None: the fields of the metadata, or all fields of the partition.
             missing: "error", or "skip" to omit samples that do not exist or lack one of the fields.
             missing_fields: "error", or "skip" to omit fields that do not exist or that one of the samples lacks. With
-                `data_fields=None`, this fetches the fields that all samples have. No sample is then omitted because it
-                lacks a field.
+                `data_fields=None`, "skip" fetches the fields that all samples have, so no sample is omitted for lacking
+                a field.
             layout: layout of tensor fields whose rows have at least one dimension. None: the field's own layout,
-                regardless of the fetched rows: dense fields are returned as dense tensors. Fields that were put or
+                regardless of the fetched rows. Dense fields are returned as dense tensors. Fields that were put or
                 declared as jagged, or that have rows of different shapes in any put, are returned as nested tensors.
                 The other values depend on the fetched rows. "auto": dense if all rows have the same shape, else jagged.
                 "dense": dense; rows of different shapes are an error. "jagged": always nested tensors.
             device: CUDA device for the tensors, such as "cuda:0"; objects stay on the CPU. Data is received in pinned
                 memory and copied to the device on a separate stream. The caller's current stream waits for the copy,
                 but the call returns before the copy ends. None or "cpu": the CPU.
-            out: contiguous tensors by field, on the CPU or a device, to fill and return instead of new ones. Their
-                dtype and shape `(n, ...)` must be those of the (dense) field. If a call fails while receiving, their
-                contents are undefined.
-            expand: form of fields that the samples of a group share, which are fetched once per group. True: one row
-                per sample. In lists, all samples of a group then have the same object. A tensor that covers a single
-                group shares memory between its rows (`Tensor.expand`), so do not modify these rows in place; other
-                tensors are copies. False: one row per group, in order of first appearance; `group_index`, of shape
-                `(n,)`, maps each sample to its row.
+            out: contiguous tensors by field, on the CPU or a device, to fill and return instead of new ones. The fields
+                must be dense, and each tensor must have its field's dtype and shape `(n, ...)`. If a call fails while
+                receiving data, the contents of these tensors are undefined.
+            expand: form of the fields that the samples of a group share. These fields are fetched once per group. True:
+                one row per sample. In lists, all samples of a group then have the same object. A tensor that covers a
+                single group shares memory between its rows (`Tensor.expand`), so do not modify these rows in place;
+                other tensors are copies. False: one row per group, in order of first appearance; `group_index`, of
+                shape `(n,)`, maps each sample to its row.
             slices: by field, the part of each row to fetch: `(start, stop)`, a list with one such pair per sample, or a
                 `RowSlice`, which supports further forms. The storage service slices the rows and sends only the
                 selected bytes. A dense field remains dense if all slices have the same length; otherwise it becomes
@@ -118,7 +118,7 @@ class AsyncFetchCalls(AsyncBase):
                 first dimension).
             pad_value: value that fills the rest of a row, or a dict of such values by field.
             length: row length of padded fields, or a dict of lengths by field; None: the length of the longest fetched
-                row. A longer row is an error unless `truncate` is set.
+                row. A row that is longer is an error unless `truncate` is set.
             side: side of the padding: "right" (after the values) or "left" (before the values).
             mask: whether to add, for each padded field, a bool field `<name>_mask` of shape `(n, length)` that is True
                 for values and False for padding.
@@ -129,7 +129,7 @@ class AsyncFetchCalls(AsyncBase):
             A TensorDict with batch size `[n]`, or `[]` with `expand=False`. A jagged field is a nested tensor, or a
             list of tensors if its rows are ragged in several dimensions. A field of objects is a list. If tensordict is
             not installed, a dict of tensors and lists; if torch is not installed either, a dict of numpy arrays and
-            lists. Type checkers then see the type as `Any`.
+            lists. Without tensordict, type checkers see the type as `Any`.
 
         Raises:
             PartitionNotFoundError, FieldNotFoundError, KeyNotFoundError, SampleNotFoundError: a partition, field, key
@@ -349,7 +349,7 @@ class AsyncFetchCalls(AsyncBase):
         *,
         rows: RowPlacement | None,
     ) -> list[Received]:
-        """Read from one storage service. If it does not answer, look up its current address and retry."""
+        """Read from one storage service. If the service does not answer, look up its current address and retry."""
         storage, loss_count = read.storage, 0
 
         async def attempt() -> list[Received]:
@@ -360,7 +360,7 @@ class AsyncFetchCalls(AsyncBase):
                 driver = self._calls.endpoint(storage.address).driver
                 return await driver.get(read.request, read.positions.size, deadline, size_bytes, landing, rows=rows)
             except DataLossError as error:
-                # Another storage service may have taken over the puts, or may be about to.
+                # Another storage service may have taken over the puts, or may do so soon.
                 now = await self._find_storage(located, read, deadline)
                 if now == storage and loss_count:
                     raise

@@ -279,8 +279,8 @@ class AsyncPartitionCalls(AsyncBase):
         copies only the partitions in its namespace, and stores them under names without the namespace.
 
         Args:
-            name: a path below the `checkpoint_dir` of the service, such as "nightly/2026-11-21", of at most 200
-                characters. Each part consists of letters, digits and "._=@+-", and begins with a letter or digit.
+            name: a path below the service's `checkpoint_dir`, such as "nightly/2026-11-21"; at most 200 characters.
+                Each part consists of letters, digits and "._=@+-", and begins with a letter or digit.
             metadata: a mapping of strings to JSON values, such as the step of a trainer, at most 256 KiB; tuples are
                 returned as lists. `restore` and `list_checkpoints` return the mapping.
             timeout: seconds until the call fails and the copy is cancelled; None: one hour.
@@ -322,10 +322,10 @@ class AsyncPartitionCalls(AsyncBase):
 
         Args:
             name: the name that was passed to `checkpoint`.
-            replace: whether to replace all existing partitions atomically: a crash leaves either the old or the
-                restored state. Calls that wait on old partitions fail with PartitionClearedError. BatchMetas of old
-                partitions are stale (StaleIncarnationError), even if the checkpoint contains the partition. The storage
-                services need capacity for both the old and the restored data.
+            replace: whether to replace all existing partitions. The replacement is atomic: a crash leaves either the
+                old or the restored state. Calls that wait on old partitions fail with PartitionClearedError. BatchMetas
+                of old partitions are stale (StaleIncarnationError), even if the checkpoint contains the partition. The
+                storage services need capacity for both the old and the restored data.
             timeout: seconds until the call fails without restoring anything; None: one hour.
 
         Raises:

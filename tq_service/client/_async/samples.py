@@ -1,4 +1,7 @@
-"""Producer calls on samples. A put is placed on a storage service, sent there, and then committed."""
+"""Producer calls on samples.
+
+The client chooses a storage service for a put, sends the put there, and then commits it.
+"""
 
 from __future__ import annotations
 
@@ -136,8 +139,8 @@ class AsyncSampleCalls(AsyncBase):
                 list, or "" in an array of strings.
             group_size: number of members in a complete group. A rollout counts as one member, as does a sample without
                 a rollout.
-            rollouts: the rollout of each new sample (for example, the samples are the turns of an agent), in the same
-                form as `groups`. A rollout belongs to the group of its first sample.
+            rollouts: the rollout of each new sample, in the same form as `groups`; for example, a rollout's samples are
+                an agent's turns. A rollout belongs to the group of its first sample.
             ends_rollouts: whether to close the rollouts of these samples, both new and existing, to further samples.
             custom_meta: `n` mappings of names to JSON values; or one mapping of names to arrays, tensors or lists of
                 `n` values, which is by far the fastest form for many samples. New values are merged with existing ones:
@@ -151,8 +154,8 @@ class AsyncSampleCalls(AsyncBase):
                 live, unless `state` is given.
             return_meta: "written" returns the metadata written by this put; "all" returns all current metadata of the
                 samples, in the same call, for at most 65,536 samples.
-            timeout: seconds until the call fails; None: the client's `timeout`. A put waits for capacity at most this
-                long.
+            timeout: seconds until the call fails; None: the client's `timeout`. The timeout also limits how long the
+                put waits for capacity.
 
         Returns:
             The samples with the given fields, keys, groups, rollouts and custom_meta. With `return_meta="all"`, the
@@ -180,7 +183,7 @@ class AsyncSampleCalls(AsyncBase):
             check_ack(metadata, fenced=fenced)
         if metadata is not None:
             check_is_batch(metadata)
-            if not metadata.size:  # no call for an empty batch, so all ranks can run the same program
+            if not metadata.size:  # make no call for an empty batch, so that all ranks can run the same program
                 if data is not None and any(len(column) for column in data.values()):
                     raise InvalidArgumentError(
                         "data has rows, but metadata names no samples; put one row per sample", field="data"
@@ -264,9 +267,9 @@ class AsyncSampleCalls(AsyncBase):
             groups: `n` distinct group names, as a list or an array of strings; at most 16,384 per call.
             existing: whether to require that all groups already have samples. Such a put may use the capacity reserved
                 for columns of existing samples, so a full service can still drain.
-            timeout: seconds until the call fails; None: the client's `timeout`. A put waits at most this long for
-                capacity in the storage services. The put does not wait for the limits of the partition, but its bytes
-                count towards these limits and may delay new samples.
+            timeout: seconds until the call fails; None: the client's `timeout`. The timeout also limits how long the
+                put waits for capacity in the storage services. The put does not wait for the partition's limits, but
+                its bytes count towards these limits and may delay new samples.
 
         Raises:
             InvalidArgumentError: a field is not declared with group scope, or a group name is repeated or empty.
@@ -320,8 +323,8 @@ class AsyncSampleCalls(AsyncBase):
             at: the current length of each sample's fields in the first dimension, `n` values; 0 if the sample does not
                 have the field. All fields of `data` must have this length; append fields of other lengths in separate
                 calls.
-            timeout: seconds until the call fails; None: the client's `timeout`. An append waits for capacity at most
-                this long.
+            timeout: seconds until the call fails; None: the client's `timeout`. The timeout also limits how long the
+                append waits for capacity.
 
         Returns:
             The samples with the fields of `data`.
@@ -491,7 +494,7 @@ class AsyncSampleCalls(AsyncBase):
                 return await self._put_where_placed(joint, deadline, note)
             except TqError as error:
                 self._placement.end()
-                # The put was lost before its commit: the service restarted, or the put exceeded its time limit.
+                # The put was lost before its commit, because the service restarted or the put exceeded its time limit.
                 if not isinstance(error, DataLossError | PutNotFoundError) or loss_count == _MOST_LOSSES:
                     raise
                 loss_count += 1
@@ -569,9 +572,9 @@ class AsyncSampleCalls(AsyncBase):
         Put all of the columns together, in the same order, into the same partition. That put is only a commit, and the
         columns become the stored data. Do not write to them afterwards; allocate new ones. If the service does not
         share memory with this process, or stores puts elsewhere (data directory, mirror), the columns are in ordinary
-        memory. The put then copies them. Any other put of the columns (only some of them, in another order, or into
-        another partition) also copies them. The initial contents are undefined. A forked child process must not use the
-        columns.
+        memory. In this case, the put copies the columns. Any other put of the columns (only some of them, in another
+        order, or into another partition) also copies them. The initial contents are undefined. A forked child process
+        must not use the columns.
 
         The capacity is reserved until the put is cleared. Columns that are not put within the service's
         `put_ttl_seconds` lose their reservation, and a later put copies them.
@@ -582,11 +585,11 @@ class AsyncSampleCalls(AsyncBase):
             row_count: number of samples.
             lengths: for each jagged field, the row sizes, an array of shape `(n,)`, or `(n, dims)` if several
                 dimensions are ragged.
-            timeout: seconds until the call fails; None: the client's `timeout`. The call waits for capacity at most
-                this long.
+            timeout: seconds until the call fails; None: the client's `timeout`. The timeout also limits how long the
+                call waits for capacity.
 
         Returns:
-            A TensorDict with batch size `[n]`, or a dict where `get_data` returns one.
+            The columns in the type that `get_data` returns: a TensorDict with batch size `[n]`, or a dict.
 
         Raises:
             InvalidArgumentError: a field contains objects, or its size is unknown.
@@ -736,7 +739,7 @@ class AsyncSampleCalls(AsyncBase):
             global_indexes: indexes of samples, instead of keys.
             groups: names of groups, to look up all of their members.
             rollouts: names of rollouts, to look up all of their samples. Without keys, indexes, groups and rollouts,
-                every sample of the partition is looked up, including held and failed ones.
+                the call looks up every sample in the partition, including held and failed ones.
             where: conditions `(column, operator, value)` on custom_meta, as for `claim`; a sample must satisfy all
                 of them.
             task_name: a task; the result's `consumed`, `leased` and `dead_lettered` then show each sample's state for
@@ -876,8 +879,9 @@ class AsyncSampleCalls(AsyncBase):
         Raises:
             PartitionNotFoundError: the partition does not exist.
             StaleIncarnationError: the partition was cleared and created again after the metadata was returned.
-            LeaseExpiredError: samples of a leased claim are no longer leased to this worker; none is removed.
-            TaskNotFoundError: the task of `skipped_by` or `task_name` has not claimed samples of the partition yet.
+            LeaseExpiredError: samples of a leased claim are no longer leased to this worker; no sample is removed.
+            TaskNotFoundError: the task named by `skipped_by` or `task_name` has not claimed samples from the partition
+                yet.
             InvalidArgumentError: samples are named in addition to groups, rollouts or `skipped_by`; or a condition does
                 not match the type of its column.
         """
@@ -947,7 +951,8 @@ class AsyncSampleCalls(AsyncBase):
             FieldNotFoundError: one of the fields has never been put for any sample.
             StaleIncarnationError: the partition was cleared and created again after the metadata was returned.
             LeaseExpiredError: samples of a leased claim are no longer leased to this worker; nothing is cleared.
-            TaskNotFoundError: the task of `skipped_by` or `task_name` has not claimed samples of the partition yet.
+            TaskNotFoundError: the task named by `skipped_by` or `task_name` has not claimed samples from the partition
+                yet.
             InvalidArgumentError: `data_fields` is empty, a field has group scope but the samples are not selected by
                 groups alone, or the selection is invalid (see `clear_samples`).
         """
@@ -1009,8 +1014,9 @@ class AsyncSampleCalls(AsyncBase):
         Raises:
             PartitionNotFoundError: the partition does not exist.
             StaleIncarnationError: the partition was cleared and created again after the metadata was returned.
-            LeaseExpiredError: samples of a leased claim are no longer leased to this worker; none is marked as failed.
-            TaskNotFoundError: the task has not claimed samples of the partition yet.
+            LeaseExpiredError: samples of a leased claim are no longer leased to this worker; no sample is marked as
+                failed.
+            TaskNotFoundError: the task has not claimed samples from the partition yet.
             InvalidArgumentError: samples are named in addition to groups or rollouts, or a condition does not match the
                 type of its column.
         """

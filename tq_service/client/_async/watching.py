@@ -27,7 +27,7 @@ class AsyncWatch:
     Args:
         calls: the client's calls.
         request: the watched prefix, options and start revision.
-        timeout: seconds that the service may be unavailable before the iterator fails.
+        timeout: seconds for which the service may be unavailable before the iterator fails.
 
     Attributes:
         revision: revision of the last complete update, from which the watch resumes; None before the first update.
@@ -130,9 +130,9 @@ class AsyncWatchCalls(AsyncBase):
                 or an update. None: start with the complete state. The complete state is sent again if changes were
                 missed, for example after a restart of the service; such updates have `is_reset` set.
             samples: whether to watch samples.
-            tasks: whether to watch tasks; claims then cause updates.
+            tasks: whether to watch tasks. If so, claims cause updates.
             progress_interval: seconds without a change after which an empty update is sent; at least 0.1.
-            timeout: seconds that the service may be unavailable before the iterator fails; None: the client's
+            timeout: seconds for which the service may be unavailable before the iterator fails; None: the client's
                 `timeout`.
 
         Raises, from the iterator:

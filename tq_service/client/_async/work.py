@@ -44,7 +44,7 @@ class AsyncWorkItem:
         self._is_done = False
 
     async def put(self, data: Any = None, *, custom_meta: MetaGiven | None = None, ack: bool = True) -> None:
-        """Put results for all samples of the item and acknowledge the samples, in one change.
+        """Put results for all samples in the item and, in the same change, acknowledge the samples.
 
         Args:
             data: columns with one row per sample; see `AsyncClient.put`.
@@ -115,7 +115,7 @@ class AsyncWork:
             return self._item
 
     async def aclose(self) -> None:
-        """End the loop and release the unacknowledged samples of the current item."""
+        """End the loop and release the current item's unacknowledged samples."""
         item, self._item = self._item, None
         self._stop()
         if item is not None and not item._is_done:

@@ -1,7 +1,7 @@
 """`TransferQueueClient`: TransferQueue's calls in sync and `async_...` form, implemented with calls to the service.
 
-Each call is written once, as a coroutine of `Calls`. With an `AsyncClient`, the coroutine is awaited. With a `Client`,
-whose calls never suspend, `finished` runs the coroutine to completion.
+Each call is written once, as a coroutine of `Calls`. With an `AsyncClient`, the caller awaits the coroutine. With a
+`Client`, whose calls never suspend, `finished` runs the coroutine to completion.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ class Calls:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the indexes of a partition's samples, and whether a task has consumed each sample (1 or 0).
 
-        Both tensors have shape `(n,)`. They are None if the partition does not exist.
+        Both tensors have shape `(n,)`. Both results are None if the partition does not exist.
         """
         meta = await self._lookup(partition_id, task_name=task_name)
         if not meta.incarnation:
@@ -269,7 +269,7 @@ class Calls:
     async def get_production_status(
         self, data_fields: Sequence[str], partition_id: str
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the indexes of a partition's samples, and a tensor `(n, f)`: whether each sample has each field (1 or 0).
+        """Return the indexes `(n,)` of a partition's samples, and a tensor `(n, f)`: 1 if a sample has a field, else 0.
 
         Both are None if `data_fields` is empty or a field does not exist.
         """

@@ -39,8 +39,8 @@ class StreamingDataset(data.StreamingDataset[Any]):
         partition_id: the partition to read.
         task_name: the task that consumes the samples.
         dp_rank: the rank's number, which is the same for all of its replicas.
-        should_check_consumption_status: whether to end once all samples are consumed. False: wait for more samples
-            forever.
+        should_check_consumption_status: whether to end once all samples are consumed. False: wait indefinitely for more
+            samples.
         fetch_batch_fn: function to use instead of `default_fetch_batch_fn`, called with the same keyword arguments.
         process_batch_fn: function to use instead of `chunk_batch_fn`, called with the batch, its meta, and
             `micro_batch_size` as a keyword argument.

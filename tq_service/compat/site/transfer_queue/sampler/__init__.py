@@ -242,7 +242,7 @@ def service_samples(sampler: BaseSampler) -> bool:
 
 
 def claim_name(config: Config) -> str:
-    """Return the name of a rank's claim for a batch.
+    """Return the name for a rank's claim on a batch.
 
     Raises:
         ValueError: dp_rank or batch_index is missing, or dp_rank is negative.
