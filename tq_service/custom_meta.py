@@ -225,7 +225,7 @@ def concatenated(columns: Sequence[MetaColumn]) -> MetaColumn:
 def laid_over(old: MetaColumn, new: MetaColumn) -> MetaColumn:
     """Return a column's state after a write to its samples.
 
-    New values replace old ones, as JSON if their type differs.
+    New values replace old values, and are stored as JSON if their type differs.
     """
     rows = np.arange(new.present.size)
     return concatenated([old, new]).at(np.where(new.is_written, rows + rows.size, rows))

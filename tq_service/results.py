@@ -237,7 +237,7 @@ class RecentBatch:
         imbalance: excess of the most loaded rank's token count over the mean of all ranks, divided by the mean.
         padding_share: fraction of tokens that are padding. In packs, padding fills up the pack. In micro-batches, it
             extends each sample to the longest one; jagged fields do not need this padding.
-        staleness: for tasks with a `max_staleness`: maximum number of versions between the creation of the oldest
+        staleness: for tasks with a `max_staleness`, the maximum number of versions between the creation of the oldest
             sample's slot and its training; None: unbounded.
     """
 

@@ -473,7 +473,7 @@ _CONSUMED: Final = ("consumed_count", "kept_count")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndCounts:
-    """Numbers of a partition's samples by outcome, at the time a task reached its end; identical on all ranks.
+    """Counts of a partition's samples by outcome, taken when a task reached its end; identical on all ranks.
 
     Attributes:
         consumed_count: samples consumed by the task in this epoch, including cleared ones.

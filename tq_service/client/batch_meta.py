@@ -48,10 +48,10 @@ _NO_INDEXES.setflags(write=False)
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Prefix of a client's partition names on the service, so that several runs can share the service.
+    """A prefix of a client's partition names on the service, which lets several runs share the service.
 
-    Partition "train" of the namespace "run-7" is the service's partition "run-7/train". It is separate from "train" and
-    "run-8/train", has its own `max_bytes`, and is accessible to tokens with the prefix "run-7/".
+    Partition "train" in the namespace "run-7" is the service's partition "run-7/train". That partition is separate from
+    "train" and "run-8/train", has its own `max_bytes`, and is accessible to tokens with the prefix "run-7/".
 
     Attributes:
         name: name of the namespace, such as "run-7"; empty: names are not changed.
@@ -288,7 +288,7 @@ class SampleColumn:
         return tuple(chain.from_iterable(parts))
 
     def overwrite(self, old: Any, new: Any) -> Any:
-        """Return the column after a write."""
+        """Return the column's values after a write."""
         return new if any(new) else old
 
 

@@ -14,7 +14,7 @@ from tq_service.addresses import cause_of, hosts_and_ports
 from tq_service.wire.connection import CA_VARIABLE, Tls
 
 _EXPIRED: Final = 10  # OpenSSL's X509_V_ERR_CERT_HAS_EXPIRED
-_STEP_SECONDS: Final = 0.5  # limit for connecting, and again for an answer
+_STEP_SECONDS: Final = 0.5  # time limit for connecting; the same limit applies to the answer
 _MOST_ADDRESSES: Final = 4
 
 # The HTTP/2 connection preface with an empty SETTINGS frame; see RFC 9113, sections 3.4 and 6.5.

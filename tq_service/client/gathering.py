@@ -166,8 +166,8 @@ class Answered:
     """The service's answer to one or more puts.
 
     Args:
-        answer: answer of the service.
-        namespace: namespace of the client.
+        answer: the service's answer.
+        namespace: the client's namespace.
     """
 
     def __init__(self, answer: Any, namespace: Namespace) -> None:
@@ -190,9 +190,9 @@ class Member:
 
     Attributes:
         put: the put.
-        deadline: deadline of the caller.
+        deadline: the caller's deadline.
         signal: an `AsyncSignal` or `Signal` that wakes the caller.
-        line: the line that the put is in.
+        line: the line that contains the put.
         leads: whether the caller sends the batch or is about to send it.
         batch: the batch that includes the put; None while the put waits.
         start: position of the put's first row in the batch.
@@ -213,7 +213,7 @@ class Member:
 
     @property
     def is_over(self) -> bool:
-        """Whether the outcome of the put is known."""
+        """Whether the put's outcome is known."""
         return self.batch is not None and self.batch.is_over
 
     def answer(self) -> BatchMeta | None:
@@ -242,7 +242,7 @@ class Batch:
         waiting: members whose callers still wait.
         joint: wire form of the puts; None until the batch is sent.
         answered: the service's answer; None if the service refused the batch, so each put must be sent separately.
-        is_over: whether the outcome of the batch is known.
+        is_over: whether the batch's outcome is known.
         may_be_made: whether the outcome of an earlier try is unknown.
     """
 
@@ -270,7 +270,7 @@ class Line:
     """Puts that can be combined with each other.
 
     Attributes:
-        likeness: key shared by all puts of the line.
+        likeness: key shared by all puts in the line.
         waiting: puts that have not been sent yet, in order of arrival.
         leader: the waiting put whose caller is about to send a batch; None if there is none.
         batches: batches in flight.
@@ -290,10 +290,13 @@ class Lines:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._lines: dict[Hashable, Line] = {}
-        self._awaited: list[tuple[set[Member], Any]] = []  # puts that closing clients wait for, each with a signal
+        self._awaited: list[tuple[set[Member], Any]] = []  # puts awaited by closing clients, each with a signal
 
     def join(self, likeness: Hashable, put: Put, deadline: Deadline, signal: Any) -> Member:
-        """Add a put to its line. The caller leads if it is woken as the leader, and must call `leave` in the end."""
+        """Add a put to its line.
+
+        If woken as the leader, the caller sends a batch. The caller must call `leave` when done.
+        """
         with self._lock:
             line = self._lines.get(likeness)
             if line is None:

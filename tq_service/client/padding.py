@@ -306,7 +306,7 @@ class PaddedColumn:
         return BLOCKS.take(self._row_count * int(np.prod(shape, dtype=np.int64)) * spec.itemsize, self._device)
 
     def _places(self, spec: FieldSpec, dim: int, lengths: Indexes, positions: Indexes) -> tuple[Indexes, Indexes]:
-        """Return start and size of the pieces of rows: one piece per index in the dimensions before the ragged one."""
+        """Return the starts and sizes of row pieces: one piece per index in the dimensions before the ragged one."""
         outer = int(np.prod(self._shape[:dim], dtype=np.int64))
         item_bytes = int(np.prod(self._shape[dim + 1 :], dtype=np.int64)) * spec.itemsize
         width = self._shape[dim] * item_bytes

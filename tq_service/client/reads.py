@@ -67,7 +67,7 @@ class StorageRead:
     """A read from one storage service.
 
     Attributes:
-        storage: the instance of the storage service.
+        storage: the storage service instance to read from.
         positions: ascending positions of the rows to read, of shape `(n,)`: samples in the batch, or extents of their
             cells.
         request: the request for the cells.
@@ -411,7 +411,7 @@ def to_batch(
     landing: Landing | None = None,
     arrange: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> TensorDict:
-    """Return received columns as a TensorDict with batch size `[row_count]`, or as a dict without torch or tensordict.
+    """Return received columns as a TensorDict with batch size `[row_count]`; without torch or tensordict, as a dict.
 
     Without torch, columns are numpy arrays or lists of numpy arrays. `layout` has the same meaning as in `get_data`;
     None leaves the layout unchanged. Without a row count, the TensorDict has no batch dimension. `arrange` converts the
@@ -438,7 +438,7 @@ def _laid_out(column: ColumnShape, layout: ReadLayout) -> ColumnShape:
     spec, shape = column.spec, column.spec.row_shape
     if spec.layout is Layout.OBJECT or not shape:
         return column
-    if not column.row_count:  # there are no rows to derive the layout from
+    if not column.row_count:  # there are no rows from which to derive the layout
         is_jagged = layout == "jagged" or (layout == "auto" and spec.layout is Layout.JAGGED)
         sizes = list(shape) if is_jagged else [max(size, 0) for size in shape]
     else:
@@ -742,7 +742,7 @@ def unread_samples(
         read: the read that failed.
         storage: the storage service, as last located by the controller.
         deadline: deadline of the read.
-        error: the failure of the read.
+        error: the error with which the read failed.
     """
     reason = error.__cause__ if isinstance(error.__cause__, UnavailableError) else error
     place = f" at {storage.address}" if storage.address else ""

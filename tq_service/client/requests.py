@@ -221,7 +221,7 @@ def listed(name: str, values: Any) -> list[Any]:
 
 
 def named_samples(**names: Iterable[Any] | BatchMeta | None) -> tuple[str | None, Sequence[Any] | Indexes]:
-    """Return which kind of names is given (None: no kind), and the names. A batch names its samples by index."""
+    """Return the kind of names that is given (None: no names), and the names. A batch names its samples by index."""
     given = [name for name, value in names.items() if value is not None]
     if len(given) > 1:
         raise InvalidArgumentError(
@@ -883,8 +883,8 @@ def meta_columns_of(custom_meta: MetaGiven, row_count: int | None) -> tuple[list
     """Return custom_meta as columns, and the number of samples; None if there are no columns.
 
     Raises:
-        InvalidArgumentError: a value is not a JSON value, columns differ in length, or the number of samples is not
-            `row_count` (if that is given).
+        InvalidArgumentError: a value is not a JSON value, columns differ in length, or `row_count` is given and differs
+            from the number of samples.
     """
     if isinstance(custom_meta, Mapping):
         columns = [values_to_meta_column(name, values) for name, values in custom_meta.items()]

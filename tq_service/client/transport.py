@@ -146,7 +146,7 @@ _FINDING: Final = "finding"
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """The deadline of a call, on the monotonic clock."""
+    """A call's deadline, on the monotonic clock."""
 
     at: float
     timeout: float
@@ -281,11 +281,11 @@ class Outage:
         self._warning_count = 0
 
     def lasts(self, began: float, failure: UnavailableError, remaining_seconds: float) -> None:
-        """Record a failed try. Log it after five seconds, or once the cause is known, and then every minute.
+        """Record a failed try. Log the outage after five seconds, or once its cause is known, and then every minute.
 
         Args:
             began: start time of the try, on the monotonic clock.
-            failure: error of the try.
+            failure: the error with which the try failed.
             remaining_seconds: seconds for which the call will still be retried.
         """
         now = time.monotonic()
@@ -372,7 +372,7 @@ class WaitReports:
 
 _MOST_VALUES: Final = 128  # examining and encoding this many values takes about as long as starting a thread
 HEAVY: Final = range(_MOST_VALUES)
-"""An input whose work always runs in a thread."""
+"""An input so heavy that its work always runs in a thread."""
 _TEXTS: Final = (str, bytes, bytearray, memoryview)
 _BYTES_A_VALUE: Final = 4096  # copying this many bytes takes about as long as processing one value
 
@@ -438,14 +438,14 @@ def has_tensordict() -> bool:
 def import_tensordict() -> None:
     """Import the libraries that `get_data` uses.
 
-    Called before a lease or deadline starts, since the import takes seconds.
+    Call this function before a lease or deadline starts, since the import takes seconds.
     """
     if has_tensordict():
         import tensordict  # noqa: F401, PLC0415  (optional, slow to import)
 
 
 def _left_after(values: Iterable[Any], left: int) -> int:
-    """Return how many more values may be examined after the given ones; 0 or less if the limit is reached."""
+    """Return how many more values may be examined after the given values; 0 or less if the limit is reached."""
     for value in values:
         if value is None:  # None is common, and costs nothing to process
             continue
@@ -467,7 +467,7 @@ def _left_after(values: Iterable[Any], left: int) -> int:
 def _copied_bytes(value: Any) -> int:
     """Return the minimum number of bytes copied to encode a value.
 
-    Values on a device count as heavy, since they need a wait.
+    Values on a device count as heavy, since copying them requires a wait.
     """
     if isinstance(value, _TEXTS):
         return len(value)

@@ -1,7 +1,7 @@
 """verl's NeoProto on top of the service: a `StorageEngine` for NeoProto's values, activated by `install`.
 
-`docs/integrations/neoproto.md` describes settings and semantics. The engine is written against
-`verl/experimental/neoproto/storage` in verl's repository, at commits 68ee5fa and 40c4bd1. No release of verl includes
+`docs/integrations/neoproto.md` describes settings and semantics. The engine implements the interface of
+`verl/experimental/neoproto/storage` at commits 68ee5fa and 40c4bd1 of verl's repository. No release of verl includes
 NeoProto yet.
 """
 

@@ -196,7 +196,7 @@ class AsyncCalls:
         wait: Deadline,
         deadline: Deadline,
     ) -> T:
-        """Call `attempt` with the remaining seconds of `wait`, again while its result is "not yet" and time remains."""
+        """Call `attempt` with the remaining seconds of `wait`. Retry while it returns "not yet" and time remains."""
         backoff: Backoff | None = None
         while True:
             asked = time.monotonic()

@@ -181,7 +181,7 @@ class AsyncClaimCalls(AsyncBase):
             dp_rank: the data-parallel rank of the caller.
             dp_size: number of data-parallel ranks.
             batch_index: index of the batch; every epoch starts at 0.
-            batch_count: for ranks: maximum number of batches to claim, 1 to 64. The call claims the batch at
+            batch_count: for ranks, the maximum number of batches to claim, 1 to 64. The call claims the batch at
                 `batch_index` and any following batches that are already ready. None: one batch. A batch claimed early
                 cannot include samples that arrive later, so request only batches that will be used soon.
             drop_last: whether to drop the last batch if it is incomplete.
@@ -192,11 +192,11 @@ class AsyncClaimCalls(AsyncBase):
             finite: whether to end, without waiting for the seal, as soon as all samples inserted so far are consumed.
             incarnation: expected incarnation of the partition; empty: any.
             epoch: expected epoch of the task; every reset starts a new epoch. None: any.
-            lease: for queue workers: seconds until unacknowledged samples can be claimed by other workers, at most a
+            lease: for queue workers, the seconds after which other workers can claim unacknowledged samples, at most a
                 day; see `ack`. None: samples are consumed once delivered.
-            max_deliveries: with `lease`: number of deliveries after which an unacknowledged sample is dead-lettered,
-                that is, not delivered again in this epoch and counted as skipped. None: unlimited.
-            claim_name: for queue workers: a name for the claim, such as "rank0/batch3". The first call with a name
+            max_deliveries: with `lease`, the number of deliveries after which an unacknowledged sample is
+                dead-lettered, that is, not delivered again in this epoch and counted as skipped. None: unlimited.
+            claim_name: for queue workers, a name for the claim, such as "rank0/batch3". The first call with a name
                 claims the next samples. All calls with this name, from any process, must have the same arguments and
                 get the same answer until the task's epoch ends.
             max_uses: number of deliveries to the task after which a sample is consumed; before that, it remains ready
@@ -213,7 +213,7 @@ class AsyncClaimCalls(AsyncBase):
                 sample. The eviction also makes this sample claimable again for the regenerating task. `take_evicted`
                 returns the outcome.
             max_refills: maximum number of times that each sample is refilled in one epoch of the regenerating task.
-            totals: for ranks: up to 4 numeric custom_meta columns to sum over the batches of all ranks; see
+            totals: for ranks, up to 4 numeric custom_meta columns to sum over the batches of all ranks; see
                 `BatchMeta.totals`. Every sample in the batch must have a value in these columns.
             held: for rollout workers, with `lease`: whether to claim held samples (slots lost by other workers) instead
                 of live ones. With `held`, `data_fields` may be empty.
@@ -417,7 +417,7 @@ class AsyncClaimCalls(AsyncBase):
             rollouts: the rollout of each slot (see `put`), in the order of the members of `groups`. Without `groups`,
                 slots of existing rollouts join the groups of these rollouts.
             custom_meta: custom_meta of each slot; see `put`.
-            lease: seconds until the slots are lost if they are still held, at most a day.
+            lease: seconds after which slots that are still held are lost, at most a day.
             on_lost: handling of lost slots. "requeue": other workers claim them with `claim(held=True)` and continue
                 from their data. "fail": they are marked as failed. "remove": they are removed.
             policy: the policy whose published version is stored as `start_version` in the custom_meta of the slots.
@@ -513,7 +513,7 @@ class AsyncClaimCalls(AsyncBase):
         Raises:
             LeaseExpiredError: some samples, named in the message, are no longer leased to this worker, so other workers
                 may also process them. No sample is acknowledged.
-            InvalidArgumentError: `metadata` is not from one leased claim, or splits a group.
+            InvalidArgumentError: `metadata` does not belong to a single leased claim, or splits a group.
             PartitionNotFoundError: the partition was cleared.
             StaleIncarnationError: the partition was cleared and created again.
         """
@@ -535,8 +535,8 @@ class AsyncClaimCalls(AsyncBase):
         Raises:
             LeaseExpiredError: the lease has already expired.
             PreconditionError: all samples of the claim were acknowledged, released or cleared.
-            InvalidArgumentError: `metadata` is not from one leased claim, or `lease` is not a positive number of
-                seconds.
+            InvalidArgumentError: `metadata` does not belong to a single leased claim, or `lease` is not a positive
+                number of seconds.
             PartitionNotFoundError: the partition was cleared.
             StaleIncarnationError: the partition was cleared and created again.
         """
@@ -661,7 +661,7 @@ class AsyncClaimCalls(AsyncBase):
             The new epoch.
 
         Raises:
-            StaleEpochError: the current epoch of the task is not `epoch`.
+            StaleEpochError: the task's current epoch is not `epoch`.
             PartitionNotFoundError: the partition does not exist.
             TaskNotFoundError: the task has not claimed anything yet.
         """

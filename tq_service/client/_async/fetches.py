@@ -223,7 +223,7 @@ class AsyncFetchCalls(AsyncBase):
     async def _locate(
         self, deadline: Deadline, name: str, named: Sequence[Any] | Indexes, **arguments: Any
     ) -> BatchMeta:
-        """Locate samples. `name` is the request field that selects them: "keys" or "global_indexes"."""
+        """Locate samples. `name` is the request field that selects the samples: "keys" or "global_indexes"."""
         parts: list[BatchMeta] = []
         began_at = time.perf_counter()
         for some in in_parts(named):

@@ -57,7 +57,7 @@ class AsyncPartitionCalls(AsyncBase):
     ) -> bytes:
         """Create a partition, or confirm that it exists with these settings.
 
-        Optional, since the first put also creates it.
+        The call is optional, since the first put also creates the partition.
 
         Args:
             partition_id: name of the partition.
@@ -281,7 +281,7 @@ class AsyncPartitionCalls(AsyncBase):
         Args:
             name: a path below the service's `checkpoint_dir`, such as "nightly/2026-11-21"; at most 200 characters.
                 Each part consists of letters, digits and "._=@+-", and begins with a letter or digit.
-            metadata: a mapping of strings to JSON values, such as the step of a trainer, at most 256 KiB; tuples are
+            metadata: a mapping of strings to JSON values, such as a trainer's step; at most 256 KiB. Tuples are
                 returned as lists. `restore` and `list_checkpoints` return the mapping.
             timeout: seconds until the call fails and the copy is cancelled; None: one hour.
 

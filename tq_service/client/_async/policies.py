@@ -135,7 +135,7 @@ class AsyncPolicyCalls(AsyncBase):
         Args:
             partition_id: the partition.
             task_name: the task that the trainer's ranks run.
-            trained: index of the last trained batch; all earlier batches count as trained too. None: unchanged.
+            trained: index of the last trained batch; all earlier batches also count as trained. None: unchanged.
             saved: index of the last batch covered by a checkpoint of the trainer; all earlier batches count as covered,
                 and all covered batches as trained. None: unchanged. If the partition has a matching `Release`, samples
                 that a resume no longer needs are released.
@@ -182,7 +182,7 @@ class AsyncPolicyCalls(AsyncBase):
             partition_id: the partition.
             task_name: the task that the ranks run.
             dp_size: number of restarted ranks.
-            trained: index of the last trained batch; all earlier batches count as trained too. -1: no batch was
+            trained: index of the last trained batch; all earlier batches also count as trained. -1: no batch was
                 trained. None: the index recorded by `advance`.
             incarnation: expected incarnation of the partition; empty: any.
             epoch: epoch of the previous ranks. If it is given, every new rank may make this call: until the new ranks

@@ -317,7 +317,7 @@ class AsyncSampleCalls(AsyncBase):
         the returned batch to `get_data`: a batch claimed or looked up before the append refers to the older cells.
 
         Args:
-            metadata: samples of one leased claim.
+            metadata: samples from one leased claim.
             data: the values to append to each of the `n` samples, in the forms accepted by `put`, except objects and
                 scalars.
             at: the current length of each sample's fields in the first dimension, `n` values; 0 if the sample does not
@@ -366,7 +366,7 @@ class AsyncSampleCalls(AsyncBase):
         with the last: an append's bytes are freed once all of its values are discarded.
 
         Args:
-            metadata: samples of one leased claim, which must be held; see `append`.
+            metadata: held samples from one leased claim; see `append`.
             to: the new length of each sample, `n` values; all fields in `data_fields` are cut to it in the first
                 dimension.
             data_fields: the fields to cut; a field that a sample lacks counts as having length 0.

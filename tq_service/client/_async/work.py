@@ -189,7 +189,7 @@ class AsyncWorkCalls(AsyncClaimCalls, AsyncFetchCalls, AsyncSampleCalls):
             `batch.status` is "not_yet" or "end".
 
         Raises:
-            TqError: any error of `claim` and `get_data`.
+            TqError: any error raised by `claim` or `get_data`.
         """
         if "batch_count" in options:
             raise InvalidArgumentError(
@@ -248,7 +248,7 @@ class AsyncWorkCalls(AsyncClaimCalls, AsyncFetchCalls, AsyncSampleCalls):
             timeout: seconds until a claim or fetch fails; None: the client's `timeout`.
 
         Raises, from the iterator:
-            TqError: any error of `claim` and `get_data`.
+            TqError: any error raised by `claim` or `get_data`.
         """
         claim = {
             "partition_id": partition_id,

@@ -564,7 +564,7 @@ def _column_of(rows: Any, ragged_dimension: int = 1) -> Any:
 
 
 def _taken(parts: Sequence[TensorDict], places: Sequence[int]) -> TensorDict:
-    """Return the rows at the given positions of the concatenated parts."""
+    """Concatenate the parts, and return the rows at the given positions."""
     columns = {}
     for name in parts[0].keys():  # noqa: SIM118  (iterating yields rows)
         of_parts = [part.get(name) for part in parts]

@@ -48,8 +48,8 @@ def save_checkpoint(
     """Write a checkpoint of the run's partitions, replacing an existing checkpoint in the same directory.
 
     The service writes the checkpoint below its own checkpoint directory. If `checkpoint_dir` is below
-    `controller.checkpoint_dir`, the checkpoint is written to `checkpoint_dir` itself, otherwise under a name derived
-    from its path. A file in `checkpoint_dir` records the name.
+    `controller.checkpoint_dir`, the checkpoint is written to `checkpoint_dir` itself. Otherwise, the checkpoint's name
+    is derived from that path. A file in `checkpoint_dir` records the name.
 
     Args:
         checkpoint_dir: the checkpoint's directory; created if it does not exist.
