@@ -105,7 +105,7 @@ class Namespace:
             for named in {"partition_id", "policy"} & failure.metadata.keys():
                 failure.metadata[named] = self.own_name(failure.metadata[named])
             if self.prefix in failure.message:
-                failure.message += f" ({self.prefix!r} is the namespace of this client)"
+                failure.message += f" ({self.prefix!r} is this client's namespace)"
         return failure
 
 

@@ -159,7 +159,7 @@ def check_not_expanded(fields: Sequence[FieldSpec], landing: Landing | None) -> 
     for spec in fields:
         if spec.name == GROUP_INDEX:
             raise InvalidArgumentError(
-                f"expand is False and field {GROUP_INDEX!r} is fetched; expected no field with the index's name. "
+                f"expand is False and field {GROUP_INDEX!r} is fetched; expected no field with the name of the index. "
                 f"Name other data_fields",
                 field="expand",
             )

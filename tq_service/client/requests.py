@@ -874,7 +874,7 @@ def _check_names(name: str, names: Sequence[Any] | None, row_count: int) -> None
                 raise InvalidArgumentError(f"{name}[{position}] is {one!r:.200}, expected a string", field=name)
     if row_count and not names:
         raise InvalidArgumentError(
-            f"{name} is empty, expected one name for each of {row_count} samples; omit it for samples without any",
+            f"{name} is empty, expected one name for each of {row_count} samples; omit it if the samples have no names",
             field=name,
         )
 

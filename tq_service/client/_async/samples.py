@@ -164,7 +164,7 @@ class AsyncSampleCalls(AsyncBase):
 
         Raises:
             InvalidArgumentError: row counts differ, keys are repeated, or the put is empty; or `ack` is set and the
-                metadata is not from one leased claim, splits a group, or `fenced` is False.
+                metadata does not belong to a single leased claim, the metadata splits a group, or `fenced` is False.
             FieldMismatchError: a field has another dtype or number of dimensions, or its declared layout does not allow
                 these rows.
             UnsupportedObjectError: a Python object can only be pickled, which is not supported; nothing was sent.

@@ -45,7 +45,7 @@ def finished(coroutine: Coroutine[Any, Any, T]) -> T:
         result: T = end.value
         return result
     coroutine.close()
-    raise RuntimeError("a call of the sync client waited for an event loop")
+    raise RuntimeError("a sync client's call waited for an event loop")
 
 
 async def _at_once(function: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
