@@ -2,7 +2,7 @@
 
 The service stores samples in columns, and delivers balanced batches to data-parallel ranks over gRPC. `Client` and
 `AsyncClient` call the service, and `tq_service.data` feeds trainers. Samplers are in `tq_service.samplers`, errors in
-`tq_service.errors`, and the types of results in `tq_service.types`.
+`tq_service.errors`, and result types in `tq_service.types`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 # These names are imported on first use. The core, samplers and balancing do not need grpc. The command line, which also
-# runs health probes, needs neither clients nor numpy.
+# runs health probes, needs neither the clients nor numpy.
 _LAZY: Final = {
     **dict.fromkeys(("AsyncClient", "BatchMeta", "Client"), "tq_service.client"),
     **dict.fromkeys(("Admission", "Admit", "FieldSpec", "Published", "Release"), "tq_service.schema"),
@@ -76,5 +76,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    # List public names only, without imports of this file and without submodules that happen to be loaded.
+    # List only public names: neither this file's own imports nor submodules that happen to be loaded.
     return sorted(__all__)

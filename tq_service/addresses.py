@@ -13,13 +13,13 @@ DEFAULT_ADDRESS: Final = f"localhost:{DEFAULT_PORT}"
 
 _EXPECTED: Final = f"expected 'host:port', such as '{DEFAULT_ADDRESS}'"
 _HOST: Final = re.compile(r"[\w.-]+")
-# Prefixes of targets in gRPC's own notation that are passed to gRPC unchanged.
+# Prefixes of targets in gRPC's own notation. Such targets are passed to gRPC unchanged.
 _LOCAL_SCHEMES: Final = ("unix:", "unix-abstract:", "vsock:", "xds:")
 # gRPC targets that contain hosts and ports; an ipv4 or ipv6 target may list several.
 _DNS: Final = re.compile(r"(dns:(?://[^/]*/)?)(.*)", re.DOTALL)
 _LIST: Final = re.compile(r"(ipv[46]:)(.*)", re.DOTALL)
 
-# Patterns for gRPC's error messages, tried in this order, and the causes that they indicate.
+# Patterns for gRPC error messages, each with the cause that it indicates. The first matching pattern is used.
 _CAUSES: Final = (
     ("connection refused", "connection refused"),
     ("misformatted domain name|domain name not found|errors resolving|dns resolution|lookup|c-ares", "name not found"),
@@ -38,7 +38,7 @@ _CAUSES: Final = (
 def parse_address(address: str, name: str = "address", default_port: int = DEFAULT_PORT) -> str:
     """Normalize an address to gRPC's form, "host:port", with the default port if the port is missing.
 
-    Addresses of several controllers of a cluster are separated by commas.
+    The addresses of a cluster's controllers are separated by commas.
 
     A host is a name, an IPv4 address or an IPv6 address in brackets; the brackets may be omitted along with the port.
     Targets in gRPC's own notation are also accepted: "dns:...", "ipv4:...", "ipv6:...", "unix:...",
@@ -59,7 +59,7 @@ def parse_address(address: str, name: str = "address", default_port: int = DEFAU
 
 
 def normal_address(address: str, default_port: int = DEFAULT_PORT) -> str:
-    """Normalize one address like `parse_address`, but omit the value from error messages.
+    """Normalize one address as `parse_address` does, but omit the value from error messages.
 
     Raises:
         ValueError: the address is not valid.
@@ -80,7 +80,7 @@ def normal_address(address: str, default_port: int = DEFAULT_PORT) -> str:
 
 
 def normal_addresses(addresses: str, default_port: int = DEFAULT_PORT) -> str:
-    """Normalize one address, or several separated by commas, like `normal_address`.
+    """Normalize one address, or several addresses separated by commas, as `normal_address` does.
 
     Raises:
         ValueError: one of the addresses is not valid.
@@ -99,7 +99,7 @@ def split_addresses(addresses: str) -> list[str]:
 
 
 def hosts_and_ports(address: str) -> list[tuple[str, int]]:
-    """Return the (host, port) pairs in a gRPC address; empty for sockets and for targets that only gRPC can resolve."""
+    """Return the (host, port) pairs in a gRPC address; none for sockets and for targets that only gRPC can resolve."""
     if address.startswith(_LOCAL_SCHEMES):
         return []
     if match := _DNS.fullmatch(address) or _LIST.fullmatch(address):
@@ -155,13 +155,13 @@ def _is_ip(text: str, version: int) -> bool:
 
 
 def cause_of(details: str) -> str:
-    """Return a readable cause for gRPC's message about a failed connection, or the message itself if none is known."""
+    """Return a readable cause for gRPC's message on a failed connection, or the message itself if none is known."""
     text = details.lower()
     return next((cause for pattern, cause in _CAUSES if re.search(pattern, text)), details)
 
 
 def redacted(url: str) -> str:
-    """Return a URL without user, password and query, for use in messages and logs."""
+    """Return a URL without its user, password and query, for use in messages and logs."""
     scheme, separator, rest = url.partition("://")
     if not separator:
         return "(no URL)"

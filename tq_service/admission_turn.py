@@ -1,4 +1,4 @@
-"""Turns for writes that wait for capacity, to keep smaller writes from overtaking a large write forever."""
+"""Turns for writes that wait for capacity. They keep smaller writes from overtaking a large write forever."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ class Waits(Protocol):
     """A write that is waiting for capacity.
 
     Attributes:
-        since: time at which its wait began or its last turn ended, on the clock of `AdmissionTurn`.
+        since: time at which the write's wait began or its last turn ended, on the clock of `AdmissionTurn`.
     """
 
     since: float
 
 
 class AdmissionTurn:
-    """Gives each overtaken write an occasional turn, during which no other write can overtake it.
+    """A scheduler that occasionally gives an overtaken write a turn, during which no other write can overtake it.
 
-    Writes that fit may overtake writes that do not fit, because a waiting write may depend on samples of later writes.
-    However, a large write would never fit if other writes always took freed capacity immediately. After being overtaken
-    for 10 seconds, the longest-waiting write therefore gets a turn, and capacity freed during the turn is reserved for
-    it. A turn ends after 5 seconds, because a write that can never fit must not block all others. The other writes then
-    proceed for 10 seconds before the next turn.
+    Writes that fit may overtake writes that do not fit, because a waiting write may depend on samples from later
+    writes. However, a large write would never fit if other writes always took freed capacity immediately. After being
+    overtaken for 10 seconds, the longest-waiting write therefore gets a turn, and capacity freed during the turn is
+    reserved for it. A turn ends after 5 seconds, because a write that can never fit must not block all others. The
+    other writes then proceed for 10 seconds before the next turn.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -41,14 +41,17 @@ class AdmissionTurn:
 
     @property
     def holder(self) -> Waits | None:
-        """The write that has the current turn, or None."""
+        """The write that has the current turn, or None if no write has a turn."""
         if self._holder is not None and self._clock() >= self._over_at:
             self._holder.since = self._over_at
             self._holder = None
         return self._holder
 
     def begin(self, waiting: Iterable[Waits]) -> Waits | None:
-        """Give the longest-waiting write a turn if one is due; return the write that has the current turn, or None."""
+        """If a turn is due, give it to the longest-waiting write.
+
+        Return the write that has the current turn, or None.
+        """
         longest = min(waiting, key=lambda each: each.since, default=None)
         now = self._clock()
         if self.holder is None and longest is not None and now - max(longest.since, self._over_at) >= PASSED_SECONDS:
@@ -56,6 +59,6 @@ class AdmissionTurn:
         return self._holder
 
     def leave(self, write: Waits) -> None:
-        """End the turn of a write that no longer waits, if it has one."""
+        """End the current turn if it belongs to this write, which no longer waits."""
         if self._holder is write:
             self._holder, self._over_at = None, self._clock()

@@ -1,6 +1,6 @@
-"""Timings of clients and loaders, which are reported to the probes registered by `tq.instrument`.
+"""Timings of clients and loaders, reported to the probes that `tq.instrument` registers.
 
-The time that a batch spends in each stage is collected separately, for the `StepTimer` of the consuming loop.
+The time that a batch spends in each stage is collected separately, for the consuming loop's `StepTimer`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
 T = TypeVar("T")
 
 Note = tuple[str, tuple[Any, ...]]
-"""The name of a `Probe` method and the arguments of the call."""
+"""The name of a `Probe` method and the arguments for a call to it."""
 
 
 class Probe(Protocol):
-    """Interface for receiving events of this process's clients and loaders, from any thread."""
+    """Interface that receives events from this process's clients and loaders, in any thread."""
 
     def fetched(self, seconds: float) -> None:
         """Record a completed `get_data` call."""
@@ -44,7 +44,7 @@ class Probe(Protocol):
         ...
 
     def stepped(self, seconds: tuple[tuple[str, float], ...]) -> None:
-        """Record all or part of a trainer's step, as pairs of stage and seconds; stages of 0 seconds are omitted."""
+        """Record all or part of a trainer's step, as pairs of stage and seconds, without stages of 0 seconds."""
         ...
 
 
@@ -53,15 +53,15 @@ probes: Final[list[Probe]] = []
 
 
 class ProbeNotes:
-    """Buffers the events of a worker process until they are reported to the probes of its parent process.
+    """A probe that buffers a worker process's events until they are reported to the probes of its parent process.
 
     After a fork, a worker inherits its parent's probes. Inherited probes would update counters that nothing reads or,
-    with the multiprocess files of prometheus-client, count events twice. `ProbeNotes` therefore replaces all other
+    with prometheus-client's multiprocess files, would count events twice. `ProbeNotes` therefore replaces all other
     probes.
     """
 
     def __init__(self) -> None:
-        self._notes: deque[Note] = deque()  # appended to by the threads of clients
+        self._notes: deque[Note] = deque()  # client threads append to it
 
     def replace_probes(self) -> None:
         """Make this object the only probe of this process."""
@@ -77,18 +77,18 @@ class ProbeNotes:
 
 
 def notify_probes(notes: Iterable[Note]) -> None:
-    """Report events of another process to the probes of this process."""
+    """Report events from another process to this process's probes."""
     for name, values in notes:
         for probe in probes:
             getattr(probe, name)(*values)
 
 
 carriers: Final[list[Callable[[], Sequence[tuple[str, str]]]]] = []
-"""Functions that return metadata to send with each call, such as the trace context after a call of `tq.trace`."""
+"""Functions that return metadata to send with each call, such as the trace context once `tq.trace` was called."""
 
 
 class Stage(StrEnum):
-    """Stages of a trainer's step, in the order that a batch passes through them; see `StepTimes`."""
+    """Stages of a trainer's step, in the order in which a batch passes through them; see `StepTimes`."""
 
     WORK = "work"
     LOADER = "loader"
@@ -104,11 +104,11 @@ class Span(NamedTuple):
     """A period that a batch spent in one stage.
 
     Attributes:
-        stage: stage that the time was spent in.
-        began_at: start time in seconds of `time.perf_counter`, a clock shared by all processes of a host.
+        stage: the stage in which the time was spent.
+        began_at: start time in seconds on the clock `time.perf_counter`, which all processes on a host share.
         ended_at: end time, on the same clock.
         size_bytes: number of bytes transferred or processed.
-        is_call: whether the span is all or part of a call, and so counts towards the cost per call.
+        is_call: whether the span is all or part of a call and therefore counts towards the cost per call.
     """
 
     stage: Stage
@@ -118,7 +118,7 @@ class Span(NamedTuple):
     is_call: bool = False
 
 
-_MOST_SPANS: Final = 4096  # limits memory if a trainer makes calls but never reads from its loader again
+_MOST_SPANS: Final = 4096  # limits memory use if a trainer makes calls but no longer reads from its loader
 
 
 @dataclass(slots=True, eq=False)
@@ -154,7 +154,7 @@ class Collected:
 
 
 collected_here: Final[ContextVar[Collected | None]] = ContextVar("collected_here", default=None)
-"""Collects the calls of the current thread or task; None if its calls are not collected."""
+"""The collection to which the current thread or task adds its calls; None if its calls are not collected."""
 
 step_report: Final[ContextVar[Callable[[], Any] | None]] = ContextVar("step_report", default=None)
 """Function that returns the `StepTimes` to send with a rank's next claim, or None."""
@@ -172,7 +172,7 @@ def collecting() -> Iterator[Collected]:
 
 
 class TimesSteps(Protocol):
-    """Protocol of `StepTimer`, which measures the steps of a trainer."""
+    """Protocol of `StepTimer`, which measures a trainer's steps."""
 
     clock: Callable[[], float]
 
@@ -182,9 +182,9 @@ class TimesSteps(Protocol):
 
 
 def timed(items: Iterable[T], timer: TimesSteps | None = None) -> Iterator[T]:
-    """Yield the micro-batches of a loader, and record the time spent waiting for each and working on each.
+    """Yield a loader's micro-batches, and record how long the consumer waits for each and works on each.
 
-    Client calls that the consumer makes between micro-batches are collected too. The generator runs in the consumer's
+    Also collect the client calls that the consumer makes between micro-batches. The generator runs in the consumer's
     context, so its collection stays active while the consumer works.
     """
     if not probes and timer is None:
@@ -214,9 +214,9 @@ def timed(items: Iterable[T], timer: TimesSteps | None = None) -> Iterator[T]:
             calls = Collected()
             collected_here.set(calls)
             yield item
-            del item  # otherwise, it stays alive during the wait for the next item
+            del item  # otherwise, the item stays alive during the wait for the next one
     finally:
-        if collected_here.get() in (calls, waits):  # false if it is garbage-collected in another thread
+        if collected_here.get() in (calls, waits):  # false if the generator is garbage-collected in another thread
             collected_here.set(outer)
         close = getattr(iterator, "close", None)
         if close is not None:

@@ -43,7 +43,8 @@ CLIENT_VARIABLES: Final = frozenset(
     }
 )
 """Environment variables read by clients. A service ignores them instead of reporting them as unknown."""
-# Kubernetes sets such variables in pods if a Service's name starts with "tq": TQ_X_SERVICE_HOST, TQ_X_PORT=tcp://...
+# Kubernetes sets such variables in pods if the name of a Service starts with "tq": TQ_X_SERVICE_HOST,
+# TQ_X_PORT=tcp://...
 _LINK_NAME: Final = re.compile(r"TQ_\w+_(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
 _LINK_VALUE: Final = re.compile(r"(tcp|udp|sctp)://.*")
 
@@ -96,7 +97,10 @@ def format_setting(name: str, value: object) -> str:
 
 
 def default_max_bytes() -> int:
-    """Return half of this process's available memory, rounded down to MiB; streams and other uses need the rest."""
+    """Return half of the memory available to this process, rounded down to MiB.
+
+    The rest is for streams and other uses.
+    """
     return max(memory_limit_bytes() // 2 // 2**20, 1) * 2**20
 
 
@@ -137,7 +141,7 @@ ETCD_PORT: Final = 2379
 Address = Annotated[str, AfterValidator(normal_address)]
 Addresses = Annotated[str, AfterValidator(normal_addresses)]
 Journal = Annotated[str, AfterValidator(_checked_journal)]
-AdvertisedAddress = Annotated[str, AfterValidator(_checked_address)]  # the port defaults to the listening port
+AdvertisedAddress = Annotated[str, AfterValidator(_checked_address)]  # port default: the listening port
 Size = Annotated[int, BeforeValidator(parse_size)]
 SizeOrNone = Annotated[int | None, BeforeValidator(parse_size)]
 
@@ -332,7 +336,9 @@ class _StorageAndDurability(_Section):
     )
     put_ttl_seconds: float = Field(300.0, gt=0, description="Time after which an uncommitted put expires.")
     request_record_seconds: float = Field(
-        600.0, gt=0, description="Retention time of answers to mutating requests; retries receive these answers."
+        600.0,
+        gt=0,
+        description="Time for which answers to mutating requests are kept for retries.",
     )
     request_record_bytes: Size = Field(
         128 * 2**20,
@@ -384,7 +390,7 @@ class _Batches(_Section):
     max_wait_cap_seconds: float = Field(
         60.0,
         gt=0,
-        description="Maximum time that one GetMeta or LookupSamples call waits; clients repeat the call until their "
+        description="Maximum time for which a GetMeta or LookupSamples call waits; clients repeat the call until their "
         "own timeout.",
     )
     sampler_timeout_seconds: float = Field(30.0, gt=0, description="Time limit for a sampler to plan one batch.")
@@ -512,7 +518,7 @@ class _Limits(_Section):
 
 
 class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurability, _Process, _Network):
-    """Settings of `tq-service serve`. Each setting's description is shown in the command's help and in the docs.
+    """Settings of `tq-service serve`. The command's help and the docs show each setting's description.
 
     The bases are listed in reverse, because pydantic orders fields from the last base to the first.
     """
@@ -631,7 +637,7 @@ class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurabilit
 
     @property
     def effective_durability(self) -> Literal["memory", "process", "disk", "cluster"]:
-        """The effective durability, with "auto" resolved."""
+        """The durability after resolving "auto"."""
         if self.journal is not None:
             return "cluster"
         if self.durability == "auto":
@@ -645,9 +651,9 @@ class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurabilit
         return self.checkpoint_dir
 
     def advertised_address(self, port: int) -> str:
-        """Return the address of this storage service or controller for clients; `port` is the listening port.
+        """Return the address at which clients reach this storage service or controller; `port` is the listening port.
 
-        The address is empty for a storage service in the controller's process, because clients use the controller's
+        For a storage service in the controller's process, the address is empty, because clients use the controller's
         address.
         """
         if self.advertise is not None:
@@ -715,7 +721,7 @@ def load_settings(flags: Mapping[str, object], config: Path | None = None) -> Lo
 
 
 def unknown_variables() -> dict[str, str | None]:
-    """Return the unknown `TQ_*` environment variables of this process, each with the most similar known name or None.
+    """Return this process's unknown `TQ_*` environment variables, each with the most similar known name or None.
 
     Neither the service nor clients read unknown variables; most of them are misspelt settings.
     """

@@ -1,8 +1,8 @@
-"""Columns of custom_meta: typed values, which claims can compare and sort by, and other values stored as JSON.
+"""Columns of custom_meta: typed values, which claims can compare and sort, and other values, which are stored as JSON.
 
-A column has one type: the type of its first number, bool or string. Other values are stored separately as JSON text:
-values of another type, null, lists and objects. All JSON values are therefore accepted, at no extra cost for typed
-values. `where`, `order_by` and samplers read typed values only.
+A column has one type: the type of its first number, bool or string. Values of other types, null, lists and objects are
+stored separately as JSON text. Every JSON value is therefore accepted, at no extra cost for typed values. `where`,
+`order_by` and samplers read only typed values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class JsonNull(Enum):
 
 
 JSON_NULL: Final = JsonNull.JSON_NULL
-"""Value to write to store null for a sample; it is read back as None. Writing None itself removes the value."""
+"""Value that stores null for a sample when it is written; it is read back as None. Writing None removes the value."""
 _NULL: Final = "null"
 
 MetaValue: TypeAlias = "JsonValue | JsonNull"
@@ -54,15 +54,17 @@ KIND_NAMES: Final = {"i": "int64", "f": "double", "b": "bool", "O": "string"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetaColumn:
-    """Values of one custom_meta column for a number of samples.
+    """The values of several samples in one custom_meta column.
 
     Attributes:
         name: name of the column.
-        values: `(n,)` of dtype int64, float64, bool or object (str); undefined for samples without a typed value.
-        present: `(n,)`, whether the sample has a typed value.
-        json: `(n,)` of dtype object: JSON text of samples whose value is not typed, None for other samples. The whole
-            array is None if no sample has a JSON value.
-        removed: `(n,)`, for writes: whether the write removes the sample's value; None if it removes no value.
+        values: typed values, of shape `(n,)` and dtype int64, float64, bool or object (str); undefined for samples
+            without a typed value.
+        present: whether each sample has a typed value, of shape `(n,)`.
+        json: JSON text of samples whose value is not typed, None for other samples, of shape `(n,)` and dtype object.
+            Instead of an array, None if no sample has a JSON value.
+        removed: in a write, whether the write removes each sample's value, of shape `(n,)`; None if it removes no
+            value.
     """
 
     name: str
@@ -73,17 +75,17 @@ class MetaColumn:
 
     @property
     def has_json(self) -> NDArray[np.bool_]:
-        """Whether each sample has a JSON value, `(n,)`."""
+        """Whether each sample has a JSON value, of shape `(n,)`."""
         return np.zeros(self.present.size, np.bool_) if self.json is None else self.json != None  # noqa: E711  (of each)
 
     @property
     def has_value(self) -> NDArray[np.bool_]:
-        """Whether each sample has a typed or a JSON value, `(n,)`."""
+        """Whether each sample has a typed or a JSON value, of shape `(n,)`."""
         return self.present if self.json is None else self.present | self.has_json
 
     @property
     def is_written(self) -> NDArray[np.bool_]:
-        """Whether a write of this column sets or removes each sample's value, `(n,)`."""
+        """Whether a write of this column sets or removes each sample's value, of shape `(n,)`."""
         return self.has_value if self.removed is None else self.has_value | self.removed
 
     def at(self, positions: NDArray[Any]) -> MetaColumn:
@@ -97,7 +99,7 @@ class MetaColumn:
         )
 
     def text_sizes(self, size_of: Callable[[str], int]) -> NDArray[np.int64]:
-        """Return the total size of each sample's text and JSON, `(n,)`, as measured by `size_of`."""
+        """Return the total size of each sample's text and JSON, as measured by `size_of`, of shape `(n,)`."""
         sizes = np.zeros(self.present.size, np.int64)
         texts = self.values if self.values.dtype.kind == "O" else None
         for values, has_one in ((texts, self.present), (self.json, self.has_json)):
@@ -119,7 +121,7 @@ class MetaColumn:
 
 
 def column_of(name: str, size: int, positions: Sequence[int], values: Sequence[Any]) -> MetaColumn:
-    """Build a column of `size` samples from values of any type for the samples at `positions`; None removes a value.
+    """Build a column for `size` samples from values of any type for the samples at `positions`; None removes a value.
 
     Raises:
         InvalidArgumentError: a value cannot be represented as JSON; the message contains its position.
@@ -141,20 +143,20 @@ def column_of(name: str, size: int, positions: Sequence[int], values: Sequence[A
 
 
 def no_values(name: str, size: int, kind: str = "b") -> MetaColumn:
-    """Return a column of `size` samples without values, of the given type."""
+    """Return a column of the given type for `size` samples, without values."""
     values = np.full(size, "" if kind == "O" else 0, DTYPES[kind])
     return MetaColumn(name=name, values=values, present=np.zeros(size, np.bool_))
 
 
 def fitted(column: MetaColumn, kind: str | None) -> MetaColumn:
-    """Convert a column to another type: values that fit stay or become typed values, all others become JSON.
+    """Convert a column to another type: values that fit this type are typed values, and all others become JSON.
 
     Args:
         column: the column to convert.
         kind: the new type, as a numpy kind; None: the type of the first scalar.
 
     Raises:
-        InvalidArgumentError: a number of another type is infinite or NaN, which JSON cannot represent.
+        InvalidArgumentError: a number that does not fit the type is infinite or NaN, which JSON cannot represent.
     """
     scalars: dict[int, Scalar] = {}
     texts = np.full(column.present.size, None, np.object_)
@@ -176,7 +178,10 @@ def _texts(column: MetaColumn) -> list[str | None]:
 
 
 def _kind_of(scalars: Sequence[Scalar]) -> str:
-    """Return the kind of the first scalar; for a mix of integers and floats, float if floats represent all integers."""
+    """Return the kind of the first scalar.
+
+    For a mix of integers and floats, return float if it represents all integers.
+    """
     kind = _KINDS[type(scalars[0])] if scalars else "b"
     if kind == "i" and all(_fits("f", each) for each in scalars if type(each) is int):
         kind = "f" if float in set(map(type, scalars)) else "i"
@@ -190,7 +195,10 @@ def _fits(kind: str, value: Scalar) -> bool:
 
 
 def _assembled(name: str, kind: str, scalars: Mapping[int, Scalar], texts: NDArray[Any]) -> MetaColumn:
-    """Build a column from scalars by position and JSON texts. Scalars that do not fit the kind become JSON texts."""
+    """Build a column from scalars, given by position, and JSON texts.
+
+    Scalars that do not fit the kind become JSON texts.
+    """
     column = no_values(name, texts.size, kind)
     for position, value in scalars.items():
         if _fits(kind, value):
@@ -215,7 +223,10 @@ def concatenated(columns: Sequence[MetaColumn]) -> MetaColumn:
 
 
 def laid_over(old: MetaColumn, new: MetaColumn) -> MetaColumn:
-    """Return a column after a write to its samples. Written values replace old ones, as JSON if their type differs."""
+    """Return a column's state after a write to its samples.
+
+    New values replace old values, and are stored as JSON if their type differs.
+    """
     rows = np.arange(new.present.size)
     return concatenated([old, new]).at(np.where(new.is_written, rows + rows.size, rows))
 
@@ -224,11 +235,11 @@ def laid_over(old: MetaColumn, new: MetaColumn) -> MetaColumn:
 
 
 def to_json(name: str, position: int, value: Any, *, beside: str = "") -> str:
-    """Convert a value of plain JSON types to JSON text.
+    """Convert a value that consists of plain JSON types to JSON text.
 
     Raises:
-        InvalidArgumentError: a number is not finite, or text is not valid Unicode; the message contains column and
-            position.
+        InvalidArgumentError: a number is not finite, or text is not valid Unicode; the message contains the column and
+            the position.
     """
     try:
         text = _dumped(value)
@@ -243,7 +254,7 @@ def to_json(name: str, position: int, value: Any, *, beside: str = "") -> str:
 
 
 def _dumped(value: Any) -> str:
-    if value is None:  # fast path: tags are often null
+    if value is None:  # fast path, because tags are often null
         return _NULL
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     text.encode()
@@ -256,7 +267,7 @@ def checked_texts(name: str, texts: Iterable[str]) -> list[str]:
     Raises:
         InvalidArgumentError: a text is not valid JSON, or is nested too deeply.
     """
-    known: dict[str, str] = {}  # columns mostly repeat a few texts
+    known: dict[str, str] = {}  # because most columns repeat a few texts
     return [known.get(text) or known.setdefault(text, _checked_text(name, text)) for text in texts]
 
 
@@ -304,7 +315,8 @@ def _plain_value(value: Any, path: tuple[Any, ...]) -> Any:
 
     Args:
         value: the value to convert.
-        path: location of the value: sample position, column name, then positions and keys in nested lists and dicts.
+        path: location of the value: sample position, column name, and the positions and keys within nested lists and
+            dicts.
     """
     if type(value) in _KINDS or value is None:
         return value

@@ -19,14 +19,14 @@ def start_daemon_thread(call: Callable[[], T], *, thread_name: str) -> asyncio.F
     """Run `call` in a new daemon thread.
 
     Returns:
-        A future whose result is the function returned by `outcome_of`, because a future cannot carry every exception.
+        A future whose result is the function returned by `outcome_of`. (A future cannot carry every exception.)
         Cancelling the future does not stop the thread.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Callable[[], T]] = loop.create_future()
 
     def deliver(outcome: Callable[[], T]) -> None:
-        if not future.done():  # the awaiting caller may have been cancelled in the meantime
+        if not future.done():  # the caller that awaits the future may have been cancelled
             future.set_result(outcome)
 
     def run() -> None:
@@ -48,7 +48,7 @@ def outcome_of(call: Callable[[], T]) -> Callable[[], T]:
     """Make a call, and return a function that returns the call's result or raises its exception."""
     try:
         result = call()
-    except BaseException as error:  # the awaiting caller receives any exception
+    except BaseException as error:  # raised again in the caller that awaits the call
         raised = error
 
         def reraise() -> T:

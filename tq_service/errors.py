@@ -1,10 +1,10 @@
-"""Errors of the service, in one class hierarchy. Clients raise the same class that the server raised.
+"""Errors of the service, in one class hierarchy. A client raises the same class that the server raised.
 
 `code` is the name of the failed call's gRPC status code. `reason` is sent as `google.rpc.ErrorInfo.reason` (see
 `tq_service.wire.error_table`). Messages contain the value, the expectation and the remedy.
 
-An error has its own class if programs may want to catch it. Errors that only people need to distinguish share a class
-and differ in their reasons.
+An error has its own class if programs may want to catch it. Errors that only people need to tell apart share a class
+and have different reasons.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class TqError(Exception):
     """Base class of all errors of tq_service.
 
     Attributes:
-        message: text with the value, the expectation and the remedy.
-        reason: stable code of the error; the class's reason, unless a more specific one was passed.
+        message: text that contains the value, the expectation and the remedy.
+        reason: stable code of the error: the reason of its class, unless a more specific reason was passed.
         metadata: short facts for programs, such as two conflicting values.
     """
 
@@ -61,13 +61,13 @@ class InvalidArgumentError(TqError, ValueError):
 
 
 class FieldMismatchError(InvalidArgumentError):
-    """A put does not fit the dtype, layout or row shape of a field, or rows requested as dense differ in shape."""
+    """A put does not match a field's dtype, layout or row shape, or rows requested as dense differ in shape."""
 
     reason = "FIELD_MISMATCH"
 
 
 class MissingLengthError(InvalidArgumentError):
-    """A sampler needs sample lengths, which are available neither from the fields nor from custom_meta."""
+    """A sampler needs sample lengths, but neither the fields nor custom_meta provide them."""
 
     reason = "MISSING_LENGTH"
 
@@ -185,7 +185,7 @@ class PartitionClearedError(PreconditionError):
 
 
 class CompactedError(PreconditionError):
-    """Changes since a revision are no longer available, because it is too old or the service has restarted."""
+    """Changes since a revision are no longer available: the revision is too old, or the service has restarted."""
 
     reason = "COMPACTED"
 
@@ -197,7 +197,7 @@ class SamplesClearedError(PreconditionError):
 
 
 class BatchForgottenError(PreconditionError):
-    """The batch was planned without consuming its samples, and has been dropped for newer batches of this kind."""
+    """The batch was planned without consuming its samples, and newer batches of this kind have replaced it."""
 
     reason = "BATCH_FORGOTTEN"
 
@@ -215,7 +215,10 @@ class ClaimReleasedError(PreconditionError):
 
 
 class LeaseExpiredError(PreconditionError):
-    """The lease expired, so other workers may do the same work. The call acknowledged, released and wrote nothing."""
+    """The lease expired, so other workers may do the same work.
+
+    The call did not acknowledge, release or write anything.
+    """
 
     reason = "LEASE_EXPIRED"
 
@@ -233,7 +236,7 @@ class NewerVersionError(DataDirError):
 
 
 class ResourceExhaustedError(TqError, RuntimeError):
-    """A limit is reached. `retry_after_seconds` is the time to wait before a retry; None if retries are pointless."""
+    """A limit is reached. `retry_after_seconds` is the time to wait before a retry; None if a retry cannot succeed."""
 
     reason = "RESOURCE_EXHAUSTED"
     code = "RESOURCE_EXHAUSTED"
@@ -251,39 +254,39 @@ class ResourceExhaustedError(TqError, RuntimeError):
 
 
 class QuotaExceededError(ResourceExhaustedError):
-    """The available capacity is not sufficient for the bytes of the call."""
+    """The available capacity is not sufficient for the call's bytes."""
 
     reason = "QUOTA_EXCEEDED"
 
 
 class UnauthenticatedError(TqError, PermissionError):
-    """The service requires a token, but the call had none or an invalid one."""
+    """The service requires a token, but the call had no token or an invalid one."""
 
     reason = "UNAUTHENTICATED"
     code = "UNAUTHENTICATED"
 
 
 class PermissionDeniedError(TqError, PermissionError):
-    """The token of the call lacks the required role or partition prefix; `metadata` contains both requirements."""
+    """The call's token lacks the required role or partition prefix; `metadata` contains both requirements."""
 
     reason = "PERMISSION_DENIED"
     code = "PERMISSION_DENIED"
 
 
 class AdmissionLimitError(ResourceExhaustedError):
-    """An admission of the partition does not allow more outstanding work for a task."""
+    """One of the partition's admissions does not allow more outstanding work for a task."""
 
     reason = "ADMISSION_LIMIT"
 
 
 class LimitExceededError(ResourceExhaustedError):
-    """A limit of the service is reached; `metadata["limit_name"]` contains the name of the setting."""
+    """A service limit is reached; `metadata["limit_name"]` contains the name of the setting."""
 
     reason = "LIMIT_EXCEEDED"
 
 
 class DiskFullError(ResourceExhaustedError):
-    """The disk of the data directory is full; the service resumes when space becomes available."""
+    """The disk that contains the data directory is full; the service resumes when space becomes available."""
 
     reason = "DISK_FULL"
 
@@ -296,7 +299,7 @@ class DataLossError(TqError, RuntimeError):
 
 
 class JournalDamagedError(DataLossError):
-    """A persisted record of the journal is damaged or missing."""
+    """A persisted journal record is damaged or missing."""
 
     reason = "JOURNAL_DAMAGED"
 
@@ -321,14 +324,14 @@ class SamplerTimeoutError(TqError, TimeoutError):
 
 
 class DeadlineError(TqError, TimeoutError):
-    """The deadline of the call passed."""
+    """The call's deadline passed."""
 
     reason = "DEADLINE_EXCEEDED"
     code = "DEADLINE_EXCEEDED"
 
 
 class UnavailableError(TqError, ConnectionError):
-    """The service was unreachable until the deadline of the call, or is draining."""
+    """The service was unreachable until the call's deadline, or is draining."""
 
     reason = "UNAVAILABLE"
     code = "UNAVAILABLE"
@@ -341,13 +344,16 @@ class NotLeaderError(UnavailableError):
 
 
 class JournalUnreachableError(UnavailableError):
-    """A majority of the etcd members is unreachable. No acknowledged data is lost; the service resumes with etcd."""
+    """A majority of the etcd members is unreachable.
+
+    No acknowledged data is lost; the service resumes when etcd does.
+    """
 
     reason = "JOURNAL_UNREACHABLE"
 
 
 class SupersededError(UnavailableError):
-    """Another controller has become the leader. This controller exits, and restarts as a standby."""
+    """Another controller has become the leader. This controller exits and must restart as a standby."""
 
     reason = "SUPERSEDED"
 
@@ -359,7 +365,7 @@ class ServiceFailedError(UnavailableError):
 
 
 class InternalError(TqError, RuntimeError):
-    """An internal error of the service; see the service's log for details."""
+    """An internal error in the service; see the service's log for details."""
 
     reason = "INTERNAL"
 
@@ -371,13 +377,13 @@ class CallCancelledError(TqError, RuntimeError):
     code = "CANCELLED"
 
 
-# Names are chosen by clients, and comparing them blocks the event loop. Therefore only a limited number of names is
-# compared, and only the start of each.
+# Clients choose the names, and comparing them blocks the event loop. Therefore only a limited number of names, and only
+# the start of each name, is compared.
 _MOST_SORTED: Final = 10_000
 _MOST_COMPARED: Final = 128
 _MOST_COMPARED_CHARACTERS: Final = 64
 _MOST_NAMED: Final = 10
-_MOST_NAMED_CHARACTERS: Final = 400  # a longer list could cause the rest of the message to be truncated in transit
+_MOST_NAMED_CHARACTERS: Final = 400  # with a longer list, the rest of the message could be truncated in transit
 
 
 def nearest(name: str, known: Collection[str], *, all_known: bool = False) -> str:

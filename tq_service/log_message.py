@@ -10,16 +10,16 @@ _PLAIN = re.compile(r"[\w./:@+*-]+", re.ASCII)
 
 
 class LogMessage:
-    """Message of a log line: an event, followed by facts as key=value.
+    """The message of a log line: an event, followed by facts in the form key=value.
 
-    The message works with any formatter, because it is rendered when a handler writes it. `tq-service serve
-    --log-format json` writes each field under its name. A value that is not a single plain word is written as a JSON
-    string, so names chosen by clients cannot forge fields or lines.
+    Since a handler renders the message when it writes the line, the message works with any formatter.
+    `tq-service serve --log-format json` writes each field under its name. A value that is not a single plain word is
+    written as a JSON string, so names chosen by clients cannot forge fields or lines.
 
     Args:
-        text: description of the event; identical in all lines of this kind, which makes them searchable.
-        fields: facts by name, such as `partition`, `storage`, `put_id`, `request_id`, `error`. Bytes are ids and are
-            written in hexadecimal; None values are omitted.
+        text: description of the event; identical in all lines of this kind, so that a search finds them.
+        fields: facts by name, such as `partition`, `storage`, `put_id`, `request_id`, `error`. Values of type bytes are
+            ids, and are written in hexadecimal; None values are omitted.
     """
 
     __slots__ = ("fields", "text")

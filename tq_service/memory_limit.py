@@ -13,11 +13,10 @@ def memory_limit_bytes(root: Path = Path("/")) -> int:
     """Return the memory available to the process: the machine's memory, or the lowest limit of its control groups.
 
     Control groups limit containers, Slurm job steps, and systemd services and scopes. Versions 1 and 2 of control
-    groups are supported. In a cgroup namespace, a process can only see the groups at and below the root of the
-    namespace.
+    groups are supported. In a cgroup namespace, a process can see only the groups at and below the namespace's root.
 
     Args:
-        root: directory that contains `proc` and the mount points of control groups.
+        root: directory that contains `proc` and the mount points for control groups.
     """
     machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([machine_bytes, *_group_limits(root)])
@@ -37,12 +36,12 @@ def _group_limits(root: Path) -> Iterator[int]:
         for directory in (group, *list(group.parents)[: len(below.parts)]):
             try:
                 yield int((directory / _FILES[kind]).read_text())
-            except (OSError, ValueError):  # the root group has no limit file; "max" means unlimited
+            except (OSError, ValueError):  # the root group has no limit file, or the limit is "max" (unlimited)
                 continue
 
 
 def _own_groups(root: Path) -> dict[str, str]:
-    """Return this process's group in each hierarchy that may limit memory, by file system type of the hierarchy."""
+    """Return this process's group in each hierarchy that may limit memory, by the hierarchy's file system type."""
     groups = {}
     for line in _lines(root / "proc/self/cgroup"):
         hierarchy, _, rest = line.partition(":")
@@ -55,7 +54,7 @@ def _own_groups(root: Path) -> dict[str, str]:
 
 
 def _mounts(root: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield type, group and path of each mount with memory limits, or the usual mounts if mountinfo is unavailable."""
+    """Yield the type, group and path of each mount with memory limits, or of the usual mounts without mountinfo."""
     lines = _lines(root / "proc/self/mountinfo")
     if not lines:
         yield "cgroup2", "/", "/sys/fs/cgroup"

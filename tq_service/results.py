@@ -13,11 +13,11 @@ from tq_service.step_times import StepTimes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Revision:
-    """A point in the history of a service instance that `watch` can start from. Plain, serializable data.
+    """A point in a service instance's history from which `watch` can start. Plain, serializable data.
 
     Attributes:
         instance_id: id of the service instance, 16 random bytes; a restarted service has a new id and a new history.
-        number: change counter; later states have higher numbers.
+        number: change counter, which is higher for later states.
     """
 
     instance_id: bytes
@@ -26,7 +26,7 @@ class Revision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumptionStatus:
-    """How much of a partition a task has consumed.
+    """A task's progress in consuming a partition.
 
     Attributes:
         consumed_count: samples consumed in this epoch, including cleared ones.
@@ -34,11 +34,11 @@ class ConsumptionStatus:
         skipped_count: samples that the task will never receive, including the remaining members of groups that lost a
             member.
         sealed: whether the partition is sealed, that is, accepts no new samples.
-        complete: whether the task has nothing left to receive: in a sealed partition or, with `samples_per_round`, in
-            the rounds that have begun.
+        complete: whether the task has nothing left to receive, either in a sealed partition or, with
+            `samples_per_round`, in the rounds that have begun.
         epoch: epoch of the task, that is, the number of times its consumption was reset.
         leased_count: number of consumed samples that are leased but not acknowledged; they may be delivered again.
-        dead_lettered_count: skipped samples that were delivered `max_deliveries` times and never acknowledged.
+        dead_lettered_count: skipped samples that were delivered `max_deliveries` times without being acknowledged.
         expected_count: number of samples in all rounds that have begun, including the first; None without
             `samples_per_round`.
     """
@@ -72,7 +72,7 @@ class ProductionStatus:
 
 
 class WaitCode(StrEnum):
-    """Stable code for the reason why a claim waits.
+    """Stable code of the reason why a claim waits.
 
     Attributes:
         PARTITION_NOT_FOUND: the partition does not exist.
@@ -80,12 +80,12 @@ class WaitCode(StrEnum):
         FIELD_NEVER_PUT: a requested field was never put.
         ALL_CONSUMED: the task has consumed all samples, but the partition is not sealed.
         TOO_FEW_READY: fewer samples are ready than requested.
-        GROUPS_INCOMPLETE: too few groups are complete, that is, have all their samples ready.
+        GROUPS_INCOMPLETE: too few groups are complete, that is, too few have all of their samples ready.
         SAMPLER_WAITS: enough samples are ready, but the sampler has not planned a batch yet.
-        VERSION_NOT_PUBLISHED: the claim waits for a version of a policy that is not published yet.
+        VERSION_NOT_PUBLISHED: the claim waits for a policy version that is not published yet.
         STALENESS_BOUNDED: enough samples are ready, but older samples that are not ready would become too stale.
         NO_CAPACITY: enough prompts are ready, but there is not enough capacity for the slots requested with `admit`.
-        RATIO_BOUNDED: a delivery would exceed the samples per insert that the task's admission allows.
+        RATIO_BOUNDED: a delivery would exceed the ratio of samples per insert that the task's admission allows.
     """
 
     PARTITION_NOT_FOUND = "PARTITION_NOT_FOUND"
@@ -135,7 +135,7 @@ class NotReady:
     """Number of samples that cannot be delivered yet for one particular reason.
 
     Attributes:
-        kind: the reason, as `Lack.kind`; a newer service may report kinds that this version does not define.
+        kind: the reason, which is a `Lack.kind`; a newer service may report kinds that this version does not define.
         name: name of the field or custom_meta column that the reason refers to; otherwise empty.
         sample_count: number of samples that cannot be delivered for this reason.
         ends_in_seconds: for kind "leased": time until the first lease expires; otherwise None.
@@ -157,18 +157,20 @@ class WaitReason:
     Attributes:
         code: the reason as a stable code, see `WaitCode`.
         text: the reason as a sentence for users.
-        task_name: the task that the claims consume for.
+        task_name: the task for which the claims consume samples.
         data_fields: the fields that the claims request.
         waiting_count: number of calls that wait for this reason; 0 in the answer to the caller's own claim.
         left_count: live or held samples that the task has not consumed.
-        ready_count: samples in `left_count` that could be delivered now; with `counts_groups`, groups or rollouts.
-        needed_count: ready samples that the claim needs; with `counts_groups`, the groups or rollouts that it needs.
+        ready_count: samples in `left_count` that could be delivered now; with `counts_groups`, the number of such
+            groups or rollouts.
+        needed_count: number of ready samples that the claim needs; with `counts_groups`, the number of groups or
+            rollouts.
         counts_groups: whether `ready_count` and `needed_count` count groups or rollouts.
         not_ready: number of samples that cannot be delivered yet, by reason; a sample may be counted for several
             reasons.
         sealed: whether the partition is sealed, that is, accepts no new samples.
         waiting_put_count: puts of new samples that wait for capacity.
-        put_waits_for: why the first waiting put waits; empty if no put waits.
+        put_waits_for: reason why the first waiting put waits; empty if no put is waiting.
     """
 
     code: str
@@ -192,7 +194,7 @@ class PartitionSummary:
 
     Attributes:
         partition_id: name of the partition.
-        incarnation: 16 random bytes, which differ if a partition with this name is cleared and created again.
+        incarnation: 16 random bytes, which change if the partition is cleared and created again.
         inserted_count: samples inserted so far, including cleared ones.
         present_count: samples that have not been cleared.
         sealed: whether the partition is sealed, that is, accepts no new samples.
@@ -232,11 +234,11 @@ class RecentBatch:
     Attributes:
         batch_index: index of the batch within the epoch.
         tokens_per_rank: token counts of the first 128 ranks, by `dp_rank`; empty if any sample length is unknown.
-        imbalance: tokens of the most loaded rank in excess of the mean over all ranks, divided by the mean.
-        padding_share: fraction of tokens that are padding. In packs, padding fills up the pack; in micro-batches, it
-            extends each sample to the longest one, which jagged fields do not need.
-        staleness: maximum number of versions between the creation of the oldest sample's slot and its training, for
-            tasks with a `max_staleness`; None: unbounded.
+        imbalance: excess of the most loaded rank's token count over the mean of all ranks, divided by the mean.
+        padding_share: fraction of tokens that are padding. In packs, padding fills up the pack. In micro-batches, it
+            extends each sample to the longest one; jagged fields do not need this padding.
+        staleness: for tasks with a `max_staleness`, the maximum number of versions between the creation of the oldest
+            sample's slot and its training; None: unbounded.
     """
 
     batch_index: int
@@ -254,7 +256,7 @@ class ClaimLease:
         claim_id: first 8 hexadecimal digits of the claim's request_id, as shown in the call log.
         claim_name: name of the claim, if the caller specified one; otherwise empty.
         leased_count: samples of the claim that are leased and not acknowledged.
-        delivered_ago_seconds: time since the delivery or, if later, since the start of the service.
+        delivered_ago_seconds: time since the delivery, or since the service started if that is later.
         ends_in_seconds: time until the claim's lease expires, unless the lease is extended.
     """
 
@@ -286,28 +288,30 @@ class TaskStatus:
         redelivered_count: samples delivered more than once in this epoch because a lease expired; released or cleared
             samples do not count.
         delivered_per_second: recent delivery rate, averaged with weights that decay by a factor of e every 10 seconds.
-            The rate starts at 0 when the service starts.
+            It starts at 0 when the service starts.
         recent_batches: the last 16 batches planned for the task's ranks in this epoch, in order; empty after a service
             restart.
         oldest_version: lowest `version` of the live or held samples left for the task, as of the most recent scan. None
-            in updates of `watch`, and if the samples left lack a version or have not been scanned yet.
+            in updates from `watch`, and if these samples lack a version or have not been scanned yet.
         staleness_versions: number of versions that producers are ahead of the task: the highest version of a sample
             in the partition minus `oldest_version`. None if `oldest_version` is None.
         leasing_claim_count: claims with leased samples.
-        leases: the 20 claims with leased samples that were delivered first, in order; empty in updates of `watch`.
-        trained_batch_count: batches trained in this epoch, see `advance`.
-        saved_batch_count: batches of this epoch covered by a trainer checkpoint, see `advance`.
+        leases: of the claims with leased samples, the 20 that were delivered first, in order; empty in updates from
+            `watch`.
+        trained_batch_count: number of batches trained in this epoch; see `advance`.
+        saved_batch_count: number of batches in this epoch that a trainer checkpoint covers; see `advance`.
         outstanding_count: outstanding units, as counted by the task's admission; None without an admission.
-        running_count: held units, which are being generated, as counted by the task's admission; None without
+        running_count: held units (units being generated), as counted by the task's admission; None without
             `most_running`.
-        unmatched_count: samples and groups evicted by the task's claims because `where` excluded them, in all epochs.
-        too_small_count: groups evicted by the task's claims because too few members were left, in all epochs.
-        late_count: samples and groups evicted by the task's claims because they would have become too stale.
+        unmatched_count: samples and groups that the task's claims evicted, in all epochs, because `where` excluded
+            them.
+        too_small_count: groups that the task's claims evicted, in all epochs, because too few members were left.
+        late_count: samples and groups that the task's claims evicted because they would have become too stale.
         overflow_count: samples and groups cleared to admit new ones (`Admission(overflow="drop_lowest")`).
         delivered_count: sample deliveries in all epochs, excluding released claims.
-        refilled_count: samples that became claimable again for the task because of evictions, in all epochs.
-        step_times: time breakdown of the latest steps, summed over the task's ranks that report it, as loaders do; None
-            if no rank reports it.
+        refilled_count: samples that evictions made claimable again for the task, in all epochs.
+        step_times: time breakdown of the latest steps, summed over those of the task's ranks that report it (loaders
+            do); None if no rank reports it.
     """
 
     task_name: str
@@ -344,7 +348,7 @@ class TaskStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerProgress:
-    """Progress of a trainer in the current epoch of the task that its ranks consume.
+    """A trainer's progress in the current epoch of its ranks' task.
 
     Attributes:
         trained_batch_count: batches trained so far.
@@ -364,9 +368,10 @@ class RestartedRanks:
     Attributes:
         epoch: epoch of the task.
         batch_index: the first batch that the ranks must request.
-        repeated_batch_count: batches from `batch_index` on that had already been trained and will be trained again.
-        repeated_sample_count: samples in the repeated batches. The counts of repeated batches and samples are 0 if an
-            earlier call already restarted the ranks.
+        repeated_batch_count: number of batches, starting at `batch_index`, that had already been trained and will be
+            trained again.
+        repeated_sample_count: samples in the repeated batches. Both counts of repeated items are 0 if an earlier call
+            already restarted the ranks.
     """
 
     epoch: int
@@ -377,7 +382,7 @@ class RestartedRanks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictedUnit:
-    """A sample, rollout or group that a task's claims or admission evicted.
+    """A sample, rollout or group evicted by a task's claims or admission.
 
     Attributes:
         serial: sequence number of the unit within the task, starting at 1.
@@ -385,16 +390,17 @@ class EvictedUnit:
         group: name of the evicted group, or of the group that contained the unit; None without a group.
         key: key of the unit's first sample; None without a key.
         reason: "unmatched": `where` excluded the unit or one of its members. "too_small": fewer than `least_members`
-            members were left. "late": the unit was unfinished and would have become too stale. "overflow": the unit had
-            the lowest priority when new samples were put.
-        version: the policy version that was published when the unit was evicted. The policy is taken from `where`, or
-            else from `not_before_version` or the partition's `max_staleness`. None without a policy or a published
-            version.
-        sample_count: number of evicted samples; for a cleared group, this includes samples that had failed earlier.
+            members were left. "late": the unit was unfinished and would have become too stale. "overflow": new samples
+            were put, and the unit had the lowest priority.
+        version: the policy version that was published when the unit was evicted. The policy is that of `where`, else of
+            `not_before_version` or the partition's `max_staleness`. None if there is no policy, or if the policy has no
+            published version.
+        sample_count: number of evicted samples, including, for a cleared group, samples that had failed earlier.
         refill: outcome of `claim(refill=)`. "refilled": the sample is claimable again. "pending": the sample was
             already claimable. "unknown": the partition or key does not exist. "used_up": the sample was already
-            refilled `max_refills` times. "given_up": the task will never receive the sample, because it failed, was
-            dead-lettered, dropped or skipped, or the ranks have reached their end. None: no refill was requested.
+            refilled `max_refills` times. "given_up": the task will never receive the sample, because the sample failed,
+            was dead-lettered, dropped or skipped, or because the ranks have reached their end. None: no refill was
+            requested.
         rollout: name of the evicted rollout, or of the rollout of the unit's first sample; None without a rollout.
     """
 
@@ -444,8 +450,8 @@ class MetaColumnStatus:
     Attributes:
         name: name of the column.
         kind: type of the values that claims can compare: "int64", "double", "bool" or "string"; empty before the first
-            value.
-        has_json: whether a value of another type, stored as JSON, was ever written to the column.
+            such value is written.
+        has_json: whether a value of another type was ever written to the column; such values are stored as JSON.
     """
 
     name: str
@@ -468,16 +474,16 @@ class PartitionDescription:
         fields: fields of the partition.
         tasks: tasks of the partition.
         custom_meta_columns: custom_meta columns of the partition.
-        used_bytes: total size of the sample values in bytes; partly freed puts are estimated per field.
+        used_bytes: total size of the sample values in bytes; for partly freed puts, the size is estimated per field.
         max_bytes: byte quota of the partition; None: unlimited.
         admissions: limits on outstanding work per task.
         waiting_put_count: puts of new samples that wait for capacity or for a task.
-        declared_tasks: names of the only tasks that may consume the partition; empty if any task may.
+        declared_tasks: names of the only tasks that may consume the partition; empty: any task may consume it.
         samples_per_round: declared number of samples per round; None if not declared.
         revision: revision of this description; `watch` can start from it.
         release: rules for clearing samples automatically; None: samples are never cleared automatically.
-        released_count: samples released after all required tasks were done with them.
-        expired_count: samples released because of their age.
+        released_count: number of samples released because all required tasks were done with them.
+        expired_count: number of samples released because of their age.
     """
 
     summary: PartitionSummary
@@ -542,7 +548,7 @@ class StorageStat:
         put_count: number of stored puts.
         uncommitted_put_count: number of puts that have not been committed yet.
         shared_memory_count: number of memory files (memfd) received from clients on the same host.
-        damaged_put_count: number of puts found damaged since the start of the service.
+        damaged_put_count: number of puts found to be damaged since the service started.
     """
 
     storage_id: str
@@ -569,10 +575,10 @@ class RecordingStatus:
         stored_bytes: size in bytes of all steps in the recording.
         recorded_step_count: steps recorded since the service started.
         skipped_step_count: steps that could not be recorded since the service started.
-        removed_step_count: steps removed since the service started, to free space for newer ones.
+        removed_step_count: steps removed since the service started, to make space for newer steps.
         pending_bytes: bytes in memory waiting to be written to the recording.
         copied_bytes: bytes of puts copied into the recording since the service started.
-        linked_bytes: bytes of puts recorded since the service started by linking files of the data directory instead of
+        linked_bytes: bytes of puts recorded since the service started by linking files in the data directory instead of
             copying them.
         processor_seconds: CPU time spent on recording since the service started, excluding writes by the operating
             system.
@@ -633,8 +639,8 @@ class ControllerStatus:
         name: name of the controller within the cluster, unchanged while its data directory exists.
         address: address that clients use to reach the controller.
         is_leader: whether the controller is the leader; all others are standbys.
-        epoch: for the leader, a number higher than that of every earlier leader; 0 for standbys.
-        lag_count: journal records that the controller had not applied as of one second ago.
+        epoch: for the leader, a number that is higher than every earlier leader's epoch; 0 for standbys.
+        lag_count: number of journal records that the controller had not applied one second ago.
     """
 
     name: str
@@ -651,10 +657,10 @@ class MirrorStatus:
     Attributes:
         url: URL of the object store, without user, password and settings.
         is_reachable: whether the object store answered the last call; None before the first call.
-        unmirrored_bytes: bytes of puts, complete or not, that lack required copies.
-        short_put_count: puts that have all required copies, but fewer copies than requested.
-        unfetched_put_count: puts taken over from another storage service that have not been fetched yet.
-        spilled_bytes: used bytes that exist only in the mirror, because they were evicted from memory.
+        unmirrored_bytes: bytes in puts that lack required copies; includes incomplete puts.
+        short_put_count: number of puts that have all required copies but fewer copies than requested.
+        unfetched_put_count: number of puts taken over from another storage service but not fetched yet.
+        spilled_bytes: used bytes that exist only in the mirror, because their puts were evicted from memory.
     """
 
     url: str
@@ -698,12 +704,12 @@ class StorageStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionWait:
-    """Calls that wait on a partition for the same reason: claims, or any calls on a partition that does not exist.
+    """Calls that wait on a partition for the same reason: claims, or any call on a partition that does not exist.
 
     Attributes:
         partition_id: name of the partition, which may not exist.
         reason: why the calls wait. Without `explain`, only `task_name`, `data_fields` and `waiting_count` are set.
-            `task_name` is empty for calls of `lookup_samples`.
+            For `lookup_samples` calls, `task_name` is empty.
     """
 
     partition_id: str
@@ -716,12 +722,12 @@ class ServiceStatus:
 
     Attributes:
         service: properties of the service process.
-        storages: storage services of the controller, sorted by name.
-        partitions: partitions of the service, sorted by name.
+        storages: the controller's storage services, sorted by name.
+        partitions: the service's partitions, sorted by name.
         waits: waiting calls by reason, sorted by partition and then by arrival of the first call; at most 32 entries
             per partition.
         revision: revision of the complete status; `watch` can start from it.
-        controllers: controllers of the cluster, with the leader first; empty for a single controller.
+        controllers: the cluster's controllers, starting with the leader; empty for a single controller.
         policies: published policy versions, sorted by policy.
     """
 
@@ -735,7 +741,7 @@ class ServiceStatus:
 
     @property
     def own_storages(self) -> list[StorageStatus]:
-        """Storage services excluding adopted entries, so bytes and quotas can be summed."""
+        """Storage services without adopted entries, so that bytes and quotas can be summed."""
         return [storage for storage in self.storages if not storage.is_adopted]
 
     def successor_of(self, adopted: StorageStatus) -> str | None:
@@ -789,7 +795,7 @@ class CheckpointCopy:
         name: name of the checkpoint, relative to the service's `checkpoint_dir`.
         put_count: number of puts that restoring the checkpoint will create.
         value_bytes: size in bytes of the puts that will be created.
-        pause_seconds: longest time during which the service answered no calls while writing the checkpoint.
+        pause_seconds: longest period during which the service answered no calls while it was writing the checkpoint.
     """
 
     name: str

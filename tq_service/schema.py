@@ -1,4 +1,4 @@
-"""Types shared by all layers, such as layouts, sample states and field specs, and validation of names and numbers."""
+"""Types shared by all layers (such as layouts, sample states and field specs), and validation of names and numbers."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class FieldScope(StrEnum):
 
 
 class SampleState(StrEnum):
-    """State of a sample; a failed sample never changes state again."""
+    """State of a sample. The state of a failed sample never changes again."""
 
     LIVE = "live"
     HELD = "held"
     FAILED = "failed"
 
 
-# Types of arguments that accept an enum member or its value as text.
+# Types of arguments that accept either an enum member or its value as text.
 LayoutGiven = Layout | Literal["auto", "dense", "jagged", "object"]
 EncodingGiven = Encoding | Literal["text", "msgpack", "bytes"]
 ScopeGiven = FieldScope | Literal["row", "group"]
@@ -88,7 +88,8 @@ DEFAULT_POLICY: Final = "default"
 START_VERSION: Final = "start_version"
 """Name of the custom_meta column with the policy version that was published when the sample's slot was created."""
 
-# Bytes per element, by torch dtype name. Sub-byte dtypes are unsupported because rows may not end on a byte boundary.
+# Bytes per element, keyed by torch dtype name. Sub-byte dtypes are unsupported because rows may not end on a byte
+# boundary.
 DTYPE_SIZES: dict[str, int] = {
     "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
     "float8_e8m0fnu": 1, "uint16": 2, "int16": 2, "float16": 2, "bfloat16": 2,
@@ -123,11 +124,10 @@ class FieldSpec:
         encoding: for objects: UTF-8 text, raw bytes, or msgpack, which can represent any object. A field declared as
             text or bytes rejects other values. With None or msgpack, the field accepts any object, and stores it in the
             encoding chosen by the put.
-        write_once: whether a sample's value can be written only once. A second write is rejected (AlreadyExistsError)
-            until the sample is cleared.
-        scope: "row": each sample has its own value. "group": all samples of a group share one value, such as the image
-            of their prompt, which `put_groups` stores once. Group fields must be declared when the partition is
-            created.
+        write_once: whether each sample's value can be written only once. A second write is rejected
+            (AlreadyExistsError) until the sample is cleared.
+        scope: "row": each sample has its own value. "group": all samples of a group share one value, such as their
+            prompt's image, which `put_groups` stores once. Group fields must be declared when the partition is created.
     """
 
     name: str
@@ -215,7 +215,10 @@ class FieldSpec:
 
     @property
     def ragged_dims(self) -> tuple[int, ...]:
-        """Dimensions whose size may differ between rows; empty for a jagged field while all rows are alike in shape."""
+        """Dimensions whose size may differ between rows.
+
+        Empty for a jagged field while all rows have the same shape.
+        """
         return tuple(dim for dim, size in enumerate(self.row_shape or ()) if size < 0)
 
     def describe(self) -> str:
@@ -234,35 +237,35 @@ class Admission:
     fail, are cleared before delivery, are dead-lettered or are skipped with their group are given back immediately.
 
     Attributes:
-        task_name: name of the limited task. If the task has not claimed yet, all samples are pending.
+        task_name: name of the limited task. Until the task's first claim, all samples are pending.
         most: maximum number of outstanding units, 1 or more.
         unit: unit of `most`: samples, rollouts or groups. A sample without a rollout or group counts as one unit.
-            Additional members of a group or rollout that is already counted do not count.
+            Members added to a group or rollout that is already counted are not counted again.
         given_back: when a delivered unit stops being outstanding. "delivered": on delivery. "trained": once its batch
-            is trained or its samples are acknowledged. "published": when the next version of `policy` is published
-            after that.
-        policy: policy whose versions `given_back="published"` waits for, in the client's namespace.
+            is trained or its samples are acknowledged. "published": once the next version of `policy` is published
+            after the training or acknowledgement.
+        policy: policy whose next version `given_back="published"` waits for, named in the client's namespace.
         max_staleness: maximum number of versions published between the creation of a sample's slot and its training.
             Setting `max_staleness` sets `most` to `(max_staleness + 1) * global_batch` and `given_back` to "published".
             Batches are planned within this bound, and samples are created only by `acquire`. None: unbounded.
         global_batch: with `max_staleness`: number of units that all ranks together consume per version.
-        late: with `max_staleness`: what to do with unfinished work that delays a batch. "wait": batches wait for the
-            work. "evict": the work is evicted, even if a worker holds it; see `claim(unmatched=, refill=)`.
+        late: with `max_staleness`: treatment of unfinished work that delays a batch. "wait": batches wait for the work.
+            "evict": the work is evicted, even if a worker is processing it; see `claim(unmatched=, refill=)`.
         most_running: maximum number of held units (units being generated) at a time. At the limit, `acquire`,
             `claim(admit=)` and puts of held samples wait for other units to finish. A group is held while any of its
             samples is held. 0: unlimited.
-        overflow: what to do with a put that would exceed `most` outstanding units. "wait": the put waits.
-            "drop_lowest": the change that inserts the new samples clears the pending units with the lowest priority.
-            Units are kept if they are held, leased, in an untrained batch of ranks (`advance`), or in an incomplete
-            group.
+        overflow: treatment of a put that would exceed `most` outstanding units. "wait": the put waits. "drop_lowest":
+            inserting the new samples also clears the pending units with the lowest priority. Units are kept if they are
+            held, leased, in an untrained batch of ranks (`advance`), or in an incomplete group.
         priority_key: with `overflow="drop_lowest"`: custom_meta column with a sample's priority; a group's priority is
             the mean over its members. Units without a value are dropped last; units of equal priority are dropped
             oldest first. Empty: all units are dropped oldest first.
         samples_per_insert: target number of deliveries to the task per inserted sample, on average. The task's batches
             wait if the ratio is too high, and puts wait if it is too low. 0: unbounded.
         min_size_to_sample: with `samples_per_insert`: number of samples that must be inserted before the first batch.
-            The ratio counts only samples inserted later. 0 is treated as 1.
-        error_buffer: with `samples_per_insert`: number of deliveries that the task may be ahead of or behind the ratio.
+            Only samples inserted after these count towards the ratio. 0 is treated as 1.
+        error_buffer: with `samples_per_insert`: number of deliveries by which the task may be ahead of or behind the
+            ratio.
     """
 
     task_name: str
@@ -307,7 +310,7 @@ class Admission:
         self._check_replay()
 
     def _check_replay(self) -> None:
-        """Reject meaningless combinations of replay-buffer options."""
+        """Reject combinations of replay-buffer options that have no meaning."""
         ratio, least = self.samples_per_insert, max(1.0, self.samples_per_insert)
         given_ratio = self.min_size_to_sample != 0 or self.error_buffer != 0
         for is_wrong, name, expected in (
@@ -369,21 +372,21 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Rules for clearing a partition's samples automatically. A sample is cleared by the change that makes it due.
+    """Rules for clearing a partition's samples automatically. The change that makes a sample due also clears it.
 
     Released samples are counted. All samples of a group are released together. Samples that are held, or leased by a
-    worker of any task, are never released. After a release, keys and group names can be reused, as after a clear.
+    worker of any task, are never released. After a release, keys and group names can be reused, just as after a clear.
 
     Attributes:
         when: release a sample once all of `tasks` are done with it. A queue worker is done when it acknowledges the
             sample. Ranks are done once their batch is "trained", or "saved", that is, covered by a trainer checkpoint
-            (`advance`). Samples that failed, or were skipped with their group, also count as done. None: samples are
-            not released by consumption.
+            (`advance`). A sample also counts as done if it failed, or was skipped with its group. None: samples are not
+            released by consumption.
         tasks: tasks that must be done with a sample; empty: all declared `tasks` of the partition. Queue claims of the
             listed tasks need a lease.
         ttl_seconds: release a sample this long after it was put or became live, even if tasks are not done with it.
-            Samples in a batch that one of `tasks` has yet to train or save are kept. Ages restart at 0 when the service
-            starts. None: samples are not released by age.
+            Samples are kept while they are in a batch that one of `tasks` has yet to train or save. Ages restart at 0
+            when the service starts. None: samples are not released by age.
 
     Raises:
         InvalidArgumentError: neither `when` nor `ttl_seconds` is given, or a value is out of range.
@@ -416,14 +419,14 @@ class Admit:
     """Request for slots that rollout workers receive with the prompts they claim; see `claim(admit=)`.
 
     Attributes:
-        partition_id: partition to create the slots in; it must exist.
+        partition_id: the partition in which to create the slots; it must exist.
         group_size: slots per prompt. If more than 1, the slots form a group named after the prompt's key. If 1 or None,
             there is a single slot with the prompt's key.
-        on_lost: what to do with slots that are still held when the lease expires. "remove": the slots are removed, and
-            their prompts can be claimed again. "requeue": workers can claim the slots with `claim(held=True)`.
-            "fail": the slots fail. With "requeue" and "fail", the prompts are done.
+        on_lost: treatment of slots that are still held when the lease expires. "remove": the slots are removed, and
+            their prompts can be claimed again. "requeue": workers can claim the slots with `claim(held=True)`. "fail":
+            the slots fail. With "requeue" and "fail", the prompts are done.
         policy: policy whose published version is stored as `start_version` in the custom_meta of the slots. None: the
-            policy of the admission with a `max_staleness`; without such an admission, `start_version` is not set.
+            policy of the admission that has a `max_staleness`; if no admission has one, `start_version` is not set.
     """
 
     partition_id: str
@@ -446,14 +449,15 @@ class Admit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTotals:
-    """Totals of one optimizer step of a batch over all ranks.
+    """Totals over all ranks for one optimizer step of a batch.
 
     Attributes:
-        sample_count: number of samples; a sample counts once per delivery.
+        sample_count: number of samples; a sample is counted once per delivery.
         rollout_count: number of rollouts; a sample without a rollout counts as one.
-        group_count: number of groups; a rollout or sample without a group counts as one. A group in several steps
-            counts in each of them.
-        token_count: number of tokens, from the pack lengths or else the sample lengths; None if a length is unknown.
+        group_count: number of groups; a rollout or sample without a group counts as one. A group that occurs in several
+            steps is counted in each of them.
+        token_count: number of tokens, computed from pack lengths if available, else from sample lengths; None if a
+            length is unknown.
         sums: sum of each requested custom_meta column.
     """
 
@@ -469,7 +473,7 @@ _CONSUMED: Final = ("consumed_count", "kept_count")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndCounts:
-    """Number of samples of a partition by outcome when a task reached its end; identical on all ranks.
+    """Counts of a partition's samples by outcome, taken when a task reached its end; identical on all ranks.
 
     Attributes:
         consumed_count: samples consumed by the task in this epoch, including cleared ones.
@@ -478,10 +482,11 @@ class EndCounts:
         dead_lettered_count: samples delivered `max_deliveries` times without being acknowledged, including cleared
             ones.
         excluded_count: samples excluded by the task's `where`.
-        in_incomplete_groups_count: samples in groups that can no longer be delivered completely.
-        left_over_count: ready samples in no plan: in a short last batch with `drop_last`, or omitted by the sampler.
+        in_incomplete_groups_count: samples in groups that can no longer become complete.
+        left_over_count: ready samples that were not planned, because the last batch was too short (`drop_last`) or the
+            sampler omitted them.
         overlong_count: samples that the sampler left out of a batch, as with `overlong="drop"`, including cleared ones.
-        kept_count: number of consumed samples that were consumed in earlier epochs, before
+        kept_count: number of consumed samples that earlier epochs consumed, before
             `reset_consumption(keep_consumed=True)` began this epoch.
     """
 
@@ -497,7 +502,7 @@ class EndCounts:
 
     @property
     def skipped_counts(self) -> dict[str, int]:
-        """Counts of samples that the task will never receive, by attribute name, without zero counts."""
+        """Nonzero counts of samples that the task will never receive, by attribute name."""
         return {name: count for name, count in asdict(self).items() if count and name not in _CONSUMED}
 
     @property
@@ -513,9 +518,9 @@ MOST_SAMPLES: Final = 2**24
 MOST_NAMED_PER_WRITE: Final = 2**14
 """Maximum number of samples with keys or groups in one write request."""
 LARGEST_EXACT: Final = 1 << 53
-"""Largest integer such that floats represent it and all smaller integers exactly."""
+"""Largest integer up to which floats represent every integer exactly."""
 WHOLE_EXTENT: Final = (1 << 32) - 1
-"""Extent length that stands for the whole row."""
+"""Extent length that denotes the entire row."""
 _LARGEST: Final = sys.float_info.max
 
 
@@ -531,7 +536,7 @@ def check_range(name: str, value: float, least: int, most: float = _LARGEST, hin
 
 
 def check_named_rows(name: str, count: int) -> None:
-    """Reject writes of too many samples with keys or groups, which would block the event loop for too long."""
+    """Reject a write of too many samples with keys or groups, because it would block the event loop for too long."""
     if count > MOST_NAMED_PER_WRITE:
         raise InvalidArgumentError(
             f"{name} names {count} samples, expected at most {MOST_NAMED_PER_WRITE} in one call. Write them in several "
@@ -542,13 +547,13 @@ def check_named_rows(name: str, count: int) -> None:
 
 
 def check_unique(name: str, names: Sequence[str]) -> None:
-    """Reject lists that contain a name twice."""
+    """Reject a list that contains a name more than once."""
     if len(set(names)) != len(names):
         raise InvalidArgumentError(f"{name} contains duplicates: {list(names)}; list each name only once", field=name)
 
 
 def check_name(what: str, name: str) -> None:
-    """Reject names that are empty, too long or not printable."""
+    """Reject a name that is empty, too long or not printable."""
     if not name or len(name) > 512 or not name.isprintable():
         raise InvalidArgumentError(
             f"{what} is {name[:64]!r}; give 1 to 512 printable characters",
@@ -558,11 +563,13 @@ def check_name(what: str, name: str) -> None:
 
 
 CONTROLLER_NAME_BYTES: Final = 8
-"""Number of leading bytes of a controller id that survive restarts without persistent state; the rest is random."""
+"""Number of leading bytes of a controller id that stay the same across restarts without persistent state; the other
+bytes are random.
+"""
 
 
 def check_id(name: str, value: bytes, hint: str = "send 16 random bytes, and the same bytes in retries") -> None:
-    """Reject ids that are not 16 bytes long; `hint` is appended to the message."""
+    """Reject an id that is not 16 bytes long; `hint` is appended to the message."""
     if len(value) != 16:
         raise InvalidArgumentError(
             f"{name} has {len(value)} bytes, expected 16; {hint}",
@@ -572,5 +579,5 @@ def check_id(name: str, value: bytes, hint: str = "send 16 random bytes, and the
 
 
 def check_passed_on(name: str, value: bytes) -> None:
-    """Reject a malformed id that the client should have received from the service; called for unknown ids only."""
+    """Reject a malformed id that the client should have received from the service. Called only for unknown ids."""
     check_id(name, value, "send the id as returned by the service")

@@ -1,8 +1,8 @@
-"""Time breakdown of a trainer's steps: `StepTimer` measures the stages, `StepReport` shows their shares and advice.
+"""Time breakdown of a trainer's steps: `StepTimer` measures the stages; `StepReport` shows their shares and advice.
 
 A step ends when the trainer receives its next data. The step time is split into the trainer's own work and the stages
-that the trainer waited for. Fetching a batch while the trainer works costs no step time, so a stage counts only while
-the trainer waits for it::
+for which the trainer waited. Fetching a batch while the trainer works costs no step time, so a stage is counted only
+while the trainer waits for it::
 
     trainer   ── work ─────────────────────┐   waits   ┌── work ──
     loader        rollouts ── plan ── transfer ── host ┘
@@ -24,14 +24,14 @@ from tq_service.client_probes import Collected, Span, Stage, collecting, probes,
 from tq_service.errors import InvalidArgumentError
 
 _BATCHES: Final = 64
-_CALLS: Final = 256  # per kind, for fitting costs
+_CALLS: Final = 256  # maximum number of calls per kind that are kept to estimate their costs
 _REPORT_SECONDS: Final = 2.0  # refresh interval of the live page
 
 # Fitting two parameters requires calls of different sizes.
 _LEAST_CALLS: Final = 8
 _LEAST_RATIO: Final = 1.5  # minimum ratio of the size of large calls to the size of small ones
 _FIT_ROUNDS: Final = 30
-_HUBER: Final = 1.345  # standard deviations up to which residuals have full weight: 95 % as efficient as least squares
+_HUBER: Final = 1.345  # standard deviations up to which residuals have full weight; 95 % as efficient as least squares
 _SIGMA_OF_MEDIAN: Final = 1.4826  # ratio of standard deviation to median absolute deviation, for normal distributions
 
 _LITTLE: Final = 0.05  # share of the step time below which a stage is not worth optimizing
@@ -39,18 +39,18 @@ _LITTLE: Final = 0.05  # share of the step time below which a stage is not worth
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Seconds spent on the latest batches of trainer ranks, by stage. All stages but the first are waiting time.
+    """Seconds that trainer ranks spent on their latest batches, by stage. All stages except the first are waiting time.
 
     Attributes:
         work_seconds: time spent on the trainer's own work.
-        rollouts_seconds: time while the batch was not ready, because samples were missing, or the claim waited for a
-            version, a staleness limit or capacity (see `explain`).
-        plan_seconds: time of calls to the controller, for planning and the round trip.
-        transfer_seconds: time for transferring bytes from storage services.
-        host_seconds: time for decoding, copying, splitting and packing on the host.
-        device_seconds: time while the host waited for copies to a device.
-        loader_seconds: time for other work of the loader, such as waiting for a replica that fetches for this one.
-        put_seconds: time for puts made by the trainer itself.
+        rollouts_seconds: time during which the batch was not ready, because samples were missing or the claim waited
+            for a version, a staleness limit or capacity (see `explain`).
+        plan_seconds: time spent in calls to the controller, on planning and the round trip.
+        transfer_seconds: time spent transferring bytes from storage services.
+        host_seconds: time spent decoding, copying, splitting and packing on the host.
+        device_seconds: time during which the host waited for copies to a device.
+        loader_seconds: time spent on the loader's other work, such as waiting for a replica that fetches for this one.
+        put_seconds: time spent on puts made by the trainer itself.
         batch_count: number of batches measured.
         rank_count: number of ranks whose times are summed.
     """
@@ -68,13 +68,13 @@ class StepTimes:
 
     @classmethod
     def of(cls, seconds: Mapping[Stage, float], batch_count: int) -> StepTimes:
-        """Build the times of one rank from the seconds per stage."""
+        """Build one rank's times from the seconds per stage."""
         values: dict[str, Any] = {f"{stage}_seconds": each for stage, each in seconds.items()}
         return cls(batch_count=batch_count, **values)
 
     @classmethod
     def sum(cls, ranks: Iterable[StepTimes]) -> StepTimes | None:
-        """Return the sum over all ranks, or None without ranks."""
+        """Return the sum over all ranks, or None if there are no ranks."""
         found = list(ranks)
         if not found:
             return None
@@ -87,18 +87,18 @@ class StepTimes:
 
     @property
     def total_seconds(self) -> float:
-        """Total seconds of all stages."""
+        """Total seconds over all stages."""
         return sum(self.seconds.values())
 
     @property
     def shares(self) -> dict[Stage, float]:
-        """Share of each stage in the total time, from 0 to 1; all shares are 0 if nothing was measured."""
+        """Each stage's share of the total time, from 0 to 1; all shares are 0 if nothing was measured."""
         total = self.total_seconds
         return {stage: each / total if total else 0.0 for stage, each in self.seconds.items()}
 
     @property
     def data_plane_share(self) -> float:
-        """Combined share of all stages except the trainer's own work and waiting for rollouts."""
+        """Combined share of all stages except the trainer's own work and the wait for rollouts."""
         shares = self.shares
         return sum(share for stage, share in shares.items() if stage not in {Stage.WORK, Stage.ROLLOUTS})
 
@@ -117,15 +117,15 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallCost:
-    """Cost of calls of one kind in the thread or process that made them, whether or not the trainer waited for them.
+    """Cost of one kind of call, measured in the thread or process that made it, whether or not the trainer waited.
 
     Attributes:
         stage: kind of calls: `plan` for claims, `transfer` and `host` for the two parts of `get_data`.
         call_count: number of measured calls, at most the latest 256.
         mean_seconds: mean duration of a call.
-        mean_bytes: mean size of a call in bytes; 0 for claims.
+        mean_bytes: mean number of bytes per call; 0 for claims.
         fixed_seconds: cost per call that does not depend on its size; None if the sizes vary too little to estimate it.
-        bytes_per_second: throughput in the remaining time; None if the sizes vary too little to estimate it.
+        bytes_per_second: throughput during the rest of the call; None if the sizes vary too little to estimate it.
     """
 
     stage: Stage
@@ -137,7 +137,7 @@ class CallCost:
 
     @classmethod
     def of(cls, stage: Stage, calls: Sequence[tuple[int, float]]) -> CallCost:
-        """Calculate the cost of calls from pairs of bytes and seconds."""
+        """Calculate the cost from one pair of bytes and seconds per call."""
         sizes, seconds = zip(*calls, strict=True)
         fixed, rate = fit_calls(sizes, seconds) or (None, None)
         return cls(
@@ -160,7 +160,7 @@ class CallCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """Measurements of a `StepTimer` for its latest batches; `str()` formats them for display.
+    """A `StepTimer`'s measurements for the latest batches; `str()` formats them for display.
 
     Attributes:
         times: seconds by stage.
@@ -182,7 +182,9 @@ class StepReport:
 
 
 class StepTimer:
-    """Splits the time of a trainer's steps by stage. Each loader has a timer; a loop without a loader creates its own.
+    """A timer that splits a trainer's step time by stage.
+
+    Each loader has a timer; a loop without a loader creates its own.
 
     ::
 
@@ -194,7 +196,7 @@ class StepTimer:
         print(timer.report())
 
     Args:
-        batch_count: number of latest batches that a report covers.
+        batch_count: number of batches, counted from the latest, that a report covers.
         clock: function that returns the time in seconds, on a clock shared by all processes of the host.
 
     Raises:
@@ -205,7 +207,7 @@ class StepTimer:
         if batch_count < 1:
             raise InvalidArgumentError(f"batch_count is {batch_count}; expected at least 1", field="batch_count")
         self.clock = clock
-        self._lock = Lock()  # because the fetching thread reports the training thread's measurements
+        self._lock = Lock()  # needed because the fetching thread reports the training thread's measurements
         self._batches: deque[dict[Stage, float]] = deque(maxlen=batch_count)
         self._calls: dict[Stage, deque[tuple[int, float]]] = {}
         self._reported_at: float | None = None
@@ -228,14 +230,15 @@ class StepTimer:
         self.add(began_at, ended_at, ended_at, calls=calls, waits=Collected(batch_count=1))
 
     def add(self, began_at: float, asked_at: float, ended_at: float, *, calls: Collected, waits: Collected) -> None:
-        """Add all or part of a step. The trainer works from `began_at` to `asked_at`, and waits until `ended_at`.
+        """Add all or part of a step. The trainer worked from `began_at` to `asked_at`, and waited until `ended_at`.
 
         Args:
             began_at: time when the trainer received its previous data.
             asked_at: time when the trainer requested more data.
             ended_at: time when the trainer received the requested data.
             calls: calls made by the trainer while it worked.
-            waits: all stages of the batch that the trainer waited for, and the number of batches that begin with it.
+            waits: all stages of the batch for which the trainer waited, and the number of batches that begin with this
+                part.
         """
         seconds = dict.fromkeys(Stage, 0.0)
         _split(seconds, began_at, asked_at, calls.spans, Stage.WORK)
@@ -261,7 +264,7 @@ class StepTimer:
         return StepReport(times=self._times(), calls=tuple(CallCost.of(stage, each) for stage, each in calls.items()))
 
     def take_report(self) -> StepTimes | None:
-        """Return the times to send to the service for others to see, or None if they were sent a moment ago."""
+        """Return the times to publish on the service, or None if they were sent a moment ago."""
         now = self.clock()
         if not self._batches or (self._reported_at is not None and now - self._reported_at < _REPORT_SECONDS):
             return None
@@ -306,8 +309,8 @@ def fit_calls(size_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[fl
     The weights are Huber's (Robust Estimation of a Location Parameter, 1964), computed iteratively.
 
     Returns:
-        Fixed seconds per call, and bytes per second. None if there are too few calls, if their sizes vary too little,
-        or if larger calls do not take longer.
+        Fixed seconds per call, and bytes per second. None if there are too few calls, if the call sizes vary too
+        little, or if larger calls do not take longer.
     """
     import numpy as np  # noqa: PLC0415  (the command line reads results without numpy)
 

@@ -25,11 +25,11 @@ COMMAND: Final = (sys.executable, "-m", "tq_service.cli")
 _LISTENING: Final = re.compile(rb"listening on (\S+)\s")
 _READ_BYTES: Final = 4096
 _TAIL_LINES: Final = 25
-_STOP_SECONDS: Final = 30.0  # longer than the 15 s that calls of a service are given to finish
+_STOP_SECONDS: Final = 30.0  # longer than the 15 s that a service allows for its calls to finish
 
 
 class ListeningProcess:
-    """A program that prints a line with "listening on host:port" once it accepts connections.
+    """A program that prints a line containing "listening on host:port" as soon as it accepts connections.
 
     A `with` block starts the program, waits for this line, and stops the program when the block ends:
 
@@ -40,8 +40,8 @@ class ListeningProcess:
 
     Args:
         command: the program and its arguments.
-        env: environment of the program; None: the environment of this process.
-        cwd: working directory of the program; None: the working directory of this process.
+        env: the program's environment; None: the environment of this process.
+        cwd: the program's working directory; None: the working directory of this process.
         log: file to which the program's stderr is appended; None: the stderr of this process.
         start_new_session: whether terminal signals, such as Ctrl-C, reach only this process, which then decides when
             the program ends.
@@ -115,7 +115,7 @@ class ListeningProcess:
         threading.Thread(target=_drain, args=(self._process,), daemon=True).start()
 
     def _wait_until_listening(self, process: subprocess.Popen[bytes]) -> str:
-        assert process.stdout is not None  # noqa: S101  (Popen was asked to make it)
+        assert process.stdout is not None  # noqa: S101  (Popen created the pipe)
         give_up_at, said = time.monotonic() + self._start_timeout, b""
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
@@ -137,12 +137,12 @@ class ListeningProcess:
 
     @property
     def address(self) -> str:
-        """The address that the program listens on, "host:port"; empty before the first start."""
+        """The address on which the program listens, "host:port"; empty before the first start."""
         return self._address
 
     @property
     def port(self) -> int:
-        """The port that the program listens on."""
+        """The port on which the program listens."""
         return int(self._address.rpartition(":")[2])
 
     @property
@@ -211,8 +211,8 @@ class ListeningProcess:
 
 
 def _drain(process: subprocess.Popen[bytes]) -> None:
-    """Read and discard a program's output until all processes that have its stdout open have exited."""
-    assert process.stdout is not None  # noqa: S101  (Popen was asked to make it)
+    """Read and discard a program's output until every process with access to its stdout has exited."""
+    assert process.stdout is not None  # noqa: S101  (Popen created the pipe)
     with process.stdout as stdout:
         while os.read(stdout.fileno(), _READ_BYTES):
             pass
@@ -229,10 +229,10 @@ class ServiceProcess(ListeningProcess):
 
     Args:
         *flags: flags of `tq-service serve`.
-        data_dir: data directory of the service; None: state is lost when the service stops.
+        data_dir: the service's data directory; None: state is lost when the service stops.
         env: additional environment variables for the service.
         command: the command that runs `tq-service`.
-        cwd: working directory of the service; None: the working directory of this process.
+        cwd: the service's working directory; None: the working directory of this process.
         log: file to which the service's log is appended; None: the stderr of this process.
         start_new_session: see `ListeningProcess`.
         start_timeout: seconds within which the service must listen.
@@ -254,7 +254,7 @@ class ServiceProcess(ListeningProcess):
         start_timeout: float = 60.0,
         stop_timeout: float = _STOP_SECONDS,
     ) -> None:
-        # Reserve the port for the lifetime of this object, so no other program can bind it while the service is down.
+        # Reserve the port while this object exists, so that no other program can bind it while the service is down.
         reserved = socket.socket()
         weakref.finalize(self, reserved.close)
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""Versions of the package and of its protocol, which services and clients send to each other."""
+"""Versions of the package and of its protocol. Services and clients send them to each other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 VERSION: Final = "0.1.0"
 
 PROTOCOL: Final = 4
-"""Protocol version; incremented when the protos or a byte layout change in a way that older peers would misread.
+"""Protocol version; incremented when the protos or a byte layout change so that older peers would misread them.
 
 `make accept-protos` increments the version if `buf breaking` finds such a change.
 """
@@ -19,7 +19,7 @@ _COMMIT_LENGTH: Final = 9
 
 
 def _commit() -> str:
-    """Return the commit that this package was built from, or that its clone has checked out; "" if unknown."""
+    """Return the commit from which this package was built, or that its clone has checked out; "" if unknown."""
     try:
         return (_PACKAGE / "COMMIT").read_text().strip()  # written by hatch_build.py
     except OSError:
@@ -31,7 +31,7 @@ def _commit() -> str:
 
 
 def _head_of(clone: Path) -> str:
-    """Return the checked-out commit of a clone, read from git's files, because git may not be installed.
+    """Return the checked-out commit of a clone, read directly from git's files because git may not be installed.
 
     Raises:
         OSError: the directory is not a git clone.
@@ -55,4 +55,4 @@ BUILD: Final = f"{VERSION}+{COMMIT}" if COMMIT else VERSION
 """Version with commit, such as "0.1.0+64c3520ab"; a local version as defined by PEP 440."""
 
 USER_AGENT: Final = f"tq-service/{BUILD} (protocol {PROTOCOL})"
-"""Prefix of the user agent of all calls; it tells a service the protocol version of its caller."""
+"""Prefix of every call's user agent; it tells a service which protocol version the caller uses."""

@@ -1,4 +1,4 @@
-"""Measurement of the time that a call waits for samples or capacity, apart from its processing time."""
+"""Measurement of the time for which a call waits for samples or capacity, separately from its processing time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 
 
 class WaitClock:
-    """Accumulates the wait time of one call.
+    """An accumulator for one call's wait time.
 
     Attributes:
         seconds: total wait time in seconds.
@@ -20,15 +20,18 @@ class WaitClock:
 
 
 wait_clock: Final[ContextVar[WaitClock | None]] = ContextVar("wait_clock", default=None)
-"""The clock of the current call; None if the wait time of the call is not measured."""
+"""The current call's clock; None if the call's wait time is not measured."""
 
 
 WhileWaiting: TypeAlias = Callable[[], AbstractContextManager[None]]
-"""Function that returns a context manager, which is active while a call waits, for example to count waiting calls."""
+"""Function that returns a context manager to keep active while a call waits, for example to count waiting calls."""
 
 
 class Waiting:
-    """Counts the duration of a `with` block as wait time of the current call. Blocks of one call must not overlap."""
+    """A context manager that adds a `with` block's duration to the current call's wait time.
+
+    A call's blocks must not overlap.
+    """
 
     __slots__ = ("_began_at", "_clock")
 

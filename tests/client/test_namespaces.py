@@ -155,7 +155,7 @@ async def test_errors_name_the_partition_as_the_client_does_and_show_the_namespa
         await run.seal_partition("trian")
     assert error.value.metadata["partition_id"] == "trian"
     assert "'run-7/trian'" in error.value.message
-    assert error.value.message.endswith("('run-7/' is the namespace of this client)")
+    assert error.value.message.endswith("('run-7/' is this client's namespace)")
     empty = (await run.lookup_samples("train", []))[0]
     with pytest.raises(tq.errors.FieldNotFoundError) as error:
         await run.get_data(empty, data_fields=["y"])

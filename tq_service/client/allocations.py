@@ -1,4 +1,4 @@
-"""Columns that a program fills in place, in memory that a storage service reserves for a later put.
+"""Columns that a program fills in place. They are in memory that a storage service reserves for a later put.
 
 allocate: shapes -> a put to be filled later -> arrays in its region -> put of exactly these arrays: Commit
                                                                     -> put of anything else: an ordinary put
@@ -26,13 +26,13 @@ _LAYOUTS: Final = (None, Layout.AUTO)
 
 
 def column_shapes(fields: Iterable[FieldSpec], row_count: int, lengths: Mapping[str, ArrayLike]) -> list[ColumnShape]:
-    """Return the shapes of columns with `row_count` rows of numeric fields.
+    """Return the shapes of columns that contain `row_count` rows for numeric fields.
 
     Args:
         fields: the fields, each with dtype and row shape.
         row_count: number of rows.
-        lengths: for each jagged field, the size of each row in the ragged dimension `(n,)`, or `(n, dims)` if there are
-            several.
+        lengths: for each jagged field, the size of each row in the ragged dimension: an array of shape `(n,)`, or
+            `(n, dims)` for several ragged dimensions.
 
     Raises:
         InvalidArgumentError: a field lacks a dtype or row shape, or contains objects; or lengths are missing,
@@ -80,11 +80,11 @@ def _column_shape(spec: FieldSpec, row_count: int, lengths: ArrayLike | None) ->
 
 
 class Allocation:
-    """The memory of one put, which exists as long as any array refers to it.
+    """Memory allocated for one put. It exists while any array refers to it.
 
     Attributes:
         header: header of the put.
-        allocated: memory of the put, and the answer of its storage service.
+        allocated: the put's memory, and the answer from its storage service.
     """
 
     def __init__(self, header: PutHeader, shapes: Sequence[ColumnShape], allocated: Allocated) -> None:
@@ -94,7 +94,7 @@ class Allocation:
         self._starts, _ = place_columns(shape.value_bytes for shape in shapes)
 
     def received(self) -> list[Received]:
-        """Return the columns with their bytes, which keep the allocation alive."""
+        """Return the columns with their bytes; these bytes keep the allocation alive."""
         mapping = self.allocated.mapping
         return [
             (shape, mapping.array(start, shape.value_bytes, self))
@@ -102,7 +102,7 @@ class Allocation:
         ]
 
     def holds(self, columns: Sequence[SourceColumn]) -> bool:
-        """Return whether these columns are exactly the columns of the put, in its memory."""
+        """Return whether these columns are exactly the put's columns, stored in its memory."""
         return len(columns) == len(self._shapes) and all(
             column.spec == shape.spec
             and column.row_count == shape.row_count
@@ -125,7 +125,7 @@ def _address(column: SourceColumn) -> int | None:
 
 
 Allocations: TypeAlias = "WeakValueDictionary[int, Allocation]"
-"""Allocations of a client that have not been put yet, by memory address."""
+"""A client's allocations that have not been put yet, keyed by memory address."""
 
 
 def take_allocation(allocations: Allocations, partition_id: str, columns: Sequence[SourceColumn]) -> Allocation | None:
@@ -140,5 +140,5 @@ def take_allocation(allocations: Allocations, partition_id: str, columns: Sequen
 
 
 def ordinary(shapes: Sequence[ColumnShape]) -> list[Received]:
-    """Return columns in newly allocated memory of this process."""
+    """Return columns in ordinary memory, newly allocated in this process."""
     return [(shape, BLOCKS.take(shape.value_bytes)) for shape in shapes]

@@ -1,8 +1,8 @@
-"""BatchMeta: the samples of a batch, the locations of their cells, and the optimizer steps and packs of the batch.
+"""BatchMeta: a batch's samples, the locations of their cells, and the optimizer steps and packs that use them.
 
 This module also defines the parts of a BatchMeta: the namespace of the partition, the cell locations, the steps, and
 the columns with one value per sample (custom_meta, keys, groups, rollouts). Each such column is declared once; select,
-concat and overwrite treat all of them alike.
+concat and overwrite then handle it like every other column.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _NO_INDEXES.setflags(write=False)
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Prefix of a client's partition names on the service, so that several runs can share the service.
+    """A prefix of a client's partition names on the service, which lets several runs share the service.
 
-    Partition "train" of the namespace "run-7" is the service's partition "run-7/train". It is separate from "train" and
-    "run-8/train", has its own `max_bytes`, and is accessible to tokens with the prefix "run-7/".
+    Partition "train" in the namespace "run-7" is the service's partition "run-7/train". That partition is separate from
+    "train" and "run-8/train", has its own `max_bytes`, and is accessible to tokens with the prefix "run-7/".
 
     Attributes:
         name: name of the namespace, such as "run-7"; empty: names are not changed.
@@ -100,12 +100,12 @@ class Namespace:
         return full_name.startswith(self.prefix)
 
     def explain(self, failure: TqError) -> TqError:
-        """Convert full names in the metadata of an error to names in this namespace; the message keeps full names."""
+        """Convert full names in an error's metadata to names in this namespace. The message keeps the full names."""
         if self.name:
             for named in {"partition_id", "policy"} & failure.metadata.keys():
                 failure.metadata[named] = self.own_name(failure.metadata[named])
             if self.prefix in failure.message:
-                failure.message += f" ({self.prefix!r} is the namespace of this client)"
+                failure.message += f" ({self.prefix!r} is this client's namespace)"
         return failure
 
 
@@ -137,9 +137,9 @@ class PutRef(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CellLocations:
-    """Locations of the cells of a batch, with one cell per sample for each located field, in batch order.
+    """The locations of a batch's cells: for each located field, one cell per sample, in batch order.
 
-    A cell is one row of a put, or several rows if data was appended to it (`CellRuns.extent_counts`).
+    A cell consists of one row of a put, or of several rows if data was appended to it (`CellRuns.extent_counts`).
     """
 
     puts: tuple[PutRef, ...] = ()
@@ -203,7 +203,7 @@ class CellLocations:
 
 
 class _Rows(NamedTuple):
-    """Cells of one field as individual rows: the put of each row, and the row's position in the put; see `CellRuns`."""
+    """The cells of one field as individual rows: for each row, its put and its position in the put. See `CellRuns`."""
 
     puts: Indexes
     rows: Indexes
@@ -211,7 +211,7 @@ class _Rows(NamedTuple):
     lengths: Indexes
 
     def with_counts(self) -> _Rows:
-        """Return the same cells with an explicit number of extents per cell."""
+        """Return these cells with an explicit number of extents per cell."""
         if self.counts.size:
             return self
         return self._replace(counts=np.ones_like(self.rows), lengths=np.full_like(self.rows, WHOLE_EXTENT))
@@ -234,7 +234,7 @@ class Pack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The packs of one optimizer step; their number is the same for every rank of a batch."""
+    """The packs of one optimizer step. All ranks that share a batch have the same number of packs."""
 
     packs: tuple[Pack, ...]
 
@@ -257,15 +257,15 @@ class Step:
 class SampleColumn:
     """A batch attribute with one value per sample: a tuple, or () if no sample has a value.
 
-    All operations on the samples of a batch apply to every such attribute. A new attribute only has to be declared in
-    `BatchMeta`.
+    All operations on the samples of a batch apply to every such attribute. To add an attribute, it is sufficient to
+    declare it in `BatchMeta`.
 
     Attributes:
         message_field: the message field that contains the column, and the property that returns one value per sample;
             empty: none.
         blank: value that stands in for a missing value.
-        is_of_sample: whether the value is part of the sample, set by writes. False: it is a task's record of the
-            sample.
+        is_of_sample: whether the value is part of the sample and is set by writes. False: it is a task's record about
+            the sample.
     """
 
     message_field: str = ""
@@ -288,15 +288,15 @@ class SampleColumn:
         return tuple(chain.from_iterable(parts))
 
     def overwrite(self, old: Any, new: Any) -> Any:
-        """Return the column after a write."""
+        """Return the column's values after a write."""
         return new if any(new) else old
 
 
 class MetaColumns(SampleColumn):
-    """The custom_meta of a batch: a tuple of columns, each with the values of some or all samples."""
+    """A batch's custom_meta: a tuple of columns, each with values for some or all of the samples."""
 
     def decode(self, values: Iterable[pb.MetaColumn], size: int) -> tuple[MetaColumn, ...]:
-        """Decode the custom_meta of a message that describes `size` samples."""
+        """Decode the custom_meta in a message that describes `size` samples."""
         return tuple(decode_meta_columns(values, size))
 
     def select(self, column: Sequence[MetaColumn], positions: Indexes) -> tuple[MetaColumn, ...]:
@@ -321,7 +321,7 @@ class MetaColumns(SampleColumn):
 
 
 class Numbers(SampleColumn):
-    """A number per sample, as an array, or None unless all of the numbers are known."""
+    """An array with one number per sample, or None if any of the numbers is unknown."""
 
     def concat(self, columns: Sequence[NDArray[Any] | None], sizes: Sequence[int]) -> NDArray[Any] | None:
         """Return the concatenated numbers of several batches."""
@@ -335,10 +335,10 @@ class _Unread(partial[Any]):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class BatchMeta:
-    """Samples of one partition, in order, with their metadata. Immutable, comparable and picklable.
+    """A sequence of samples from one partition, with their metadata. Immutable, comparable and picklable.
 
-    Two batches are equal if they have the same samples with the same metadata, fields and steps. Locations, and the
-    record of which samples have which fields, are not compared.
+    Two batches are equal if they have the same samples with the same metadata, fields and steps. The comparison ignores
+    locations, and the information on which samples have which fields.
 
     Attributes:
         status: "batch"; "not_yet": no batch was available in time, so call again; or "end": there are no further
@@ -348,23 +348,23 @@ class BatchMeta:
         incarnation: incarnation of the partition, 16 random bytes. It changes if the partition is cleared and created
             again.
         epoch: epoch of the task, incremented by each reset; 0 for batches without a task.
-        indexes: global indexes of the samples, a read-only int64 array `(size,)`.
+        indexes: global indexes of the samples, a read-only int64 array of shape `(size,)`.
         dropped_indexes: int64 global indexes of samples that the sampler dropped from this rank's batch, for example
-            with the option `overlong="drop"`. They are not in `indexes`. Every part of the batch has all of them, and
-            `clear_samples`, `ack` and `release` of any part apply to them too.
+            with the option `overlong="drop"`. They are not in `indexes`. Every part of the batch contains all dropped
+            indexes, and `clear_samples`, `ack` and `release` of any part also apply to them.
         fields: specs of fields. For a claim, the requested fields; for a put, the fields written; for results of
             `lookup_samples` and `put(return_meta="all")`, the fields that at least one sample has.
         steps: the optimizer steps and packs in which to use the samples; plain micro-batches form one step.
         totals: for a rank's batch, the sums over all ranks for each of its steps, identical on all ranks; for a
-            micro-batch of a loader, the sums for its step; otherwise ().
+            loader's micro-batch, the sums for its step; otherwise ().
         end: with status "end", counts of all samples by outcome; otherwise None.
-        locations: known locations of cells; `get_data` queries the locations of other fields.
+        locations: cell locations known to the client; `get_data` queries the locations of the remaining fields.
         claim_id: id of the queue worker's claim, used by `ack`, `extend` and `release`; otherwise empty.
         task_name: the task that claimed the batch; empty if it was not claimed.
         lease_seconds: remaining lease time when the service answered; None if the samples are not leased.
         delivery_counts: for leased samples, how often each was delivered to the task, including this delivery.
-        consumption: for a look-up with a task, the state of each sample for the task, a uint8 array `(size,)` of
-            `SampleConsumption` values; otherwise None. See `consumed`.
+        consumption: for a look-up with a task, each sample's state for the task, a uint8 array of `SampleConsumption`
+            values with shape `(size,)`; otherwise None. See `consumed`.
         waiting_for: with status "not_yet", the reason for the wait; None if the call did not request the reason (see
             `explain` of `claim`).
         revision: for a look-up, its revision, from which `watch` can start; otherwise None.
@@ -417,7 +417,9 @@ class BatchMeta:
         revision: Revision | None = None,
         admitted: BatchMeta | None = None,
     ) -> BatchMeta:
-        """Return the batch in a message received by a client with this namespace. Do not modify the message afterwards.
+        """Return the batch described by a message to a client with this namespace.
+
+        Do not modify the message afterwards.
 
         Steps, locations and columns are decoded on first access, since few callers need all of them.
         """
@@ -461,24 +463,24 @@ class BatchMeta:
 
     @property
     def leased_claim(self) -> pb.LeasedClaim | None:
-        """The claim that writes to the samples are checked against; None if they are not from one leased claim."""
+        """The claim against which writes to the samples are checked; None unless they belong to one leased claim."""
         if self.lease_seconds is None or not self.claim_id:
             return None
         return pb.LeasedClaim(task_name=self.task_name, claim_request_id=self.claim_id)
 
     @property
     def consumed(self) -> NDArray[np.bool_] | None:
-        """For a look-up with a task: whether each sample is consumed or leased `(size,)`; otherwise None."""
+        """For a look-up with a task: a bool array `(size,)`, True for consumed or leased samples; otherwise None."""
         return self._is_in(SampleConsumption.CONSUMED, SampleConsumption.LEASED)
 
     @property
     def leased(self) -> NDArray[np.bool_] | None:
-        """For a look-up with a task: whether each sample is leased and unacknowledged `(size,)`; otherwise None."""
+        """For a look-up with a task: a bool array `(size,)`, True for leased, not acknowledged samples; else None."""
         return self._is_in(SampleConsumption.LEASED)
 
     @property
     def dead_lettered(self) -> NDArray[np.bool_] | None:
-        """For a look-up with a task: whether each sample is dead-lettered `(size,)`; otherwise None."""
+        """For a look-up with a task: a bool array `(size,)`, True for dead-lettered samples; otherwise None."""
         return self._is_in(SampleConsumption.DEAD_LETTERED)
 
     def _is_in(self, *states: SampleConsumption) -> NDArray[np.bool_] | None:
@@ -540,11 +542,11 @@ class BatchMeta:
 
     @property
     def produced(self) -> dict[str, NDArray[np.bool_]]:
-        """Which samples had each field when the service answered, as `(size,)` bool arrays by field name.
+        """Bool arrays of shape `(size,)`, by field name: whether each sample had the field when the service answered.
 
         This is known for claims, whose samples have all fields; for results of `lookup_samples` and
-        `put(return_meta="all")`; and for batches selected or concatenated from these. Other fields are omitted, such as
-        those just written by a put.
+        `put(return_meta="all")`; and for batches selected or concatenated from these. Fields for which it is unknown,
+        such as those just written by a put, are omitted.
         """
         if self.produced_columns:
             return dict(zip(self.data_fields, self.produced_columns, strict=True))
@@ -553,13 +555,13 @@ class BatchMeta:
 
     @property
     def micro_batches(self) -> list[list[int]]:
-        """Positions of the samples of each pack, over all steps in order; an empty list for a pack without samples."""
+        """Positions of each pack's samples, for the packs of all steps in order; empty for packs without samples."""
         return [list(pack.positions) for step in self.steps for pack in step.packs]
 
     def select_samples(self, positions: Sequence[int] | NDArray[Any]) -> BatchMeta:
-        """Return the batch with only the samples at `positions`, in this order; its steps contain only these samples.
+        """Return a batch with only the samples at `positions`, in this order; its steps contain only these samples.
 
-        The result belongs to the same claim. A part of a leased claim can be acknowledged or released separately.
+        The new batch belongs to the same claim. A part of a leased claim can be acknowledged or released separately.
 
         Raises:
             InvalidArgumentError: a position is outside the batch or repeated.
@@ -632,9 +634,10 @@ class BatchMeta:
     def concat(parts: Sequence[BatchMeta]) -> BatchMeta:
         """Return the concatenation of several batches.
 
-        Parts of the same claim form a part of this claim. A batch concatenated from several claims belongs to none of
-        them; acknowledge or release its parts separately. A field that is dense in one part and jagged in a later part
-        becomes jagged. A sample may occur several times, as in batches drawn with replacement.
+        Concatenated parts of one claim form a part of that claim. A batch concatenated from several claims belongs to
+        none of them, so acknowledge or release its parts separately. A field that is dense in one part and jagged in a
+        later part becomes jagged. The same sample may occur several times, as it does in batches drawn with
+        replacement.
 
         Raises:
             InvalidArgumentError: there are no parts; the parts have different partitions, incarnations, epochs or
@@ -741,7 +744,7 @@ def _read_totals(totals: Iterable[pb.StepTotals]) -> tuple[StepTotals, ...]:
 
 
 def _select_steps(steps: Sequence[Step], new_position: NDArray[np.int64]) -> dict[int, Step]:
-    """Return the steps restricted to a selection of the samples, by their numbers in the original batch.
+    """Return the steps, restricted to a selection of the samples, by step number in the original batch.
 
     A pack that loses samples also loses its padding. Packs and steps that lose all samples are omitted.
 
@@ -785,9 +788,9 @@ def _samples_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
 
 
 def _fields_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
-    """Return the concatenated fields of several batches and, if known for all batches, which samples have them.
+    """Return the merged fields of several batches and, if known for all batches, which samples have each field.
 
-    If it is known which samples have them, these are the fields of at least one batch, otherwise those of all batches.
+    If this is known, a field is included if any batch has it; otherwise, only if all batches have it.
     """
     found: dict[str, list[FieldSpec]] = {}
     for part in parts:
@@ -805,10 +808,10 @@ def _fields_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
 
 
 def _spec_of_all(specs: Sequence[FieldSpec]) -> FieldSpec:
-    """Return the current spec of a field, merged from its specs in several batches.
+    """Return a field's current spec, merged from its specs in several batches.
 
-    The field may have become jagged between two batches. If the field was dropped and created differently, earlier
-    batches are ignored.
+    The field may have become jagged between two batches. If the field was dropped and created again with another spec,
+    earlier batches are ignored.
     """
 
     def kind(spec: FieldSpec) -> object:
@@ -852,7 +855,7 @@ def _names(column: tuple[str, ...], size: int) -> list[str | None]:
 
 
 def overwritten(old: BatchMeta, new: object) -> dict[str, Any]:
-    """Return the samples' own columns of a batch after a write; `new` has these columns as attributes."""
+    """Return the state of a batch's sample columns after a write; `new` has the written columns as attributes."""
     return {name: SAMPLE_COLUMNS[name].overwrite(getattr(old, name), getattr(new, name)) for name in OWN_COLUMNS}
 
 
@@ -866,6 +869,6 @@ def check_is_batch(metadata: BatchMeta) -> None:
 
 
 def in_parts(names: Sequence[Any] | Indexes) -> Iterator[Sequence[Any] | Indexes]:
-    """Yield sample names in parts small enough for one call; yields at least one part."""
+    """Split sample names into parts small enough for one call, and yield them; there is at least one part."""
     for start in range(0, max(1, len(names)), NAMED_AT_ONCE):
         yield names[start : start + NAMED_AT_ONCE]

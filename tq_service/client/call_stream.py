@@ -1,11 +1,11 @@
-"""Calls of one event loop that are multiplexed in one stream, each with a separate result.
+"""Calls made in one event loop and multiplexed in one stream, each with a separate result.
 
     sent -> answered or failed, each call with a separate status
          -> the stream breaks: UNAVAILABLE, so that the caller retries with the same request id
          -> the stream is refused: `RefusedError`, so that the caller makes a separate call at once
 
-A call that is cancelled or reaches its deadline is not sent, or is cancelled at the service if it was sent. A stream
-ends after some seconds without calls.
+A call that is cancelled or reaches its deadline is not sent; if it was already sent, it is cancelled at the service. A
+stream ends after some seconds without calls.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class CallStream:
     """A stream of multiplexed calls.
 
     Args:
-        channel: channel on which the stream is opened.
+        channel: the channel on which to open the stream.
         name: full name of the method `CallMany`.
-        token: authorization metadata of the calls.
+        token: authorization metadata sent with the calls.
 
     Attributes:
-        token: authorization metadata of the calls.
+        token: authorization metadata sent with the calls.
         is_over: whether the stream accepts no further calls.
         is_refused: whether the service ended the stream with a permanent error.
         ended_at: time when the stream ended, on the clock `time.monotonic`.
@@ -75,17 +75,17 @@ class CallStream:
         return len(self._waiting) < MOST_BATCHED_CALLS
 
     async def make(self, method: str, request: bytes, seconds: float, trace: Metadata) -> bytes:
-        """Make a call in the stream, and return its serialized answer.
+        """Make a call on the stream, and return its serialized answer.
 
         Args:
             method: name of the method, such as "GetMeta".
             request: the serialized request.
             seconds: timeout of the call in seconds.
-            trace: metadata with the trace context of the call.
+            trace: metadata with the call's trace context.
 
         Raises:
             grpc.RpcError: the call failed, or the stream broke.
-            RefusedError: the call was not made in this stream.
+            RefusedError: the call was not made on this stream.
         """
         call_id = next(self._ids)
         answered = self._waiting[call_id] = self._loop.create_future()
@@ -113,7 +113,7 @@ class CallStream:
         self._has_more.set()
 
     async def _write_all(self) -> None:
-        with suppress(grpc.RpcError, asyncio.InvalidStateError):  # the stream has ended, and the reader has the reason
+        with suppress(grpc.RpcError, asyncio.InvalidStateError):  # the stream has ended; the reader reports the reason
             while not self.is_over:
                 await self._has_more.wait()
                 self._has_more.clear()
@@ -185,7 +185,7 @@ def _expire(answered: asyncio.Future[bytes]) -> None:
 
 
 def _copied(failure: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
-    """Return a copy of an error, one per call, since each call adds a separate traceback."""
+    """Return a copy of an error. Each call gets its own copy, since each adds its own traceback."""
     return grpc.aio.AioRpcError(
         failure.code(),
         failure.initial_metadata(),

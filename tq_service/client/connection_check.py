@@ -14,7 +14,7 @@ from tq_service.addresses import cause_of, hosts_and_ports
 from tq_service.wire.connection import CA_VARIABLE, Tls
 
 _EXPIRED: Final = 10  # OpenSSL's X509_V_ERR_CERT_HAS_EXPIRED
-_STEP_SECONDS: Final = 0.5  # to connect, and as long again for an answer
+_STEP_SECONDS: Final = 0.5  # time limit for connecting; the same limit applies to the answer
 _MOST_ADDRESSES: Final = 4
 
 # The HTTP/2 connection preface with an empty SETTINGS frame; see RFC 9113, sections 3.4 and 6.5.
@@ -24,12 +24,14 @@ _SETTINGS_FRAME: Final = 4
 
 
 def find_fault(address: str, tls: Tls | None) -> str | None:
-    """Diagnose the first address that accepts connections. Return its fault; None without such an address or a fault.
+    """Diagnose the first address that accepts connections.
+
+    Return its fault, or None if there is no such address or no fault.
 
     The diagnosis takes up to two seconds per address of the name, so call it in a thread.
 
     Args:
-        address: the address in gRPC's syntax; an address without host and port is not checked.
+        address: the address in gRPC syntax; an address without both host and port is not checked.
         tls: TLS settings of the client; None: plaintext.
     """
     targets: dict[tuple[str, int], str] = {}  # host names by address
@@ -46,11 +48,11 @@ def find_fault(address: str, tls: Tls | None) -> str | None:
         except OSError:
             continue
         try:
-            with first:  # close it even if it is reset before anything is sent
+            with first:  # close the connection even if it is reset before anything is sent
                 return _fault_of(first, shown, host, tls)
         except TimeoutError:
             return f"{shown} accepts connections but does not answer"
-        except OSError:  # closed by the server, which gRPC itself reports
+        except OSError:  # the server closed the connection; gRPC itself reports this
             return None
     return None
 
@@ -62,7 +64,7 @@ def _fault_of(first: ssl.SSLSocket, shown: str, host: str, tls: Tls | None) -> s
     if speaks_tls:
         if tls is None:
             return f"{shown} speaks TLS and this client does not; pass tls=, or set {CA_VARIABLE}"
-        # The CA certificates that gRPC uses by default are not available in this process.
+        # This process cannot load the CA certificates that gRPC uses by default.
         return None if tls.ca is None else _fault_of_certificate(target, host, tls)
     try:
         answer = _greet(socket.create_connection(target, _STEP_SECONDS))
@@ -114,7 +116,10 @@ def _any_service() -> ssl.SSLContext:
 
 
 def _connected(context: ssl.SSLContext, target: tuple[str, int], host: str | None = None) -> ssl.SSLSocket:
-    """Return a connection before its TLS handshake, which checks `host` if the context requires it."""
+    """Return a connection whose TLS handshake has not started.
+
+    The handshake checks `host` if the context requires it.
+    """
     family = socket.AF_INET6 if ":" in target[0] else socket.AF_INET
     # Wrap the socket before connecting: `wrap_socket` does not close a connection that is reset during the call.
     secured = context.wrap_socket(socket.socket(family), server_hostname=host, do_handshake_on_connect=False)
@@ -128,7 +133,7 @@ def _connected(context: ssl.SSLContext, target: tuple[str, int], host: str | Non
 
 
 def _greet(connection: socket.socket) -> bytes:
-    """Return the header of the first frame sent to an HTTP/2 client; shorter if the connection ends earlier."""
+    """Return the header of the server's first frame to an HTTP/2 client; shorter if the connection ends early."""
     with connection, connection.makefile("rb") as answers:
         connection.sendall(_HTTP2_HELLO)
         return answers.read(_FRAME_HEADER_BYTES)

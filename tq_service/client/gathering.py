@@ -1,21 +1,22 @@
-"""Combination of small puts of one client into one call: which puts are combined, and which caller sends the call.
+"""Combination of a client's small puts into one call: which puts are combined, and which caller sends the call.
 
-Puts that can be combined form a line. If fewer than two calls of a line are in flight, the caller of a new put sends it
-at once. Otherwise the put waits, and the next call takes all puts waiting at that moment, so no timer is involved.
+Puts that can be combined wait in the same line. If fewer than two calls of a line are in flight, the caller of a new
+put sends it at once. Otherwise the put waits, and the next call includes all puts waiting at that moment, so no timer
+is needed.
 
     waiting -- the leading caller takes it and sends a batch --> sent -- answered --> each caller gets its part
                                                                       | refused: nothing was written
                                                                       v
                                                               each put is sent separately
 
-One caller leads a batch, that is, sends it with the caller's own deadline. If the leader times out or is cancelled
-before the outcome is known, another caller leads and sends the same bytes again under the same id.
+One caller leads each batch: it sends the batch under its own deadline. If the leader times out or is cancelled before
+the outcome is known, another caller becomes the leader and sends the same bytes again under the same id.
 
-Puts of a line never wait for capacity at the service, since they would delay the other puts. The service refuses them
-instead, and they are then sent separately and wait there, outside the line.
+Puts in a line never wait for capacity at the service, since they would delay the other puts in the line. If capacity is
+lacking, the service refuses them; each is then sent separately and waits at the service, outside the line.
 
-asyncio and threads share this module. A `Lines` belongs to one event loop or one process and is guarded by its lock.
-The lock is never held during a wait and never used in a forked child.
+asyncio and threads share this module. Each `Lines` object belongs to one event loop or process and is guarded by its
+own lock. The lock is never held during a wait, and a forked child never uses it.
 """
 
 from __future__ import annotations
@@ -49,17 +50,17 @@ from tq_service.v1.storage_service_pb2 import PutHeader
 from tq_service.wire.columns import INLINE_BYTES, SourceColumn, is_on_host, put_header, stacked
 
 MOST_ROWS: Final = 256
-"""Maximum number of rows in a batch. A batch also has at most `INLINE_BYTES` of values."""
+"""Maximum number of rows in a batch. A batch also contains at most `INLINE_BYTES` of values."""
 
 _MOST_UNDER_WAY: Final = 2
 
 _OUTCOME_UNKNOWN: Final = (UnavailableError, DeadlineError, CallCancelledError, InternalError)
 _NOT_LOOKED_UP: Final = (LimitExceededError, DiskFullError, UnauthenticatedError, PermissionDeniedError)
-"""Errors of calls that were refused before the service checked whether an earlier try had succeeded."""
+"""Errors with which the service refuses a call before it checks whether an earlier try succeeded."""
 
 
 def seconds_without_capacity(refusal: TqError) -> float | None:
-    """Return the seconds for which a refused put may lack capacity, or None if it was refused for another reason."""
+    """Return for how many seconds capacity may be lacking, or None if the put was refused for another reason."""
     if not isinstance(refusal, ResourceExhaustedError) or isinstance(refusal, _NOT_LOOKED_UP):
         return None
     return refusal.retry_after_seconds
@@ -74,9 +75,9 @@ class Put:
         columns: columns of new or existing samples; empty if the put has only metadata.
         write: the samples to write.
         for_existing_rows: whether all samples already exist.
-        return_all_meta: whether to return all metadata of the samples instead of only what was written.
+        return_all_meta: whether to return all of the samples' metadata instead of only the written part.
         size_bytes: total bytes of all values.
-        likeness: key of the puts that this put can be combined with, equal for all of them; None: it is always sent
+        likeness: key that is equal for all puts that can be combined with this put; None: this put is always sent
             separately.
     """
 
@@ -100,7 +101,7 @@ class Put:
         if not is_small or not isinstance(write.partition_id, str) or not is_on_host(self.columns):
             return None
         if any(column.json is not None or not column.present.all() for column in write.meta_columns):
-            return None  # mixed types or removals: the result depends on the order of writes
+            return None  # mixed types or removals, for which the result depends on the order of writes
         samples = None
         if metadata is not None:
             is_fenced = write.claim is not None
@@ -123,17 +124,17 @@ class Put:
 
 
 def _rows_of(spec: FieldSpec) -> Hashable:
-    """Return a key that is equal for rows that can be stacked in one column; see `stacked`."""
+    """Return a key that is the same for all rows that can be stacked in one column; see `stacked`."""
     return (spec.name, spec.dtype, len(spec.row_shape)) if spec.layout is Layout.DENSE and spec.row_shape else spec
 
 
 class JointPut:
-    """One or more puts in their wire form, which is sent unchanged in each try.
+    """One or more puts in wire form. Every try sends identical bytes.
 
     Attributes:
         kind: response type of the call.
         columns: columns of all puts; empty if the puts have only metadata.
-        header: header of the put, including the commit; without columns, only the commit.
+        header: the put header, including the commit; without columns, only the commit.
         request: the commit or insert request.
     """
 
@@ -154,7 +155,7 @@ class JointPut:
         self.request: Any
         if self.kind is pb.InsertResponse:
             self.request = pb.InsertRequest(request_id=new_id(), write=message)
-        else:  # built in the header, as an embedded storage service needs it there and copying is slow
+        else:  # build the commit in the header: an embedded storage service needs it there, and copying it is slow
             self.request = self.header.commit
             self.request.request_id = new_id()
             self.request.return_all_meta = first.return_all_meta
@@ -165,8 +166,8 @@ class Answered:
     """The service's answer to one or more puts.
 
     Args:
-        answer: answer of the service.
-        namespace: namespace of the client.
+        answer: the service's answer.
+        namespace: the client's namespace.
     """
 
     def __init__(self, answer: Any, namespace: Namespace) -> None:
@@ -175,7 +176,7 @@ class Answered:
         self._known = joined([BatchMeta.from_proto(part, namespace) for part in all_meta]) if all_meta else None
 
     def part(self, write: Write, start: int = 0) -> BatchMeta:
-        """Return the samples of one put, whose first row in the joint put is `start`."""
+        """Return the samples of one put; `start` is the position of its first row in the joint put."""
         written, known, rows = self._written, self._known, slice(start, start + write.row_count)
         if known is not None and known.size > write.row_count:
             known = known.select_samples(range(known.size)[rows])
@@ -189,9 +190,9 @@ class Member:
 
     Attributes:
         put: the put.
-        deadline: deadline of the caller.
+        deadline: the caller's deadline.
         signal: an `AsyncSignal` or `Signal` that wakes the caller.
-        line: the line that the put is in.
+        line: the line that contains the put.
         leads: whether the caller sends the batch or is about to send it.
         batch: the batch that includes the put; None while the put waits.
         start: position of the put's first row in the batch.
@@ -212,7 +213,7 @@ class Member:
 
     @property
     def is_over(self) -> bool:
-        """Whether the outcome of the put is known."""
+        """Whether the put's outcome is known."""
         return self.batch is not None and self.batch.is_over
 
     def answer(self) -> BatchMeta | None:
@@ -221,7 +222,7 @@ class Member:
         return None if answered is None else answered.part(self.put.write, self.start)
 
     def overdue(self) -> TqError:
-        """Return the error for a caller whose deadline has passed without an outcome."""
+        """Return the error to raise when the caller's deadline has passed and the outcome is unknown."""
         if self.line.failure is not None:
             return unavailable_until(self.deadline, self.line.failure)
         timeout = f"{self.deadline.timeout:g} s"
@@ -240,9 +241,8 @@ class Batch:
         members: puts of the batch, in row order.
         waiting: members whose callers still wait.
         joint: wire form of the puts; None until the batch is sent.
-        answered: answer of the service; None if the service refused the batch, so that each put must be sent
-            separately.
-        is_over: whether the outcome of the batch is known.
+        answered: the service's answer; None if the service refused the batch, so each put must be sent separately.
+        is_over: whether the batch's outcome is known.
         may_be_made: whether the outcome of an earlier try is unknown.
     """
 
@@ -260,7 +260,7 @@ class Batch:
         self.may_be_made |= isinstance(failure, _OUTCOME_UNKNOWN)
 
     def is_refused_by(self, failure: TqError) -> bool:
-        """Return whether it is certain that neither the failed try nor an earlier one wrote anything."""
+        """Return whether it is certain that neither the failed try nor any earlier try wrote anything."""
         kinds = (*_OUTCOME_UNKNOWN, *_NOT_LOOKED_UP) if self.may_be_made else _OUTCOME_UNKNOWN
         return not isinstance(failure, kinds)
 
@@ -270,11 +270,11 @@ class Line:
     """Puts that can be combined with each other.
 
     Attributes:
-        likeness: key shared by all puts of the line.
+        likeness: key shared by all puts in the line.
         waiting: puts that have not been sent yet, in order of arrival.
         leader: the waiting put whose caller is about to send a batch; None if there is none.
         batches: batches in flight.
-        failure: error that shows why the service is unavailable; None while it is available.
+        failure: error that explains why the service is unavailable; None while it is available.
     """
 
     likeness: Hashable
@@ -285,15 +285,18 @@ class Line:
 
 
 class Lines:
-    """The lines of all callers in one event loop or one process."""
+    """The lines for all callers in one event loop or process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._lines: dict[Hashable, Line] = {}
-        self._awaited: list[tuple[set[Member], Any]] = []  # puts that closing clients wait for, each with a signal
+        self._awaited: list[tuple[set[Member], Any]] = []  # puts awaited by closing clients, each with a signal
 
     def join(self, likeness: Hashable, put: Put, deadline: Deadline, signal: Any) -> Member:
-        """Add a put to its line. The caller leads when it is woken as the leader, and must call `leave` at the end."""
+        """Add a put to its line.
+
+        If woken as the leader, the caller sends a batch. The caller must call `leave` when done.
+        """
         with self._lock:
             line = self._lines.get(likeness)
             if line is None:
@@ -304,14 +307,14 @@ class Lines:
         return member
 
     def take(self, leader: Member) -> Batch:
-        """Return the batch that a leading caller must send: one left by its leader, or a new one of waiting puts."""
+        """Return the batch that a leading caller must send: an abandoned one, or a new one of waiting puts."""
         with self._lock:
             if leader.batch is not None:
                 leader.batch.may_be_made = True
                 return leader.batch
             line, put = leader.line, leader.put
             waiting = line.waiting
-            # Take half of the line, so that the service works on one half while the client encodes the other.
+            # Take half of the line, so that the service processes one half while the client encodes the other half.
             most = (len(waiting) + sum(len(batch.members) for batch in line.batches) + 1) // 2
             waiting.remove(leader)
             members, size_bytes = [leader], put.size_bytes
@@ -339,7 +342,7 @@ class Lines:
                 member.signal.set()
 
     def leave(self, member: Member) -> None:
-        """End the wait of a caller. If it led a batch whose outcome is unknown, another caller leads that batch."""
+        """End a caller's wait. If the caller led a batch whose outcome is unknown, make another caller its leader."""
         with self._lock:
             line, batch = member.line, member.batch
             for members, signal in self._awaited:
@@ -360,9 +363,9 @@ class Lines:
                     _latest(batch.waiting).lead()
 
     def await_gathered(self, signal: Any) -> None:
-        """Set a signal once no caller waits for a gathered put; set it at once if no puts are gathered.
+        """Set a signal as soon as no caller waits for a gathered put, which may be immediately.
 
-        All puts of a line with unsent puts are included, since batches in flight may be answered last.
+        If a line has unsent puts, also wait for its puts in flight, since they may be answered last.
         """
         with self._lock:
             lines = [line for line in self._lines.values() if line.waiting]

@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from tq_service.client.landing import Landing
 
 GROUP_INDEX: Final = "group_index"
-"""Field added by `get_data(expand=False)`: the row of each sample in the columns with group scope."""
+"""Name of the field added by `get_data(expand=False)`: each sample's row in the columns with group scope."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SharedRows:
-    """The rows of the fields with group scope in one batch.
+    """The rows that the group-scope fields have in one batch.
 
     Attributes:
-        names: names of the fields with group scope.
-        first: `(m,)`, the first sample of each distinct row, in order.
-        order: `(n,)`, the number of each sample's distinct row.
+        names: names of the group-scope fields.
+        first: first sample of each distinct row, in order, of shape `(m,)`.
+        order: number of the distinct row that each sample uses, of shape `(n,)`.
     """
 
     names: frozenset[str]
@@ -46,9 +46,9 @@ class SharedRows:
 
     @classmethod
     def of(cls, located: BatchMeta, fields: Sequence[FieldSpec]) -> SharedRows:
-        """Return the rows of the fields with group scope. At least one of `fields` must have group scope."""
+        """Return the rows of the group-scope fields. At least one of `fields` must have group scope."""
         shared = [spec.name for spec in fields if spec.scope is FieldScope.GROUP]
-        # All of the fields have rows of the same groups. A group has two rows if its field was put between two
+        # All of the fields have rows for the same groups. A group has two rows if its field was put between two
         # look-ups.
         order = np.zeros(located.size, np.int64)
         for runs in located.locations.select_fields(shared).runs:
@@ -76,11 +76,11 @@ class SharedRows:
 
     @property
     def is_in_order(self) -> bool:
-        """Whether each sample has its own row, and rows are in the order of the samples."""
+        """Whether each sample has its own row and the rows are in the order of the samples."""
         return self.order.size == self.first.size and bool((self.order == np.arange(self.order.size)).all())
 
     def expanded(self, data: dict[str, Any]) -> dict[str, Any]:
-        """Return decoded columns in which the rows of fields with group scope are repeated for each sample."""
+        """Return decoded columns in which the rows of group-scope fields are repeated for each sample."""
         if self.is_in_order:
             return data
         patterns: dict[int, RowPattern] = {}
@@ -88,7 +88,7 @@ class SharedRows:
         return {**data, **shared}
 
     def indexed(self, data: dict[str, Any], device: Any = None) -> dict[str, Any]:
-        """Return decoded columns unchanged, plus the `group_index` field with the row of each sample."""
+        """Return decoded columns unchanged, plus the `group_index` field, which contains each sample's row."""
         if not has_torch():
             return {**data, GROUP_INDEX: self.order}
         import torch  # noqa: PLC0415  (torch is optional and slow to import)
@@ -112,7 +112,7 @@ class SharedRows:
         return _as_integers(values).index_select(0, order).view(values.dtype)
 
     def _expand_nested(self, nested: Any, patterns: dict[int, RowPattern]) -> torch.Tensor:
-        """Return a nested tensor with copies of the samples' rows, since torch does not support overlapping rows."""
+        """Return a nested tensor with copies of the samples' rows, because torch does not support overlapping rows."""
         import torch  # noqa: PLC0415  (torch is optional and slow to import)
 
         values, offsets, dim = nested.values(), nested.offsets(), nested._ragged_idx - 1  # no public name exists
@@ -139,8 +139,9 @@ def arrangement(
     """Return a function that arranges the decoded columns of a batch according to `expand`.
 
     Args:
-        shared: rows of the fields with group scope, for the batch's distinct samples.
-        order: `(n,)`, the number of the distinct sample at each position of the batch; None: all samples are distinct.
+        shared: rows of the group-scope fields, for the batch's distinct samples.
+        order: for each position in the batch, the number of its distinct sample, of shape `(n,)`; None: all samples are
+            distinct.
         landing: destinations of the fields; None: new host memory.
         expand: the argument of `get_data`.
     """
@@ -158,7 +159,7 @@ def check_not_expanded(fields: Sequence[FieldSpec], landing: Landing | None) -> 
     for spec in fields:
         if spec.name == GROUP_INDEX:
             raise InvalidArgumentError(
-                f"expand is False and field {GROUP_INDEX!r} is fetched; expected no field with the index's name. "
+                f"expand is False and field {GROUP_INDEX!r} is fetched; expected no field with the name of the index. "
                 f"Name other data_fields",
                 field="expand",
             )

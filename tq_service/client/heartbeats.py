@@ -1,6 +1,6 @@
-"""Periodic calls of a method while its object exists, in an asyncio task or in a thread.
+"""Heartbeats, which call a method periodically while its object exists, in an asyncio task or in a thread.
 
-Neither form keeps the object alive, so that a failed worker's loop does not continue to extend leases.
+Neither form keeps the object alive; otherwise, the loop of a failed worker would continue to extend leases.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ class AsyncHeartbeat:
     """A task in the running event loop that awaits a bound method every `interval_seconds` and logs its errors.
 
     Args:
-        beat: the method, whose object is referenced weakly.
-        interval_seconds: seconds between two calls.
+        beat: the bound method to call; only a weak reference to its object is kept.
+        interval_seconds: seconds between calls.
     """
 
     def __init__(self, beat: Callable[[], Awaitable[None]], interval_seconds: float) -> None:
         self._task = asyncio.get_running_loop().create_task(_beat_async(WeakMethod(beat), interval_seconds))
 
     def stop(self) -> None:
-        """Stop the calls; a call that is running is cancelled."""
+        """Stop calling the method, and cancel a call in progress."""
         if not self._task.get_loop().is_closed():
             self._task.cancel()
 
@@ -44,8 +44,8 @@ class Heartbeat:
     """A daemon thread that calls a bound method every `interval_seconds` and logs its errors.
 
     Args:
-        beat: the method, whose object is referenced weakly.
-        interval_seconds: seconds between two calls.
+        beat: the bound method to call; only a weak reference to its object is kept.
+        interval_seconds: seconds between calls.
     """
 
     def __init__(self, beat: Callable[[], None], interval_seconds: float) -> None:
@@ -54,7 +54,7 @@ class Heartbeat:
         threading.Thread(target=_beat, args=arguments, name="tq-heartbeat", daemon=True).start()
 
     def stop(self) -> None:
-        """Stop the calls; a call that is running is not interrupted."""
+        """Stop calling the method, without interrupting a call in progress."""
         self._stopped.set()
 
 

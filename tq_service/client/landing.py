@@ -1,4 +1,4 @@
-"""Destinations of fetched data other than new host memory: a device, or tensors of the caller."""
+"""Destinations of fetched data other than new host memory: a device, or the caller's tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Landing:
 
     Attributes:
         device: device for fields that are not in `out`; None: the CPU.
-        out: tensors of the caller to fill, by field.
+        out: the caller's tensors to fill, by field.
     """
 
     device: torch.device | None
@@ -101,7 +101,7 @@ class Landing:
         return None if column.spec.layout is Layout.OBJECT else self.device
 
     def place(self, columns: Sequence[ColumnShape]) -> list[Bytes]:
-        """Return host memory to receive columns in: one block for all device columns, or tensors of the caller."""
+        """Return host memory in which to receive columns: one block for all device columns, or the caller's tensors."""
         going = {column.spec.name: device for column in columns if (device := self.device_of(column)) is not None}
         first = next(iter(going.values()), None)
         sizes = [column.value_bytes for column in columns if column.spec.name in going]

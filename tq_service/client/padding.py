@@ -37,14 +37,14 @@ from tq_service.wire.metadata import Indexes
 Side: TypeAlias = Literal["right", "left"]
 """Side of the padding: after the values ("right") or before the values ("left")."""
 
-# With more rows, preparing their positions takes longer than the copy that it saves.
+# With more rows than this, preparing their positions takes longer than the copy that it saves.
 _MOST_PLACES: Final = 1 << 16
-# Numpy dtypes by item size.
+# Numpy dtypes, keyed by item size.
 _ITEMS: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
 def fill_pattern(spec: FieldSpec, value: Any) -> Bytes:
-    """Return the bytes of a fill value in the dtype of a field.
+    """Return a fill value's bytes in a field's dtype.
 
     Raises:
         InvalidArgumentError: the dtype cannot represent the value.
@@ -71,13 +71,13 @@ def fill_pattern(spec: FieldSpec, value: Any) -> Bytes:
 
 
 def lengthen(column: ColumnShape, values: Bytes, row_bytes: Indexes, pattern: Bytes) -> Bytes:
-    """Return the bytes of rows after filling each row at its end.
+    """Return the bytes of rows, with fill values appended to each row.
 
     Args:
         column: the rows to fill.
         values: bytes of the rows.
-        row_bytes: `(n,)`, size of each filled row in bytes.
-        pattern: bytes of the fill value.
+        row_bytes: size of each filled row in bytes, of shape `(n,)`.
+        pattern: the fill value's bytes.
     """
     ends = np.cumsum(row_bytes)
     target = BLOCKS.take(int(row_bytes.sum()))
@@ -94,7 +94,7 @@ def lengthen(column: ColumnShape, values: Bytes, row_bytes: Indexes, pattern: By
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:
-    """The padding options of a call.
+    """The padding options passed to a call.
 
     Attributes:
         fields: names of the padded fields; None: all jagged fields with one ragged dimension.
@@ -102,7 +102,7 @@ class Padding:
         length: row length, or a mapping of row lengths by field; None: the length of the field's longest row.
         side: side of the padding.
         mask: whether to also return masks.
-        truncate: whether to truncate longer rows to their first `length` items.
+        truncate: whether to truncate rows longer than `length` to their first `length` items.
     """
 
     fields: tuple[str, ...] | None
@@ -158,7 +158,7 @@ class Padding:
         return cls(fields=fields, value=pad_value, length=length, side=side, mask=bool(mask), truncate=truncate)  # type: ignore[arg-type]
 
     def length_of(self, name: str) -> int | None:
-        """Return the row length of a field, or None if it is the length of the longest row."""
+        """Return the row length of a field, or None to use the length of the longest row."""
         return self.length.get(name) if isinstance(self.length, Mapping) else self.length
 
     def pattern_of(self, spec: FieldSpec) -> Bytes:
@@ -167,10 +167,10 @@ class Padding:
         return fill_pattern(spec, value)
 
     def check(self, names: Sequence[str]) -> None:
-        """Check that the fields to pad are fetched, and that mask names do not collide with fields.
+        """Check that the fields to pad are fetched, and that mask names do not collide with field names.
 
         Raises:
-            InvalidArgumentError: a field is not fetched, or a mask has the name of a field.
+            InvalidArgumentError: a field is not fetched, or a mask has the same name as a field.
         """
         for name in self.fields or ():
             if name not in names:
@@ -205,7 +205,7 @@ class Padding:
         }
 
     def specs(self, specs: Sequence[FieldSpec]) -> list[FieldSpec]:
-        """Return the specs of the padded fields and masks; a size that depends on the rows is 0."""
+        """Return the specs of the padded fields and masks; sizes that depend on the rows are 0."""
         found: list[FieldSpec] = []
         masks: list[FieldSpec] = []
         for spec in specs:
@@ -233,7 +233,7 @@ def mask_name(name: str) -> str:
 
 
 def _ragged_dim(spec: FieldSpec) -> int | None:
-    """Return the dimension of rows that is padded, or None if there is no such dimension or several."""
+    """Return the row dimension to pad, or None if there is no such dimension or more than one."""
     if spec.row_shape is None:
         return 0 if spec.layout is not Layout.OBJECT else None
     dims = with_ragged_dim(spec).ragged_dims
@@ -257,9 +257,9 @@ class PaddedColumn:
 
     Args:
         padding: padding options of the call.
-        spec: spec of the field, as far as it is known before the read.
+        spec: the field's spec, as far as it is known before the read.
         row_count: number of rows in the result.
-        device: device to which the buffer will be copied; None: the CPU.
+        device: device to which to copy the buffer; None: the CPU.
         is_one_answer: whether all rows arrive in one answer, whose header then determines the longest row.
     """
 
@@ -276,7 +276,7 @@ class PaddedColumn:
         self._shape: tuple[int, ...] = ()
 
     def place(self, column: ColumnShape, positions: Indexes) -> ScatteredRows | None:
-        """Return the memory for the rows of an answer at `positions` of the result, or None if it is not known yet."""
+        """Return the memory for an answer's rows at `positions` of the result, or None if it is not known yet."""
         dim, length = _ragged_dim(self._spec), self._padding.length_of(self._spec.name)
         if dim is None or (length is None and not self._is_one_answer) or column.spec.layout is Layout.OBJECT:
             return None
@@ -306,7 +306,7 @@ class PaddedColumn:
         return BLOCKS.take(self._row_count * int(np.prod(shape, dtype=np.int64)) * spec.itemsize, self._device)
 
     def _places(self, spec: FieldSpec, dim: int, lengths: Indexes, positions: Indexes) -> tuple[Indexes, Indexes]:
-        """Return start and size of each piece of a row: one piece per index of the dimensions before the ragged one."""
+        """Return the starts and sizes of row pieces: one piece per index in the dimensions before the ragged one."""
         outer = int(np.prod(self._shape[:dim], dtype=np.int64))
         item_bytes = int(np.prod(self._shape[dim + 1 :], dtype=np.int64)) * spec.itemsize
         width = self._shape[dim] * item_bytes
@@ -317,11 +317,11 @@ class PaddedColumn:
         return starts.reshape(-1), sizes.reshape(-1)
 
     def assemble(self, parts: Sequence[tuple[Indexes, ColumnShape, Bytes]]) -> list[Received]:
-        """Return the padded column and, if requested, the mask of the column.
+        """Return the padded column and, if requested, its mask.
 
         Args:
-            parts: for each answer, the positions of its rows in the result, and its column. Values that are the buffer
-                itself were received in place; other values are copied.
+            parts: for each answer, the positions of its rows in the result, its column, and its values. If the values
+                are the buffer itself, they were received in place; other values are copied.
 
         Raises:
             FieldMismatchError: a row is longer than `length`, or rows differ in several dimensions.

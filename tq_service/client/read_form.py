@@ -1,4 +1,4 @@
-"""Options for the form of fetched data: slices of rows, layout and padding."""
+"""Options for the form of fetched data: row slices, layout and padding."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReadForm:
-    """The slices of rows to fetch and the padding, as requested by a call.
+    """The row slices and padding requested by a call.
 
     Attributes:
         slices: the slices; None: full rows of all fields.
@@ -76,7 +76,7 @@ class ReadForm:
                 )
 
     def of_fields(self, specs: Sequence[FieldSpec]) -> FormOfFields:
-        """Return the form resolved for the fetched fields.
+        """Return this form, resolved for the fetched fields.
 
         Raises:
             InvalidArgumentError: a named field is not fetched, cannot be sliced, or is shared by groups.
@@ -108,7 +108,7 @@ class ReadForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormOfFields:
-    """The form of a call's data, resolved for its fetched fields.
+    """The form of the data returned by a call, resolved for the fetched fields.
 
     Attributes:
         slices: the slices, including those that implement `truncate`; None: full rows of all fields.
@@ -126,7 +126,7 @@ class FormOfFields:
 
     @property
     def cuts(self) -> Mapping[str, RowCut]:
-        """The requested slice of each row, by field."""
+        """The requested slice of each row, keyed by field."""
         return {} if self.slices is None else self.slices.cuts
 
     @property
@@ -135,7 +135,7 @@ class FormOfFields:
         return self.slices is not None and self.slices.is_by_row
 
     def begin(self, reads: Sequence[StorageRead], row_count: int, landing: Landing | None) -> PaddedRead | None:
-        """Return the padding state of reads that have the rows of the result in order, or None without padding."""
+        """Return the padding state for reads that cover the result's rows in order, or None if nothing is padded."""
         if self.padding is None:
             return None
         # Extents that the client joins are received in full first. Fields with fill values or positions are completed
@@ -158,18 +158,18 @@ class FormOfFields:
         )
 
     def finish(self, received: Sequence[Received], wanted: Sequence[str], padded: PaddedRead | None) -> list[Received]:
-        """Return all columns: those of `wanted` in this order, then position columns, then masks."""
+        """Return all columns: those in `wanted` in this order, then position columns, then masks."""
         columns = list(received) if self.slices is None else self.slices.finish(received)
         return columns if padded is None else padded.finish(columns, wanted)
 
 
 _OPTIONS: Final = ("slices", "padded", "pad_value", "length", "side", "mask", "truncate")
 CP_POSITIONS: Final = "cp_positions"
-"""Name of the field that contains the positions of a context-parallel rank's share."""
+"""Name of the field with the positions of the items in a context-parallel rank's share."""
 
 
 def check_read_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return arguments of `get_data` that can be used for many batches.
+    """Return arguments for `get_data` that can be used with many batches.
 
     Raises:
         InvalidArgumentError: an argument is not one of these options, or is invalid.
@@ -201,13 +201,13 @@ def with_shares(
     *,
     positions: bool,
 ) -> dict[str, Any]:
-    """Return arguments of `get_data` that also slice fields into the share of a context-parallel rank.
+    """Return arguments for `get_data` that also slice fields to a context-parallel rank's share.
 
     Args:
         options: the other arguments of `get_data`.
         data_fields: names of the fetched fields.
         cp_fields: names of the fields that are split among the ranks.
-        share: slice that selects the share of the rank.
+        share: slice that selects the rank's share.
         fill: fill value of the shares, or a mapping of fill values by field.
         positions: whether to add a field with the positions of the share's items.
 
@@ -240,7 +240,7 @@ class PaddedRead:
     Attributes:
         padding: padding options.
         row_count: number of rows in the result.
-        device: device to which padded columns will be copied; None: the CPU.
+        device: device to which to copy padded columns; None: the CPU.
         specs: specs of the fields, as far as they are known before the read.
         columns: columns that are padded while they are being received.
         parts: received parts of `columns`, by field.
@@ -285,7 +285,7 @@ class PaddedRead:
 
 @dataclass(frozen=True, slots=True)
 class _RowsOfRead:
-    """Placement of the rows of one answer; implements `RowPlacement`."""
+    """Placement of one answer's rows; implements `RowPlacement`."""
 
     columns: Mapping[str, PaddedColumn]
     positions: Indexes

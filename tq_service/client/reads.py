@@ -56,7 +56,8 @@ if TYPE_CHECKING:
 
     from tq_service.client.landing import Landing
 
-# Slices with fewer items on average are copied with one index over all items, cheaper than a Python step per slice.
+# Slices with fewer items on average are copied with one index over all items, which is cheaper than a Python step per
+# slice.
 _SCATTER_BELOW_ITEMS: Final = 64
 _MOST_NAMED: Final = 20
 
@@ -66,12 +67,13 @@ class StorageRead:
     """A read from one storage service.
 
     Attributes:
-        storage: the instance of the storage service.
-        positions: `(n,)`, ascending positions of the rows to read: samples of the batch, or extents of their cells.
+        storage: the storage service instance to read from.
+        positions: ascending positions of the rows to read, of shape `(n,)`: samples in the batch, or extents of their
+            cells.
         request: the request for the cells.
-        owners: `(n,)`, the sample of each row if rows are extents, or the first sample of each row if samples share
-            rows.
-        order: for each sample of the batch, its row if samples share rows; None: each sample has its own row.
+        owners: for each row, its sample if rows are extents, or its first sample if samples share rows, of shape
+            `(n,)`.
+        order: if samples share rows, the row of each sample in the batch; None: each sample has its own row.
     """
 
     storage: StorageRef
@@ -87,11 +89,11 @@ class StorageRead:
 
     @property
     def samples(self) -> Indexes:
-        """The sample of the batch that each row belongs to, `(n,)`."""
+        """For each row, the sample in the batch to which it belongs, of shape `(n,)`."""
         return self.positions if self.owners is None else self.owners
 
     def samples_of(self, rows: NDArray[np.bool_] | slice = slice(None)) -> Indexes:
-        """Return the samples of the batch that have any of the given rows, in ascending order."""
+        """Return the batch's samples that have any of the given rows, in ascending order."""
         if self.order is None:
             return np.unique(self.samples[rows])
         return np.flatnonzero(np.isin(self.order, self.positions[rows]))
@@ -125,7 +127,7 @@ def plan_reads(
         locations: locations of the cells.
         data_fields: names of the fields.
         cuts: the requested part of each row, by field. If a cell has extents in several storage services, it is read in
-            full, since none of these services knows the cell's total length.
+            full, since none of these services can determine the cell's total length.
         joined: other fields whose extents the storage service joins, if it stores all extents of a cell.
     """
     cuts = cuts or {}
@@ -183,7 +185,7 @@ def _slices(cuts: Mapping[str, RowCut], parts: Sequence[CellRuns], positions: In
 
 
 def _split_by_storage(runs: CellRuns, owners: Indexes) -> list[tuple[int, Indexes, CellRuns]]:
-    """Return the positions and runs of each storage service; `owners` contains the storage service of each run."""
+    """Return the positions and runs for each storage service; `owners` contains the storage service of each run."""
     storages = np.unique(owners).tolist()
     if len(storages) == 1:
         return [(storages[0], np.arange(runs.row_count), runs)]
@@ -208,7 +210,7 @@ def merge_answers(
         reads: the reads that were sent.
         answers: the columns received for each read.
         data_fields: names of the fields, in the requested order.
-        specs: known specs of the fields. Rows that were put dense into a jagged field are returned as jagged.
+        specs: known specs of the fields. Rows put as dense into a jagged field are returned as jagged.
         locations: locations of the cells, including the extents to join.
         slices: the requested parts of rows; None: full rows.
 
@@ -285,7 +287,7 @@ def _merge(pieces: Sequence[tuple[Indexes, ColumnShape, Bytes]], declared: Field
 
 
 def _narrow(column: ColumnShape, declared: FieldSpec) -> ColumnShape:
-    """Return a jagged column without those ragged dimensions in which all rows have the size declared by the field."""
+    """Return a jagged column in which a dimension is not ragged if all rows have the size that the field declares."""
     shape = list(column.spec.row_shape or ())
     fixed = declared.row_shape or ()
     for dim in column.spec.ragged_dims if len(fixed) == len(shape) else ():
@@ -307,7 +309,7 @@ def _described_as(spec: FieldSpec, column: ColumnShape) -> ColumnShape:
 
 
 def _gather(pieces: Sequence[tuple[Indexes, ColumnShape, Bytes]]) -> Received:
-    """Return the rows of several columns with the same spec as one column, in batch order."""
+    """Combine several columns that have the same spec into one column, with rows in batch order."""
     first = pieces[0][1]
     row_count = sum(positions.size for positions, _, _ in pieces)
     extents = None if first.extents is None else np.empty((row_count, first.extents.shape[1]), np.int64)
@@ -335,7 +337,7 @@ def _gather(pieces: Sequence[tuple[Indexes, ColumnShape, Bytes]]) -> Received:
 
 
 def _place(values: Bytes, targets: Indexes, positions: Indexes, column: ColumnShape, buffer: Bytes) -> None:
-    """Copy the rows of one part to their final positions: rows of fixed size in one step, large other rows in runs."""
+    """Copy one part's rows to their final positions: fixed-size rows in one step, other large rows in runs."""
     row_bytes = fixed_row_bytes(column.spec)
     if row_bytes is not None:
         row = np.dtype((np.void, row_bytes))
@@ -353,7 +355,7 @@ def _place(values: Bytes, targets: Indexes, positions: Indexes, column: ColumnSh
 
 
 def each_once(metadata: BatchMeta) -> tuple[BatchMeta, Indexes | None]:
-    """Return the batch with each sample once, and the position in that batch of each original sample `(n,)`.
+    """Return the batch with each sample once, and each original sample's position in that batch, of shape `(n,)`.
 
     If no sample is repeated, return the batch unchanged, and None for the positions.
     """
@@ -367,7 +369,7 @@ def each_once(metadata: BatchMeta) -> tuple[BatchMeta, Indexes | None]:
 
 
 def take_rows(received: Received, order: Indexes) -> Received:
-    """Return the rows of a column at the given positions `(n,)`, which may repeat."""
+    """Return a column's rows at the given positions, an array of shape `(n,)`; positions may repeat."""
     column, buffer = received
     row_bytes = fixed_row_bytes(column.spec)
     if row_bytes is not None:
@@ -382,7 +384,10 @@ def take_rows(received: Received, order: Indexes) -> Received:
 
 
 def empty_columns(specs: Sequence[FieldSpec]) -> list[Received]:
-    """Return columns without rows, typed by their specs; fields not yet typed by a put are dense float32 scalars."""
+    """Return columns without rows, with the types given by their specs.
+
+    Fields without a type are dense float32 scalars.
+    """
     return [(_empty_column(spec), np.empty(0, np.uint8)) for spec in specs]
 
 
@@ -406,11 +411,11 @@ def to_batch(
     landing: Landing | None = None,
     arrange: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> TensorDict:
-    """Return received columns as a TensorDict `[row_count]`, or as a dict if torch or tensordict is not installed.
+    """Return received columns as a TensorDict with batch size `[row_count]`; without torch or tensordict, as a dict.
 
-    Without torch, columns are numpy arrays or lists of numpy arrays. `layout` is as in `get_data`; None leaves the
-    layout unchanged. Without a row count, the TensorDict has no batch dimension. `arrange` maps the decoded columns to
-    the columns of the result.
+    Without torch, columns are numpy arrays or lists of numpy arrays. `layout` has the same meaning as in `get_data`;
+    None leaves the layout unchanged. Without a row count, the TensorDict has no batch dimension. `arrange` converts the
+    decoded columns to the result's columns.
 
     Raises:
         FieldMismatchError: rows of a column requested as dense differ in shape.
@@ -433,7 +438,7 @@ def _laid_out(column: ColumnShape, layout: ReadLayout) -> ColumnShape:
     spec, shape = column.spec, column.spec.row_shape
     if spec.layout is Layout.OBJECT or not shape:
         return column
-    if not column.row_count:  # there are no rows to derive the layout from
+    if not column.row_count:  # there are no rows from which to derive the layout
         is_jagged = layout == "jagged" or (layout == "auto" and spec.layout is Layout.JAGGED)
         sizes = list(shape) if is_jagged else [max(size, 0) for size in shape]
     else:
@@ -457,14 +462,14 @@ def _laid_out(column: ColumnShape, layout: ReadLayout) -> ColumnShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowPattern:
-    """The row lengths of jagged columns, shared by fields with the same row lengths.
+    """The row lengths of jagged columns. Fields with the same row lengths share one pattern.
 
     Attributes:
-        offsets: row boundaries `(n + 1,)`; all nested tensors with this pattern share this tensor.
+        offsets: row boundaries, of shape `(n + 1,)`; all nested tensors with this pattern share this tensor.
         bounds: the same row boundaries in host memory.
         min_length: length of the shortest row, or 0 if there are no rows.
-        max_length: length of the longest row, or 0 if there are no rows. Padding uses it: for a nested tensor without
-            this length, torch pads all rows to the size of dimension 0 of the values.
+        max_length: length of the longest row, or 0 if there are no rows. Padding needs it: without this length, torch
+            pads a nested tensor's rows to the size of dimension 0 of its values.
     """
 
     offsets: torch.Tensor
@@ -474,12 +479,12 @@ class RowPattern:
 
     @classmethod
     def of_offsets(cls, offsets: torch.Tensor, bounds: NDArray[np.int64] | None = None) -> RowPattern:
-        """Return the pattern of an offsets tensor.
+        """Return the pattern described by an offsets tensor.
 
         Args:
-            offsets: row boundaries `(n + 1,)`.
-            bounds: the row boundaries in host memory. None: reuse those of the nested tensor created here with these
-                offsets, or else copy the offsets, which synchronizes with their device.
+            offsets: row boundaries, of shape `(n + 1,)`.
+            bounds: the row boundaries in host memory. None: reuse them from a nested tensor that was created here with
+                these offsets; otherwise copy the offsets, which synchronizes with their device.
         """
         if bounds is None:
             bounds = _known_bounds().get(offsets)
@@ -493,12 +498,12 @@ class RowPattern:
     def of_lengths(
         cls, lengths: NDArray[np.int64], *, dtype: torch.dtype | None = None, beside: torch.Tensor | None = None
     ) -> RowPattern:
-        """Return the pattern of rows with the given lengths `(n,)`.
+        """Return the pattern of rows with the given lengths, of shape `(n,)`.
 
         Args:
             lengths: lengths of the rows.
             dtype: dtype of the offsets; None: int64.
-            beside: a tensor on whose device the offsets are placed; None: the CPU.
+            beside: a tensor whose device is used for the offsets; None: the CPU.
         """
         import torch  # noqa: PLC0415  (torch is optional and slow to import)
 
@@ -514,7 +519,7 @@ class RowPattern:
 
         Args:
             values: the rows, concatenated along dimension `ragged_dim - 1`.
-            ragged_dim: the ragged dimension of the nested tensor, counted from 1.
+            ragged_dim: the nested tensor's ragged dimension, counted from 1.
         """
         import torch  # noqa: PLC0415  (torch is optional and slow to import)
 
@@ -528,7 +533,7 @@ class RowPattern:
 
 @cache
 def _known_bounds() -> MutableMapping[torch.Tensor, NDArray[np.int64]]:
-    """Return the cache of row boundaries for offsets on a device, which saves a device synchronization per use."""
+    """Return the cache of row boundaries for offsets on a device. Each hit saves a device synchronization."""
     from torch.utils.weak import WeakIdKeyDictionary  # noqa: PLC0415  (torch is optional and slow to import)
 
     return WeakIdKeyDictionary()
@@ -536,7 +541,7 @@ def _known_bounds() -> MutableMapping[torch.Tensor, NDArray[np.int64]]:
 
 @cache
 def _hide_torch_notice() -> None:
-    """Suppress the message that torch logs with a process's first nested tensor; it is meant for torch's developers."""
+    """Suppress the message that torch logs for a process's first nested tensor; it is meant for torch developers."""
 
     def is_worth_showing(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith("is_fx_tracing will return true")
@@ -551,18 +556,18 @@ def decode_columns(
     as_torch: bool | None = None,
     device_of: Callable[[ColumnShape], Any] = lambda _column: None,
 ) -> dict[str, Any]:
-    """Return the values of columns by field name.
+    """Return a dict of column values by field name.
 
     Args:
         columns: the column headers.
         buffers: the value bytes of each column. Tensors share this memory if it is writable and aligned.
         as_torch: whether to return tensors instead of numpy arrays; None: tensors if torch is installed.
-        device_of: function that returns the device for a column's tensors, or None for the CPU.
+        device_of: function that returns the device for a column's tensors (None: the CPU).
 
     Returns:
-        A tensor or array `(n, ...)` for a dense column, and a list for a column of objects. A jagged column becomes a
-        nested tensor if it has one ragged dimension, else a list of tensors; without torch, a list of arrays. Nested
-        tensors with the same row lengths share one offsets tensor.
+        A tensor or array of shape `(n, ...)` for a dense column, and a list for a column of objects. A jagged column
+        becomes a nested tensor if it has one ragged dimension, otherwise a list of tensors; without torch, it becomes a
+        list of arrays. Nested tensors with the same row lengths share one offsets tensor.
 
     Raises:
         InvalidArgumentError: bytes and headers disagree, an object is corrupt, or a dtype requires torch.
@@ -584,7 +589,7 @@ def decode_columns(
 
 
 def to_tensordict(columns: Mapping[str, Any], row_count: int | None) -> TensorDict:
-    """Return decoded columns as a TensorDict of batch size `[row_count]`, in which lists can be read back as lists.
+    """Return decoded columns as a TensorDict with batch size `[row_count]`, from which lists can be read back as lists.
 
     Without a row count, the TensorDict has no batch dimension.
     """
@@ -595,7 +600,10 @@ def to_tensordict(columns: Mapping[str, Any], row_count: int | None) -> TensorDi
 
 
 def object_stack(rows: Sequence[Any]) -> Any:
-    """Return rows of objects as a TensorDict field; zero rows too, although tensordict 0.10 lacks an empty stack."""
+    """Return rows of objects as a TensorDict field.
+
+    It supports zero rows, although tensordict 0.10 lacks an empty stack.
+    """
     from tensordict import NonTensorData, NonTensorStack  # noqa: PLC0415  (optional, slow to import)
 
     if not rows:
@@ -610,7 +618,7 @@ def _is_nested(column: ColumnShape) -> bool:
 
 
 class _Decoder:
-    """A decoder of columns that shares one offsets tensor among fields with the same row lengths."""
+    """A column decoder that shares one offsets tensor among fields with the same row lengths."""
 
     def __init__(self, *, as_torch: bool) -> None:
         self._as_torch = as_torch
@@ -689,9 +697,10 @@ class _Decoder:
 
 
 def lost_samples(metadata: BatchMeta, read: StorageRead, error: DataLossError) -> DataLossError:
-    """Return a storage service's data-loss error, extended with the affected samples and fields of the batch.
+    """Return a storage service's data-loss error, extended with the batch's affected samples and fields.
 
-    The affected samples are those in the lost puts if the service names these puts, otherwise all samples of the read.
+    If the service lists the lost puts, the affected samples are those in these puts; otherwise, all samples in the
+    read.
     """
     put_ids = [put_id.hex() for put_id in read.request.put_ids]
     is_lost = np.isin(put_ids, (error.metadata.get("put_ids") or ",".join(put_ids)).split(","))
@@ -726,14 +735,14 @@ def unread_samples(
     deadline: Deadline,
     error: DeadlineError | UnavailableError,
 ) -> DeadlineError | UnavailableError:
-    """Return the error for a storage service that did not answer; it names the fields and samples stored there.
+    """Return the error for a storage service that did not answer; the error names the fields and samples stored there.
 
     Args:
         metadata: the batch.
         read: the read that failed.
         storage: the storage service, as last located by the controller.
         deadline: deadline of the read.
-        error: the failure of the read.
+        error: the error with which the read failed.
     """
     reason = error.__cause__ if isinstance(error.__cause__, UnavailableError) else error
     place = f" at {storage.address}" if storage.address else ""

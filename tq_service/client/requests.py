@@ -1,4 +1,7 @@
-"""Conversion of Python arguments to requests, and of write answers to batches. Only checks what cannot be sent."""
+"""Conversion of Python arguments to requests, and of write answers to batches.
+
+Checks only what a request cannot express.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,7 @@ _KNOWN: Final = ("fields", "locations", "produced_columns", *OWN_COLUMNS)
 
 # Names are given as a list or a string array `(n,)`.
 Target: TypeAlias = str | BatchMeta
-"""Target of a call: a partition, given by its name, or samples, given by their metadata."""
+"""Target of a call: either a partition, given by name, or samples, given by their metadata."""
 
 NameColumn: TypeAlias = "Sequence[str] | NDArray[np.str_]"
 GroupColumn: TypeAlias = "Sequence[str | None] | NDArray[np.str_]"
@@ -80,17 +83,17 @@ Converter = Callable[[Any], Any]
 
 
 class ConfiguredSampler(Protocol):
-    """A sampler with its options, as a dataclass such as those in `tq_service.samplers`.
+    """A sampler with its options: a dataclass, such as those in `tq_service.samplers`.
 
     Attributes:
-        name: name of the sampler in requests.
+        name: the sampler's name in requests.
     """
 
     name: ClassVar[str]
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
-# A sampler is given by name, or as an object with its options.
+# A sampler is passed by name, or as an object that contains its options.
 SamplerGiven: TypeAlias = str | ConfiguredSampler
 
 
@@ -122,7 +125,7 @@ def request_of(kind: type[Request], **arguments: Any) -> Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rules:
-    """Rules of a request type: converters of its lists and enums, its required fields, whether it has a request id."""
+    """Rules for a request type: converters for lists and enums, required fields, and whether it has a request id."""
 
     converters: Mapping[str, Converter]
     required: Collection[str]
@@ -169,13 +172,13 @@ def _check(kind: type[Message], name: str, value: Any) -> None:
 
 
 def check_word(name: str, word: str | None, words: Sequence[str | None]) -> None:
-    """Raise InvalidArgumentError if a word is not one of `words`."""
+    """Raise InvalidArgumentError if `word` is not one of `words`."""
     if word not in words:
         raise InvalidArgumentError(f"{name} is {word!r}, expected {' or '.join(map(repr, words))}", field=name)
 
 
 def new_id() -> bytes:
-    """Return a new request or put id of 16 random bytes."""
+    """Return a new request id or put id: 16 random bytes."""
     return secrets.token_bytes(16)
 
 
@@ -204,7 +207,7 @@ def all_of(kind: type[Given], name: str, values: Iterable[Given]) -> list[Given]
 
 
 def listed(name: str, values: Any) -> list[Any]:
-    """Return the items of an iterable, array or tensor as a list; empty for None.
+    """Return the items of an iterable, array or tensor as a list; for None, return an empty list.
 
     Raises:
         InvalidArgumentError: the value is not iterable, or is a single string, which is probably a mistake.
@@ -218,7 +221,7 @@ def listed(name: str, values: Any) -> list[Any]:
 
 
 def named_samples(**names: Iterable[Any] | BatchMeta | None) -> tuple[str | None, Sequence[Any] | Indexes]:
-    """Return the kind of names given (None if there are none) and the names. A batch names its samples by index."""
+    """Return the kind of names that is given (None: no names), and the names. A batch names its samples by index."""
     given = [name for name, value in names.items() if value is not None]
     if len(given) > 1:
         raise InvalidArgumentError(
@@ -234,7 +237,7 @@ def named_samples(**names: Iterable[Any] | BatchMeta | None) -> tuple[str | None
 
 
 def partition_of(namespace: Namespace, target: Target) -> str:
-    """Return the full name of a partition, given by its name in a namespace or by metadata of its samples."""
+    """Return the full name of a partition that is given by its name in a namespace or by its samples' metadata."""
     if isinstance(target, BatchMeta):
         return target.full_partition_id
     if not isinstance(target, str):
@@ -259,7 +262,7 @@ def with_short_forms(
     global_batch: int | None,
     batch_unit: BatchUnit,
 ) -> tuple[list[Admission], Release | None]:
-    """Return the admissions and the release of a new partition, with the short forms expanded.
+    """Return the admissions and the release for a new partition, after expanding the short forms.
 
     Raises:
         InvalidArgumentError: a short form is incomplete, the release is given in both forms, or a value has the wrong
@@ -300,13 +303,13 @@ def with_short_forms(
 
 
 class ClaimOptions(TypedDict, total=False):
-    """The options of `Client.claim` except `batch_count` and `timeout`: the type of a dict used for several calls.
+    """Type of a dict with options for several `Client.claim` calls: all options except `batch_count` and `timeout`.
 
         options: tq.types.ClaimOptions = {"batch_size": 8, "dp_rank": 0, "dp_size": 4}
         data, batch = client.get_batch("train", "update_actor", ["input_ids"], **options | {"batch_index": 0})
 
-    To set an option that varies between calls, merge it as shown. Type checkers reject an option that may be passed
-    twice.
+    To set an option that varies between calls, merge it into the dict as shown. Type checkers reject an option that may
+    be passed twice.
     """
 
     batch_size: Required[int]
@@ -363,7 +366,7 @@ def get_meta_request(
 ) -> pb.GetMetaRequest:
     """Return the request of `claim` for its arguments. The caller sets `max_wait` before each poll.
 
-    Names of policies, and of the partitions in `refill` and `admit`, are names in `namespace`.
+    The names of policies, and of the partitions in `refill` and `admit`, refer to `namespace`.
     """
     own: dict[str, Any] = {"dp_rank": dp_rank, "batch_index": batch_index}
     if not_before_version is not None:
@@ -408,7 +411,7 @@ def get_meta_request(
     alike |= {"sampler": sampler, "data_fields": tuple(listed("data_fields", data_fields))}
     try:
         request.MergeFromString(_serialized_claim(**alike))
-    except TypeError:  # an argument is not hashable, which most invalid arguments are not
+    except TypeError:  # an argument is not hashable, as is the case for most invalid arguments
         request.MergeFromString(_serialized_claim.__wrapped__(**alike))
     return request
 
@@ -418,8 +421,9 @@ def name_and_options(
 ) -> tuple[str, Mapping[str, Any] | None]:
     """Return the name and options of a sampler that was given by name or as an object.
 
-    Options of an object that have their default value are omitted. A rank that passes an object therefore agrees with a
-    rank that passes the name and the same options, and an older service need not know unused options.
+    Options with their default values are omitted when the sampler is an object. The request is therefore the same for a
+    rank that passes an object and one that passes the name and the same options. Also, an older service need not
+    support unused options.
 
     Raises:
         InvalidArgumentError: `sampler` is neither a name nor a sampler, or is an object although `sampler_config` is
@@ -450,7 +454,7 @@ def name_and_options(
 
 @lru_cache(maxsize=256, typed=True)
 def _serialized_claim(**arguments: Any) -> bytes:
-    """Return the serialized part of batch requests that is the same for all batches of a rank."""
+    """Return the serialized part of batch requests that does not vary between a rank's batches."""
     for name in ("max_deliveries", "max_uses", "least_members"):
         not_zero(name, arguments[name])
     lease = arguments["lease"]
@@ -461,7 +465,7 @@ def _serialized_claim(**arguments: Any) -> bytes:
     return alike.SerializeToString()
 
 
-# Arguments of `claim` that may be None. They are not sent then, since the request would represent None as 0 or "".
+# Arguments of `claim` that may be None. None is not sent, since the request would represent it as 0 or "".
 _MAY_BE_NONE: Final = {"min_batch_size", "micro_batch_size", "sampler", "max_deliveries", "max_uses", "least_members"}
 _NOT_ZERO: Final = {
     "batch_count": "1 to 64",
@@ -476,12 +480,12 @@ _NOT_ZERO: Final = {
 
 
 def lease_duration(lease: float) -> Duration:
-    """Convert the seconds of a lease to a Duration. Raise InvalidArgumentError if the lease is not positive."""
+    """Convert a lease in seconds to a Duration. Raise InvalidArgumentError if the lease is not positive."""
     return to_duration(not_zero("lease", seconds("lease", lease)))
 
 
 def not_zero(name: str, value: Given) -> Given:
-    """Return the value. Raise InvalidArgumentError if the request would treat it as not given (0 or "")."""
+    """Return the value. Raise InvalidArgumentError if the value is 0 or "", which a request treats as not given."""
     if value in (0, ""):
         raise InvalidArgumentError(f"{name} is {'empty' if value == '' else 0}, expected {_NOT_ZERO[name]}", field=name)
     return value
@@ -499,7 +503,7 @@ def check_leased(metadata: BatchMeta) -> None:
 
 
 def held_samples(metadata: BatchMeta) -> pb.HeldSamples:
-    """Convert a leased batch to the message that refers to samples held by a worker."""
+    """Convert a leased batch to a message that refers to samples held by a worker."""
     check_leased(metadata)
     return pb.HeldSamples(
         partition_id=metadata.full_partition_id,
@@ -585,11 +589,11 @@ def changed_samples(
     fenced: bool,
     **others: Any,
 ) -> Changed | None:
-    """Return a request to clear or fail samples or to clear fields, or None if the arguments select no sample.
+    """Return a request to clear samples, fail samples or clear fields; None if the arguments select no sample.
 
-    `others` are further fields of the request.
+    `others` are additional fields of the request.
 
-    If samples are named, even by an empty list, conditions and tasks only narrow the selection further.
+    If samples are named, even by an empty list, conditions and tasks only narrow this selection.
     """
     metadata = metadata_of(target)
     if metadata is not None:
@@ -665,10 +669,10 @@ def _plain(value: Any) -> Any:
 
 
 class PlacementGrant:
-    """Permission to send puts to certain storage services in turn, up to a number of bytes and seconds.
+    """Permission to send puts to certain storage services in turn, limited to a number of bytes and seconds.
 
     The grant ends early if one of the services fails, so that a lost or full service is not used again. Concurrent
-    calls may share a grant, at the price of a small delay in counting their bytes.
+    calls may share a grant; their bytes are then counted with a small delay.
     """
 
     def __init__(self) -> None:
@@ -678,7 +682,7 @@ class PlacementGrant:
         self._turn = 0
 
     def place(self, size_bytes: int) -> pb.PlacePutResponse | None:
-        """Return the placement with the grant, or None if the grant does not cover the put. Then call `endpoint`."""
+        """Return the placement to pass to `endpoint`, or None if the grant does not cover the put."""
         used_bytes = self._used_bytes + size_bytes
         if size_bytes > self._answer.max_granted_put_bytes or used_bytes > self._answer.grant_bytes:
             return None
@@ -695,7 +699,7 @@ class PlacementGrant:
         self._used_bytes = self._turn = 0
 
     def endpoint(self, answer: pb.PlacePutResponse) -> metadata_pb2.StorageEndpoint:
-        """Return the storage service that is next in turn."""
+        """Return the next storage service in turn."""
         return answer.storages[self._turn % len(answer.storages)]
 
     def end(self) -> None:
@@ -710,7 +714,7 @@ class Write:
     Attributes:
         partition_id: full name of the partition on the service.
         row_count: number of samples.
-        metadata: the existing samples to write; None: new samples, or the samples of the keys.
+        metadata: the existing samples to write; None: new samples, or the samples with the given keys.
         key_column: keys in the form used by `BatchMeta`; () if none are given.
         group_column: groups in the same form; () if none are given.
         rollout_column: rollouts in the same form; () if none are given.
@@ -743,7 +747,7 @@ class Write:
 
     @property
     def claim(self) -> metadata_pb2.LeasedClaim | None:
-        """The leased claim that the service checks the write against; None if the write is not checked."""
+        """The leased claim against which the service checks the write; None if the write is not checked."""
         return self.metadata.leased_claim if self.metadata is not None and self.fenced else None
 
 
@@ -761,7 +765,7 @@ def write_of(
     """Build a write from the Python arguments of a call.
 
     If `row_count` is None, it is taken from the metadata, else from `keys`, `custom_meta`, `groups` or `rollouts`.
-    `others` are further attributes of the write.
+    `others` are additional attributes of the write.
     """
     metadata = metadata_of(target)
     given_keys = None if keys is None else listed("keys", keys)
@@ -826,8 +830,8 @@ def written_meta(answered: BatchMeta, known: BatchMeta | None, write: Write, ind
     """Return the metadata of the written samples.
 
     Args:
-        answered: answer of the service with the partition, its incarnation, and the fields of the put, but without the
-            keys, groups, rollouts and custom_meta that were written.
+        answered: the service's answer with the partition, its incarnation, and the fields of the put, but without the
+            written keys, groups, rollouts and custom_meta.
         known: all metadata of the samples, as returned by the service; None if not requested.
         write: the write that was sent.
         indexes: global indexes of the samples.
@@ -860,7 +864,7 @@ def _given_names(name: str, names: GroupColumn | None) -> list[Any] | None:
 
 
 def _check_names(name: str, names: Sequence[Any] | None, row_count: int) -> None:
-    """Raise InvalidArgumentError if there are too many names, if one is not a string, or if the list is empty."""
+    """Raise InvalidArgumentError if there are no names, if there are too many names, or if a name is not a string."""
     if names is None:
         return
     check_named_rows(name, len(names))
@@ -870,7 +874,7 @@ def _check_names(name: str, names: Sequence[Any] | None, row_count: int) -> None
                 raise InvalidArgumentError(f"{name}[{position}] is {one!r:.200}, expected a string", field=name)
     if row_count and not names:
         raise InvalidArgumentError(
-            f"{name} is empty, expected one name for each of {row_count} samples; omit it for samples without any",
+            f"{name} is empty, expected one name for each of {row_count} samples; omit it if the samples have no names",
             field=name,
         )
 
@@ -879,8 +883,8 @@ def meta_columns_of(custom_meta: MetaGiven, row_count: int | None) -> tuple[list
     """Return custom_meta as columns, and the number of samples; None if there are no columns.
 
     Raises:
-        InvalidArgumentError: a value is not a JSON value, columns differ in length, or the number of samples is not
-            `row_count` (if that is given).
+        InvalidArgumentError: a value is not a JSON value, columns differ in length, or `row_count` is given and differs
+            from the number of samples.
     """
     if isinstance(custom_meta, Mapping):
         columns = [values_to_meta_column(name, values) for name, values in custom_meta.items()]

@@ -1,7 +1,7 @@
-"""Parts of rows to fetch: the caller's arguments, the requests to storage services, and the work left to the client.
+"""Slices of rows to fetch: the caller's arguments, the requests to storage services, and the steps done by the client.
 
-Storage services slice the rows. The client adds fill values, which make the shares equally long, and the positions of
-the items.
+Storage services slice the rows. The client adds fill values, which make all shares equally long, and the items'
+positions.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from tq_service.wire.metadata import NO_INTEGERS, Indexes, expand_runs
 from tq_service.wire.slices import TO_THE_END, RowCut, cut_rows
 
 RowRange: TypeAlias = tuple[int | None, int | None] | slice
-"""First item and the item after the last, as in Python slices. Steps are not supported."""
+"""First item and end (exclusive), as in Python slices. Steps are not supported."""
 
 CpLayout: TypeAlias = Literal["contiguous", "zigzag"]
-"""How a row is split among the ranks of a context-parallel group: one chunk each, or one chunk from each end."""
+"""How a row is split among context-parallel ranks: one chunk per rank, or one chunk from each end of the row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSlice:
-    """The part to fetch of each row of a field. The storage service slices the rows, since it has their lengths.
+    """The part of each row of a field to fetch. The storage service slices the rows, because it has their lengths.
 
-    For the first dimension (tokens), set one of `ranges`, `by_row` and `chunks`, or none of them to fetch all of it.
-    For the second dimension, such as the layers of routed experts `(tokens, layers, k)`, set `layers`, or fetch all of
-    it. Ranges follow Python's slices: negative bounds count from the end of the row, and bounds beyond the row are
-    clipped.
+    For the first dimension (tokens), set at most one of `ranges`, `by_row` and `chunks`; set none to fetch the entire
+    dimension. For the second dimension, such as the layers in routed experts `(tokens, layers, k)`, set `layers`, or
+    omit it to fetch the entire dimension. Ranges follow Python's slices: negative bounds count from the end of the row,
+    and bounds beyond the row are clipped.
 
     Attributes:
         ranges: `(start, stop)` for all rows, or several such ranges, which are concatenated in the given order.
-        by_row: the ranges of each row of the batch, in the form of `ranges`; or an integer array `(n, 2)` or `(n,
-            ranges, 2)`.
+        by_row: the ranges for each row of the batch, in the form of `ranges`; or an integer array of shape `(n, 2)` or
+            `(n, ranges, 2)`.
         chunks: numbers of the chunks to fetch, which are concatenated in the given order. Each row is split into
             `chunk_count` chunks of equal length, except that the last chunks may be shorter or empty.
         chunk_count: number of chunks per row, for `chunks`.
         align: chunk lengths are multiples of this number.
-        layers: `(start, stop)` in the second dimension, whose size must be the same in all rows.
-        fill: value that fills short chunks, so that the shares of all ranks are equally long; needs `chunks`. None:
-            chunks stay short.
-        positions: name of an additional int64 column with the position of each fetched item in its row, including
-            filled items; empty: no such column.
+        layers: `(start, stop)` in the second dimension, which must have the same size in all rows.
+        fill: value that fills short chunks, so that all ranks' shares are equally long; requires `chunks`. None: chunks
+            stay short.
+        positions: name of an additional int64 column that contains the position of each fetched or filled item in its
+            row; empty: no such column.
 
     Raises:
         InvalidArgumentError: the arguments contradict each other.
@@ -86,7 +86,7 @@ class RowSlice:
         fill: Any = None,
         positions: str = "",
     ) -> RowSlice:
-        """Return the share of one rank of a context-parallel group.
+        """Return the slice for one rank's share in a context-parallel group.
 
         Args:
             cp_rank: rank in the context-parallel group.
@@ -121,7 +121,7 @@ def _wrong(got: str, expected: str) -> InvalidArgumentError:
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """The slices of one call.
+    """The slices requested by one call.
 
     Attributes:
         given: slices as given, by field.
@@ -133,10 +133,10 @@ class Slices:
 
     @classmethod
     def of(cls, slices: Mapping[str, SliceGiven] | None, row_count: int) -> Slices | None:
-        """Return the given slices for `row_count` rows, or None if there are none.
+        """Convert the `slices` argument of a call for `row_count` rows; return None if it contains no slices.
 
         Raises:
-            InvalidArgumentError: a value is not a slice, or is for another number of rows.
+            InvalidArgumentError: a value is not a slice, or has ranges for another number of rows.
         """
         if not slices:
             return None
@@ -155,7 +155,7 @@ class Slices:
         return any(cut.range_counts.size for cut in self.cuts.values())
 
     def with_heads(self, lengths: Mapping[str, int]) -> Slices:
-        """Return these slices, plus slices that truncate the rows of some fields to a length."""
+        """Return these slices, plus slices that truncate the rows of the fields in `lengths`."""
         heads = {length: RowSlice(ranges=(0, length)) for length in lengths.values()}
         cuts = {length: _cut_of("", head, 0) for length, head in heads.items()}
         return Slices(
@@ -164,10 +164,10 @@ class Slices:
         )
 
     def check(self, wanted: Sequence[str]) -> None:
-        """Check that all fields with slices are fetched, and that position columns do not have the name of a field.
+        """Check that all sliced fields are fetched, and that no position column has the same name as a field.
 
         Raises:
-            InvalidArgumentError: a field is not fetched, or a position column has the name of a field.
+            InvalidArgumentError: a sliced field is not fetched, or a position column has the same name as a field.
         """
         for name, each in self.given.items():
             if name not in wanted:
@@ -180,7 +180,7 @@ class Slices:
                 raise _wrong(f"positions={each.positions!r}, which is the name of a field", "another name")
 
     def cut_spec(self, spec: FieldSpec) -> FieldSpec:
-        """Return the spec of a field after its rows were sliced.
+        """Return the spec that a field has after its rows are sliced.
 
         Raises:
             InvalidArgumentError: the field's rows cannot be sliced.
@@ -203,7 +203,7 @@ class Slices:
         return replace(spec, row_shape=shape)
 
     def position_specs(self, specs: Sequence[FieldSpec]) -> list[FieldSpec]:
-        """Return the specs of the position columns of sliced fields."""
+        """Return the specs of the position columns for sliced fields."""
         found: dict[str, FieldSpec] = {}
         for spec in specs:
             name = self.given[spec.name].positions if spec.name in self.given else ""
@@ -212,7 +212,7 @@ class Slices:
         return list(found.values())
 
     def finish(self, received: Sequence[Received]) -> list[Received]:
-        """Fill the rows of columns that have a fill value, and add the position columns.
+        """Fill up the rows of columns with a fill value, and add the position columns.
 
         Raises:
             FieldMismatchError: two fields share one position column, but their slices have different positions.
@@ -284,7 +284,7 @@ def _are_alike(one: Received, other: Received) -> bool:
 
 
 def _filled_up(column: ColumnShape, values: Bytes, lengths: Indexes, fill: Any) -> Received:
-    """Return a column whose rows are filled in the first dimension to `lengths` `(n,)`."""
+    """Return a column whose rows are filled up in the first dimension to `lengths`, of shape `(n,)`."""
     shape = list(column.spec.row_shape or ())
     pattern = fill_pattern(column.spec, fill)
     if column.extents is None:

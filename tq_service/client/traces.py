@@ -17,11 +17,11 @@ _ATTRIBUTES: Final = ("partition_id", "task_name", "dp_rank", "batch_index")
 
 
 def trace() -> None:
-    """Trace the clients of this process: each call creates a span, with the service's spans below it.
+    """Trace this process's clients: each call creates a span, and the service's spans become its children.
 
-    The trace context is sent in the metadata of calls, as W3C traceparent unless OTEL_PROPAGATORS is set. Spans are
-    exported by the program's provider, configured for example with `opentelemetry-instrument` and its OTEL_* variables.
-    Without a provider, no spans are created. Calling `trace` again has no effect.
+    The trace context is sent in the metadata of calls, as W3C traceparent unless OTEL_PROPAGATORS is set. The program's
+    tracer provider exports the spans; configure it, for example, with `opentelemetry-instrument` and its OTEL_*
+    variables. Without a provider, no spans are created. Calling `trace` again has no effect.
 
     Raises:
         InvalidArgumentError: opentelemetry-api is not installed.
@@ -58,7 +58,7 @@ def trace() -> None:
 
 
 def _traced(method: Callable[..., Any], name: str, span: Callable[[str, dict[str, Any]], Any]) -> Callable[..., Any]:
-    """Return the method wrapped so that each call creates a span."""
+    """Wrap a method so that each call creates a span."""
     signature = inspect.signature(method)
 
     def opened(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

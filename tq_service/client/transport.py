@@ -1,7 +1,8 @@
-"""Code that asyncio and threads share for making calls: addresses, channels, deadlines, retries, outages and waits.
+"""Code for making calls that asyncio and threads share: addresses, channels, deadlines, retries, outages and waits.
 
-The end of the module contains the differences, as pairs of functions and classes with the same interface.
-`scripts/unasync.py` generates the sync client from the async one by replacing the first of each pair with the second.
+The differences between asyncio and threads are at the end of the module, as pairs of functions and classes with the
+same interface. `scripts/unasync.py` generates the sync client from the async one by replacing the first of each pair
+with the second.
 """
 
 from __future__ import annotations
@@ -68,13 +69,13 @@ CHANNEL_OPTIONS: Final = (
     *CONNECTION_OPTIONS,
     # Forked children must not use the connections of their parent process.
     ("grpc.use_local_subchannel_pool", 1),
-    # In the sync client, the calling thread reads the stream of a get itself instead of being woken by another thread.
+    # In the sync client, the calling thread itself reads a get's stream instead of being woken by another thread.
     (ChannelOptions.SingleThreadedUnaryStream, 1),
 )
 
 
 CLUSTER_CHANNEL_OPTIONS: Final = cluster_options(CHANNEL_OPTIONS)
-"""Options of channels to cluster controllers, where a paused controller may hold calls while another takes over."""
+"""Options for channels to cluster controllers. A paused controller may hold calls while another one takes over."""
 
 
 class Method(NamedTuple):
@@ -92,13 +93,13 @@ class Method(NamedTuple):
 
     @property
     def short_name(self) -> str:
-        """Name of the method without the service."""
+        """Name of the method without the name of its service."""
         return self.name.rpartition("/")[2]
 
 
 @cache
 def method_of(answer: Descriptor) -> Method:
-    """Return the method that has this response type, which is unique to the method."""
+    """Return the method that has this response type. Each response type belongs to only one method."""
     return next(
         Method(
             f"/{service.full_name}/{method.name}",
@@ -113,7 +114,7 @@ def method_of(answer: Descriptor) -> Method:
 
 
 def resolve_address(address: str | Sequence[str] | None) -> str:
-    """Return the given address (several joined by commas), else the value of `TQ_ADDRESS`, else localhost:50051.
+    """Return the given addresses, joined by commas; if none is given, the value of `TQ_ADDRESS` or localhost:50051.
 
     Raises:
         InvalidArgumentError: the address is not valid.
@@ -131,11 +132,13 @@ _CHECK_EVERY_SECONDS: Final = 10.0  # longer than a check takes
 
 FIRST_PAUSE_SECONDS: Final = 0.05
 SHORTEST_TRY_SECONDS: Final = 0.02
-_LONGEST_TRY_SECONDS: Final = 1e9  # gRPC treats a deadline that overflows 64 bits of nanoseconds as long past
+_LONGEST_TRY_SECONDS: Final = 1e9  # if a deadline overflows 64 bits of nanoseconds, gRPC treats it as already past
 LONGEST_PAUSE_SECONDS: Final = 0.5
 _REFUSED_SECONDS: Final = 10.0
 LONGEST_CLUSTER_PAUSE_SECONDS: Final = 0.2
-"""Shorter than for one controller, since each try goes to the next one: the leader may be the third of three."""
+"""Shorter than for a single controller, since each try calls the next controller, and the leader may be the third of
+three.
+"""
 
 _GRPC_MESSAGE: Final = "grpc_message"
 _FINDING: Final = "finding"
@@ -143,7 +146,7 @@ _FINDING: Final = "finding"
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """The deadline of a call, on the monotonic clock."""
+    """A call's deadline, on the monotonic clock."""
 
     at: float
     timeout: float
@@ -154,16 +157,16 @@ class Deadline:
         return cls(time.monotonic() + timeout, timeout)
 
     def remaining(self) -> float:
-        """Return the remaining seconds, or 0 after the deadline; at most the longest timeout that gRPC supports."""
+        """Return the remaining seconds, at most the longest timeout that gRPC supports; 0 after the deadline."""
         return min(max(0.0, self.at - time.monotonic()), _LONGEST_TRY_SECONDS)
 
 
 @dataclass(slots=True)
 class Backoff:
-    """Pauses between the tries of one call, doubled after each try, with jitter, until the deadline.
+    """Pauses between the tries of one call, until its deadline. They have jitter and double after each try.
 
-    If a controller names another one as the leader, the next try follows without a pause. The try after it pauses
-    again, since both controllers may be wrong.
+    If a controller names another controller as the leader, the next try follows without a pause. If that try fails, the
+    following one pauses again, since both controllers may be wrong.
     """
 
     deadline: Deadline
@@ -174,7 +177,7 @@ class Backoff:
     _has_followed: bool = field(default=False, init=False)
 
     def pause(self) -> float:
-        """Return the next pause in seconds, a random time between half of its step and the full step."""
+        """Return the next pause in seconds: a random time between half the current step and the full step."""
         step = min(self._longest, FIRST_PAUSE_SECONDS * (1 << min(self.tries, 16)))
         self.tries += 1
         return step * (0.5 + self.draw() / 2)
@@ -183,12 +186,12 @@ class Backoff:
         """Return the pause in seconds before the call is retried.
 
         Raises:
-            UnavailableError: too little time is left for another try, or this try timed out; contains the reason of the
-                last failure.
+            UnavailableError: too little time is left for another try, or this try timed out; the error contains the
+                reason for the last failure.
             TqError: the given failure, if a retry cannot succeed.
         """
         if isinstance(failure, DeadlineError) and self._last is not None:
-            raise self._given_up(self._last, ", and once more without an answer") from self._last
+            raise self._given_up(self._last, ", plus one try without an answer") from self._last
         if not isinstance(failure, UnavailableError):
             raise failure
         names_leader = False
@@ -209,18 +212,18 @@ class Backoff:
         grpc_message = failure.metadata.get(_GRPC_MESSAGE)
         if grpc_message is not None:
             if _FINDING not in failure.metadata:
-                # gRPC's reason may be for another address of the name, and rarely mentions TLS.
+                # gRPC's reason may refer to another address of the host name, and rarely mentions TLS.
                 message += "; is the service running there, and do both sides agree on TLS and certificates?"
             message += f" (gRPC: {grpc_message})"
         return UnavailableError(message, metadata=failure.metadata)
 
 
 def unavailable_until(deadline: Deadline, failure: UnavailableError) -> UnavailableError:
-    """Return the error for a call whose deadline passed while another call that carried its request kept failing."""
+    """Return the error for a call whose deadline passed while the call that carried its request kept failing."""
     return UnavailableError(f"{failure.message}; tried for {deadline.timeout:g} s", metadata=failure.metadata)
 
 
-# Phrases in service messages that use names from the protos, with their Python equivalents.
+# Python equivalents for phrases in service messages that use names from the protos.
 _IN_PYTHON: Final = {
     "with skip_missing": "missing='skip'",
     "with skip_missing_fields": "missing_fields='skip'",
@@ -229,15 +232,15 @@ _IN_PYTHON: Final = {
 
 
 def error_of(error: grpc.RpcError, address: str, finding: str | None = None) -> TqError:
-    """Convert the gRPC error of a failed call to a TqError.
+    """Convert the gRPC error raised by a failed call to a TqError.
 
-    Errors raised by gRPC itself include the address. If the address is unreachable, the error explains why and has
-    gRPC's message in its metadata.
+    Errors raised by gRPC itself include the address. If the address is unreachable, the error explains why, and its
+    metadata contains gRPC's message.
 
     Args:
         error: error raised by the call.
         address: address of the service.
-        finding: diagnosis of the address made by `Outage`, if any.
+        finding: the diagnosis of the address by `Outage`, if there is one.
     """
     status = status_from_trailers(error.trailing_metadata())
     failure = from_rpc_error(error.code(), error.details(), status)
@@ -264,7 +267,8 @@ class Outage:
         tls: TLS settings; None: plaintext.
 
     Attributes:
-        finding: diagnosed fault at the address that gRPC does not report; None if there is no such fault.
+        finding: diagnosed fault of the service at the address, if gRPC does not report it; None if there is no such
+            fault.
     """
 
     def __init__(self, address: str, tls: Tls | None = None) -> None:
@@ -277,11 +281,11 @@ class Outage:
         self._warning_count = 0
 
     def lasts(self, began: float, failure: UnavailableError, remaining_seconds: float) -> None:
-        """Record a failed try. Log it after five seconds, or once the cause is known, and then every minute.
+        """Record a failed try. Log the outage after five seconds, or once its cause is known, and then every minute.
 
         Args:
-            began: start of the try on the monotonic clock.
-            failure: error of the try.
+            began: start time of the try, on the monotonic clock.
+            failure: the error with which the try failed.
             remaining_seconds: seconds for which the call will still be retried.
         """
         now = time.monotonic()
@@ -311,7 +315,7 @@ class Outage:
     def _check(self) -> None:
         finding = find_fault(self._address, self._tls)
         with self._lock:
-            if self._began is not None:  # skip it if the service has answered meanwhile
+            if self._began is not None:  # no warning if the service has answered in the meantime
                 self.finding = finding
 
     def is_over(self) -> None:
@@ -333,13 +337,13 @@ _TOLERANCE_SECONDS: Final = 0.5  # a wait of 10 s may end slightly earlier
 
 
 def warn_of_wait(reason: WaitReason) -> None:
-    """Log why a call or a loader waits. Default of their `on_wait`."""
+    """Log why a call or a loader is waiting. This is the default for their `on_wait`."""
     _log.warning(LogMessage("waiting for a batch", task=reason.task_name, reason=reason.text))
 
 
 @dataclass(slots=True)
 class WaitReports:
-    """Schedule of the reports about one wait, which starts when the object is created."""
+    """Schedule of reports on one wait. The wait starts when the object is created."""
 
     began_at: float = field(default_factory=time.monotonic)
     next_seconds: float = field(default_factory=lambda: _FIRST_REPORT_SECONDS)
@@ -354,11 +358,11 @@ class WaitReports:
         return max(0.0, self.next_seconds - self.waited_seconds)
 
     def is_due_after(self, seconds: float) -> bool:
-        """Return whether a report will be due after the given number of further seconds."""
+        """Return whether a report will be due in the given number of seconds."""
         return self.seconds_left() <= seconds + _TOLERANCE_SECONDS
 
     def lasts_after(self, seconds: float) -> bool:
-        """Return whether the wait will be long enough to be explained after the given number of further seconds."""
+        """Return whether, in the given number of seconds, the wait will be long enough to be explained."""
         return self.waited_seconds + seconds >= _FIRST_REPORT_SECONDS - _TOLERANCE_SECONDS
 
     def made(self) -> None:
@@ -366,18 +370,21 @@ class WaitReports:
         self.next_seconds = self.waited_seconds + _NEXT_REPORT_SECONDS
 
 
-_MOST_VALUES: Final = 128  # examining and encoding these takes about as long as starting a thread
+_MOST_VALUES: Final = 128  # examining and encoding this many values takes about as long as starting a thread
 HEAVY: Final = range(_MOST_VALUES)
-"""An input whose work always runs in a thread."""
+"""An input so heavy that its work always runs in a thread."""
 _TEXTS: Final = (str, bytes, bytearray, memoryview)
-_BYTES_A_VALUE: Final = 4096  # copying these takes about as long as one value
+_BYTES_A_VALUE: Final = 4096  # copying this many bytes takes about as long as processing one value
 
 async_sleep = asyncio.sleep
 sleep = time.sleep
 
 
 async def async_gather(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
-    """Run calls concurrently and return their results. The first failure cancels the other calls and is raised."""
+    """Run calls concurrently and return their results.
+
+    On the first failure, cancel the other calls and raise the failure.
+    """
     if len(calls) == 1:
         return [await calls[0]()]
     tasks = [asyncio.ensure_future(call()) for call in calls]
@@ -399,25 +406,25 @@ def gather(calls: Sequence[Callable[[], T]]) -> list[T]:
 
 
 async def async_unless_light(work: Callable[[], T], *inputs: Any) -> T:
-    """Return the result of `work`. Unless its inputs are light, run it in a thread to keep the event loop responsive.
+    """Run `work` and return its result. Unless the inputs are light, use a thread to keep the event loop responsive.
 
-    Operations on device tensors stay in order, since the worker thread uses the current streams of the caller's thread.
+    Operations on device tensors stay in order, since the worker thread uses the caller's current streams.
     """
     return work() if are_light(inputs) else await asyncio.to_thread(on_these_streams(work))
 
 
 def unless_light(work: Callable[[], T], *_inputs: Any) -> T:
-    """Return the result of `work`, run in the caller's thread."""
+    """Run `work` in the caller's thread and return its result."""
     return work()
 
 
 def are_light(values: Iterable[Any]) -> bool:
-    """Return whether values are quick to process, judged by examining only a few of them."""
+    """Return whether values are quick to process, which is estimated from only a few of them."""
     return _left_after(values, _MOST_VALUES) > 0
 
 
 def answer_weight(value_count: int, value_bytes: int) -> range:
-    """Return an input as heavy as these received values and bytes, or heavier if tensordict must be imported first."""
+    """Return an input that is as heavy as these received values and bytes, or heavier if tensordict is not imported."""
     is_ready = "tensordict" in sys.modules or not has_tensordict()
     return range(value_count + value_bytes // _BYTES_A_VALUE) if is_ready else HEAVY
 
@@ -429,15 +436,18 @@ def has_tensordict() -> bool:
 
 
 def import_tensordict() -> None:
-    """Import the libraries used by `get_data` before a lease or deadline starts, since the import takes seconds."""
+    """Import the libraries that `get_data` uses.
+
+    Call this function before a lease or deadline starts, since the import takes seconds.
+    """
     if has_tensordict():
         import tensordict  # noqa: F401, PLC0415  (optional, slow to import)
 
 
 def _left_after(values: Iterable[Any], left: int) -> int:
-    """Return how many more values may be examined after the given ones; 0 or less if the limit is reached."""
+    """Return how many more values may be examined after the given values; 0 or less if the limit is reached."""
     for value in values:
-        if value is None:  # common, and free to process
+        if value is None:  # None is common, and costs nothing to process
             continue
         left -= 1 + _copied_bytes(value) // _BYTES_A_VALUE
         if isinstance(value, np.ndarray):
@@ -455,7 +465,10 @@ def _left_after(values: Iterable[Any], left: int) -> int:
 
 
 def _copied_bytes(value: Any) -> int:
-    """Return the minimum bytes copied to encode a value; values on a device count as heavy, since they need a wait."""
+    """Return the minimum number of bytes copied to encode a value.
+
+    Values on a device count as heavy, since copying them requires a wait.
+    """
     if isinstance(value, _TEXTS):
         return len(value)
     if isinstance(value, np.ndarray):
@@ -513,13 +526,13 @@ class AsyncSignal:
         self._waiter: asyncio.Future[None] | None = None
 
     def set(self) -> None:
-        """End the current wait. Without a current wait, the next one returns immediately."""
+        """End the current wait. If nothing is waiting, the next wait returns immediately."""
         self._is_set = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def wait_until(self, deadline: Deadline) -> None:
-        """Wait until the signal is set, or was set since the last wait, or until the deadline passes."""
+        """Wait until the signal is set or the deadline passes. Return immediately if it was set since the last wait."""
         if not self._is_set:
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
@@ -535,7 +548,7 @@ class Signal(threading.Event):
     """A signal that wakes its only waiting thread; a signal set before the wait is not lost."""
 
     def wait_until(self, deadline: Deadline) -> None:
-        """Wait until the signal is set, or was set since the last wait, or until the deadline passes."""
+        """Wait until the signal is set or the deadline passes. Return immediately if it was set since the last wait."""
         self.wait(min(deadline.remaining(), threading.TIMEOUT_MAX))
         self.clear()
 
@@ -546,7 +559,7 @@ def carried() -> Metadata:
 
 
 def metadata_of(token: Metadata | None, trace: Metadata) -> Metadata | None:
-    """Return the metadata of a call that is made separately: its token and trace context."""
+    """Return the metadata for a call that is made separately: its token and trace context."""
     return (*(token or ()), *trace) if trace else token
 
 
@@ -554,7 +567,7 @@ class _Calls:
     """Common base of the sync and async forms of unary calls on a channel.
 
     Args:
-        channel: channel on which the calls are made.
+        channel: the channel on which to make the calls.
         token: function that returns the authorization metadata.
     """
 
@@ -577,7 +590,10 @@ class _Calls:
 
 
 class UnaryCalls(_Calls):
-    """Unary calls made by threads, each separately, since sharing a stream would need two more threads (ADR 48)."""
+    """Unary calls made by threads.
+
+    Each is made separately, since sharing a stream would need two more threads (ADR 48).
+    """
 
     def make(self, kind: type[Response], request: bytes, deadline: Deadline) -> Response:
         """Make a call and return its answer.
@@ -596,13 +612,13 @@ class UnaryCalls(_Calls):
 class AsyncUnaryCalls(_Calls):
     """Unary calls made in one event loop.
 
-    While another batchable call is in flight, batchable calls share a stream, which saves client and service a third of
-    the cost. A single call is made separately, and so are all calls if the service refuses streams.
+    While another batchable call is in flight, batchable calls share a stream, which cuts the cost for client and
+    service by a third. A single call is made separately, as are all calls if the service refuses streams.
     """
 
     def __init__(self, channel: Any, token: Callable[[], Metadata | None]) -> None:
         super().__init__(channel, token)
-        # New calls use the last stream. The other streams have older tokens, and end after their last call.
+        # New calls use the last stream. The other streams were opened with older tokens, and end after their last call.
         self._streams: list[CallStream] = []
         self._under_way = 0  # batchable calls in flight
         self._alone_until = 0.0
@@ -655,13 +671,13 @@ def _size_of(metadata: Sequence[tuple[str, str]]) -> int:
 
 
 class AsyncBackgroundCalls:
-    """Calls that outlive their caller, run as tasks that `drain` waits for."""
+    """Calls that outlive their caller. They run as tasks, and `drain` waits for them."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def run(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Start a call as a task; if it fails, the error is logged."""
+        """Start a call as a task; log the error if it fails."""
 
         async def logged() -> None:
             with logging_failure():
@@ -675,16 +691,16 @@ class AsyncBackgroundCalls:
         task.add_done_callback(self._tasks.discard)
 
     async def drain(self) -> None:
-        """Wait for the background calls of this event loop to finish."""
+        """Wait until the background calls of this event loop have finished."""
         loop = asyncio.get_running_loop()
         await asyncio.gather(*(task for task in self._tasks.copy() if task.get_loop() is loop))
 
 
 class BackgroundCalls:
-    """The sync form of background calls, which makes each call at once."""
+    """The sync form of `AsyncBackgroundCalls`, which makes each call immediately, in the caller's thread."""
 
     def run(self, call: Callable[[], None]) -> None:
-        """Make a call; if it fails, the error is logged."""
+        """Make a call; log the error if it fails."""
         with logging_failure():
             call()
 
@@ -694,14 +710,14 @@ class BackgroundCalls:
 
 @contextmanager
 def logging_failure() -> Iterator[None]:
-    """Log a TqError of a call whose caller does not wait for it."""
+    """Log a TqError raised by a call whose caller does not wait for it."""
     try:
         yield
     except TqError as error:
         _log.warning(LogMessage("a background call failed", error=error))
 
 
-# Process that has opened an asyncio channel. A process forked from it would hang or abort when it opens another.
+# Id of the process that opened an asyncio channel. A process forked from it would hang or abort on opening another.
 _async_process_id: int | None = None
 
 
@@ -711,7 +727,7 @@ def async_current_home() -> asyncio.AbstractEventLoop:
     Raises:
         PreconditionError: this process was forked from one that used an asyncio client.
     """
-    global _async_process_id  # noqa: PLW0603  (a fact about the process)
+    global _async_process_id  # noqa: PLW0603  (state of the process)
     if _async_process_id not in (None, os.getpid()):
         raise PreconditionError(
             "an AsyncClient cannot be used in a process whose parent used one before the fork: gRPC's asyncio channels "
@@ -743,7 +759,7 @@ def async_leave(
 ) -> None:
     """Close channels of another event loop: in that loop if it is running, otherwise when they are garbage-collected.
 
-    The call does not wait for the other loop, which may be waiting for this one.
+    Return without waiting for the other loop, because that loop may be waiting for this one.
     """
     if home.is_running():
         home.call_soon_threadsafe(lambda: asyncio.ensure_future(close()))
@@ -752,10 +768,10 @@ def async_leave(
             endpoint.driver.close()
 
 
-# Channels of a parent process. Closing or destroying them in a forked child could hang.
+# Channels opened by a parent process. Closing or destroying them in a forked child could hang.
 _ABANDONED: Final[list[object]] = []
 
 
 def leave(_home: int, endpoints: Mapping[Any, Any], _close: Callable[[], None]) -> None:
-    """Keep channels of a parent process referenced and unclosed."""
+    """Keep a parent process's channels open and referenced."""
     _ABANDONED.append(endpoints)

@@ -1,4 +1,4 @@
-"""Updates of a watch: the latest state of everything that changed."""
+"""Updates returned by a watch: the latest state of everything that changed."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ _NO_INDEXES = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PartitionUpdate:
-    """Current state of the changed parts of a partition. Updates may be repeated, so do not apply them as differences.
+    """The current state of the parts of a partition that changed.
+
+    Updates may repeat, so do not apply them as differences.
 
     Attributes:
         partition_id: name of the partition.
         incarnation: incarnation of the partition, 16 random bytes. A new value means that the partition was cleared and
             created again.
-        cleared: whether this incarnation was cleared, or will be sent again from the start. No other attribute is set
-            then.
+        cleared: whether this incarnation was cleared, or will be sent again from the start. If so, no other attribute
+            is set.
         summary: summary of the partition; None if unchanged since the previous update.
         samples: samples that were inserted or written to, with keys, groups, all custom_meta, `fields` and `produced`,
             as returned by `lookup_samples`; None if there are none. Pass them to `get_data` to read the data.
-        cleared_indexes: `(n,)` global indexes of removed samples.
-        cleared_keys: `(n,)` keys of the removed samples, None for a sample without a key; empty if no removed sample
-            had a key.
+        cleared_indexes: global indexes of removed samples, of shape `(n,)`.
+        cleared_keys: keys of the removed samples, of shape `(n,)`, with None for a sample without a key; empty if no
+            removed sample had a key.
         tasks: status of the tasks that have made progress.
     """
 
@@ -62,15 +64,16 @@ class PartitionUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WatchUpdate:
-    """One update of a watch.
+    """One update returned by a watch.
 
     Attributes:
-        partitions: changes, in the order in which to apply them; empty in a periodic update without changes.
-        revision: revision from which a watch can resume; all changes up to it have been yielded. None: further parts of
-            this update follow.
-        is_reset: whether to drop all known state first, because this update and the following ones up to the next
-            revision form the complete state. Set on the first update of a watch without a revision, and after missed
+        partitions: changed partitions, in the order in which to apply the changes; empty in a periodic update without
             changes.
+        revision: revision from which a watch can resume; all changes up to this revision have been yielded. None: more
+            parts of this update follow.
+        is_reset: whether to drop all known state first, because this update and those up to the next revision together
+            form the complete state. True for the first update of a watch that starts without a revision, and after
+            missed changes.
     """
 
     partitions: tuple[PartitionUpdate, ...]

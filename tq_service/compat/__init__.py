@@ -1,1 +1,1 @@
-"""Drop-in replacements for other data planes, built on the clients of this package; so far for TransferQueue only."""
+"""Drop-in replacements for other data planes, built on this package's clients; so far only for TransferQueue."""

@@ -1,4 +1,4 @@
-"""Location of the `transfer_queue` package that replaces TransferQueue. Put this directory first on PYTHONPATH.
+"""Location of the `transfer_queue` package that replaces TransferQueue. Put its directory first on PYTHONPATH.
 
 python -m tq_service.compat.transfer_queue --path
 """

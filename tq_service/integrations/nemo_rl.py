@@ -22,14 +22,14 @@ from tq_service.client.batch_meta import BatchMeta
 from tq_service.custom_meta import keeping_nulls
 from tq_service.schema import Encoding, Layout
 
-_LENGTH_TAG: Final = "input_lengths"  # tag by whose values NeMo-RL balances its ranks
+_LENGTH_TAG: Final = "input_lengths"  # tag with the values by which NeMo-RL balances its ranks
 _LEAST_WAIT_SECONDS: Final = 0.05
 _MARKER: Final = "tq_service.json"
-_REMEMBERED_IDS: Final = 65_536  # beyond this number, ids cleared by other processes are dropped
+_REMEMBERED_IDS: Final = 65_536  # with more ids than this, ids of samples cleared by other processes are dropped
 
 
 class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-RL is not installed for type checks
-    """The data plane client of one process.
+    """One process's data plane client.
 
     ::
 
@@ -41,7 +41,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         clear_samples      ──> clear_samples: the named samples, or those put by this process
 
     Args:
-        cfg: section `data_plane` of NeMo-RL's configuration. `controller_address` is the address of the service,
+        cfg: section `data_plane` in NeMo-RL's configuration. `controller_address` is the service's address,
             "host:port"; default: the value of `TQ_ADDRESS`. `namespace` separates the runs that share a service;
             default: the value of `TQ_NAMESPACE`. Size settings for TransferQueue's backends are ignored.
         bootstrap: whether this process is the driver. The driver checks at once that the service is reachable.
@@ -58,7 +58,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
     def _start(self, client: tq.Client) -> None:
         self._client = client
         self._is_clean = True
-        # Ids put by this process, by partition. clear_samples(None) clears the samples with these ids.
+        # Ids of the samples put by this process, by partition. clear_samples(None) clears these samples.
         self._put_ids: dict[str, dict[str, None]] = {}
         self._remembered_ids = _REMEMBERED_IDS
 
@@ -66,11 +66,11 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         return self._client
 
     def __setstate__(self, client: tq.Client) -> None:
-        self._start(client)  # unpickled in a new process, which has not put anything yet
+        self._start(client)  # the client was unpickled in a new process, which has not put anything yet
 
     @property
     def _used_client(self) -> tq.Client:
-        """The client, for calls that make `load_checkpoint` invalid afterwards."""
+        """The client, for use in calls after which `load_checkpoint` is not allowed."""
         self._is_clean = False
         return self._client
 
@@ -83,7 +83,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         grpo_group_size: int | None = None,
         enums: dict[str, list[str]] | None = None,
     ) -> None:
-        """Create a partition with the given tasks, which have consumed nothing yet; other tasks are rejected.
+        """Create a partition that only the given tasks can consume. These tasks start as having consumed nothing.
 
         If the partition exists with other settings but is empty, it is cleared and created again, since a later step
         may reuse the name with new settings.
@@ -185,7 +185,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         fields: TensorDict | None = None,
         tags: list[dict[str, Any]] | None = None,
     ) -> KVBatchMeta:
-        """Put fields and tags of new or existing samples in one step.
+        """Put fields and tags for new or existing samples in one step.
 
         Returns:
             References to the samples, with the fields and tags of this put.
@@ -204,7 +204,10 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         )
 
     def _remember(self, partition_id: str, sample_ids: Sequence[str]) -> None:
-        """Record ids put by this process. Drop ids cleared by others if there are many: rollout actors never clear."""
+        """Record the ids of samples put by this process.
+
+        With many ids, drop those that other processes have cleared.
+        """
         put_ids = self._put_ids.setdefault(partition_id, {})
         put_ids.update(dict.fromkeys(sample_ids))
         if len(put_ids) > self._remembered_ids:
@@ -213,7 +216,10 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
             self._remembered_ids = max(_REMEMBERED_IDS, 2 * len(self._put_ids[partition_id]))
 
     def get_samples(self, sample_ids: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
-        """Return fields of samples, in order. Rows of equal shape form a dense tensor, other rows a nested tensor."""
+        """Return fields of the samples, in order.
+
+        Rows of equal shape form a dense tensor; other rows form a nested tensor.
+        """
         if not sample_ids:
             return TensorDict({}, batch_size=(0,))
         data: TensorDict = self._used_client.get_data(
@@ -230,7 +236,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         """Remove samples; samples that do not exist are ignored.
 
         Args:
-            sample_ids: the samples to remove. None: those put by this process or, if it has put none, all samples of
+            sample_ids: the samples to remove. None: the samples put by this process; if it has put none, all samples in
                 the partition.
             partition_id: the partition.
         """
@@ -253,10 +259,10 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
             put_ids.pop(name, None)
 
     def save_checkpoint(self, checkpoint_dir: str | Path, *, metadata: dict[str, Any] | None = None) -> None:
-        """Write a checkpoint of the service, named after the directory, and record its name in the directory.
+        """Write a checkpoint of the service, named after the directory, and record that name in the directory.
 
-        The service must be started with `--checkpoint-dir`, where it writes the samples. `checkpoint_dir` only receives
-        a marker file.
+        The service must be started with `--checkpoint-dir`, and writes the samples there. `checkpoint_dir` receives
+        only a marker file.
         """
         directory = Path(checkpoint_dir)
         copy = self._client.checkpoint(f"{directory.name}-{secrets.token_hex(8)}", metadata=metadata or {})
@@ -280,7 +286,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         return dict(restored.metadata or {})
 
     def close(self) -> None:
-        """Close the client. Idempotent. The contents of the service remain."""
+        """Close the client. Idempotent. The service's contents are not affected."""
         self._client.close()
 
 

@@ -1,7 +1,7 @@
 """verl's NeoProto on top of the service: a `StorageEngine` for NeoProto's values, activated by `install`.
 
-`docs/integrations/neoproto.md` describes settings and semantics. The engine is written against
-`verl/experimental/neoproto/storage` in verl's repository, at commits 68ee5fa and 40c4bd1. No release of verl includes
+`docs/integrations/neoproto.md` describes settings and semantics. The engine implements the interface of
+`verl/experimental/neoproto/storage` at commits 68ee5fa and 40c4bd1 of verl's repository. No release of verl includes
 NeoProto yet.
 """
 
@@ -23,15 +23,15 @@ from verl.experimental.neoproto.storage.engine import Ref
 import tq_service as tq
 
 BACKEND: Final = "tq_service"
-"""The `backend` of refs to values stored by this engine."""
+"""The value of `backend` in refs to values stored by this engine."""
 
 _PARTITION: Final = "neoproto"
-# A tensor with several rows is stored row by row if each row is large enough to be fetched separately.
+# A tensor with several rows is stored row by row if its rows are large enough to be fetched separately.
 _LEAST_ROW_BYTES: Final = 1 << 10
 _MOST_ROWS: Final = 1 << 16
-_SMALL_BYTES: Final = 1 << 18  # smaller values in `put_many` share a put
+_SMALL_BYTES: Final = 1 << 18  # in `put_many`, values smaller than this share a put
 _GATHERED_BYTES: Final = 8 << 20
-_MOST_NAMED: Final = 1 << 16  # limit of samples per call
+_MOST_NAMED: Final = 1 << 16  # maximum number of samples per call
 _OBJECTS: Final = "object"
 _VALUE: Final = "value"
 _NUMBERS: Final = frozenset(
@@ -43,17 +43,19 @@ _NUMBERS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class StoredValue:
-    """Location of a value, used as the `dataptr` of refs. Can be pickled, compared and stored; keeps no value alive.
+    """Location of a value, used as a ref's `dataptr`.
+
+    It can be pickled, compared and stored, but does not keep the value alive.
 
     Attributes:
         namespace: namespace of the client that put the value.
         partition_id: partition of the value, within the namespace.
-        incarnation: incarnation of the partition, which distinguishes the value from later values under the same name.
+        incarnation: incarnation of the partition, which distinguishes the value from later values with the same name.
         first_index: index of the value's first sample.
-        row_count: number of the value's samples: one per row with `is_split`, otherwise 1.
+        row_count: number of samples that store the value: one per row with `is_split`, otherwise 1.
         field: name of the field that stores the value.
         form: type of the original value.
-        shape: shape of the tensor or array; () for an object.
+        shape: the tensor's or array's shape; () for an object.
         is_split: whether each row of the value is a separate sample.
     """
 
@@ -73,18 +75,21 @@ class StoredValue:
 
 
 def _received(*values: Any) -> StoredValue:
-    """Return the location of a value received from another process, and ensure that verl has an engine for its refs."""
+    """Return the location of a value received from another process.
+
+    Ensure that verl has an engine for refs to the value.
+    """
     _register(None)
     return StoredValue(*values)
 
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """A value in the form of rows of a field.
+    """A value, converted to rows of a field.
 
     Attributes:
-        value: location of the value, in which the samples are not set yet.
-        rows: tensor or array `(row_count, ...)`, or a list with one object.
+        value: location of the value, without its samples, which are not known yet.
+        rows: tensor or array of shape `(row_count, ...)`, or a list with one object.
         size_bytes: size of the rows in bytes; 0 for objects.
     """
 
@@ -105,18 +110,18 @@ class TqServiceStorageEngine:
         apply         ──> get and put: the result of calling a function on a value in this process
         release       ──> clear_samples
 
-    Any process may get and release values put by another process. As in verl's own engines, `release` frees values at
-    once, even if other processes have refs to them.
+    Any process may get and release values that another process put. As in verl's own engines, `release` frees values
+    immediately, even if other processes still have refs to them.
 
-    Several threads may use an engine, and forked processes may too; the engine connects on first use. Pickling an
-    engine preserves its settings.
+    Several threads and forked processes may use the same engine, which connects on first use. A pickled engine contains
+    only its settings.
 
     Args:
         address: address of the service, "host:port", or several addresses; None: the value of `TQ_ADDRESS`.
         partition_id: partition for new values. Refs to values in other partitions also work.
         namespace: namespace that separates the runs sharing a service; None: the value of `TQ_NAMESPACE`.
-        ttl_seconds: seconds after which the service frees unreleased values; None: never. Only the engine that creates
-            the partition can set this limit, when it connects or clears.
+        ttl_seconds: seconds after which the service frees unreleased values; None: never. The limit is set only by the
+            engine that creates the partition, when it connects or clears the partition.
     """
 
     backend = BACKEND
@@ -141,11 +146,11 @@ class TqServiceStorageEngine:
 
     @property
     def client(self) -> tq.Client:
-        """The client of this process, created on first use."""
+        """This process's client, created on first use."""
         connected = self._connected
         if connected is not None and connected[0] == os.getpid():
             return connected[1]
-        if connected is not None:  # the parent's client, whose lock may have been held during the fork
+        if connected is not None:  # the client belongs to the parent; its lock may have been held during the fork
             self._connecting = threading.Lock()
         with self._connecting:
             if self._connected is None or self._connected[0] != os.getpid():
@@ -173,9 +178,9 @@ class TqServiceStorageEngine:
         """Store a value and return a ref to it.
 
         Args:
-            value: a tensor on any device, an array, or an object of a type allowed in object fields.
+            value: a tensor on any device, an array, or an object whose type is allowed in object fields.
             key_hint: prefix of the ref's `uid`.
-            spec: verl's FieldSpec, whose dtype and shape are used for the ref if the value has none.
+            spec: verl's FieldSpec; its dtype and shape are used for the ref if the value has none.
 
         Raises:
             UnsupportedObjectError: objects of this type cannot be stored.
@@ -186,7 +191,7 @@ class TqServiceStorageEngine:
     def put_many(self, values: Iterable[Any], *, key_hint: str | None = None, spec: Any = None) -> list[Ref]:
         """Store values and return refs to them, in order. If a value cannot be stored, none of the values is stored.
 
-        Large values are stored one by one as they arrive, so a generator need not have all of them in memory. Small
+        Large values are stored one by one as they arrive, so a generator need not keep all of them in memory. Small
         values with the same dtype share a put.
         """
         stored: dict[int, StoredValue] = {}
@@ -226,7 +231,7 @@ class TqServiceStorageEngine:
             self._store(gathered.pop(next(iter(gathered))), stored)
 
     def _store(self, columns: Sequence[tuple[int, _Column]], stored: dict[int, StoredValue]) -> None:
-        """Put several columns of one field, and record the locations of their values."""
+        """Put several columns for one field, and record the locations of their values."""
         field = columns[0][1].value.field
         rows = _joined([column.rows for _, column in columns])
         put = self.client.put(self.partition_id, {field: rows})
@@ -239,21 +244,21 @@ class TqServiceStorageEngine:
             at += column.value.row_count
 
     def get(self, ref: Ref) -> Any:
-        """Return the value of a ref, after applying the slice and operations of the ref.
+        """Return a ref's value, after applying the ref's slice and operations.
 
         Raises:
             SampleNotFoundError, PartitionNotFoundError: the value was released or cleared; both are KeyErrors.
             ValueError: the ref belongs to another backend.
-            DataLossError: the storage service that stored the value restarted empty.
+            DataLossError: the storage service that stored the value restarted without it.
         """
         return self.get_many([ref])[0]
 
     def get_many(self, refs: Sequence[Ref | None], apply_ops: bool = True) -> list[Any]:
-        """Return the values of refs in order, and None for None. All values of the same kind are fetched in one call.
+        """Return the refs' values in order, with None for None. All values of the same kind are fetched in one call.
 
         Args:
             refs: the refs; several refs may select different rows of the same value.
-            apply_ops: whether to apply the slices and operations of the refs. False: return complete values.
+            apply_ops: whether to apply the refs' slices and operations. False: return complete values.
 
         Raises:
             SampleNotFoundError, PartitionNotFoundError, ValueError, DataLossError: see `get`.
@@ -268,7 +273,7 @@ class TqServiceStorageEngine:
         return [None if each is None else each.result() for each in wanted]
 
     def _fetch(self, group: Sequence[_Wanted]) -> None:
-        """Fetch values of the same kind: rows of one shape, or complete values of one field."""
+        """Fetch values of the same kind: either rows of one shape, or complete values from one field."""
         first = group[0].value
         indexes = np.concatenate([each.indexes for each in group])
         column: Any
@@ -299,11 +304,14 @@ class TqServiceStorageEngine:
         )
 
     def get_rows(self, ref: Ref, rows: Any) -> Any:
-        """Return rows of a value, by position in the ref's selection. NeoProto calls this to get the rows of a rank."""
+        """Return rows of a value, by position in the ref's selection.
+
+        NeoProto calls this method to get a rank's rows.
+        """
         return self.get_rows_many([ref], rows)[0]
 
     def get_rows_many(self, refs: Sequence[Ref], rows: Any) -> list[Any]:
-        """Return the same rows of several values. From tensors stored by row, only these rows are fetched."""
+        """Return the same rows from several values. If a tensor is stored by row, only these rows are fetched."""
         numbers = np.asarray(rows)
         wanted = [_Wanted(ref, apply_ops=True, rows=numbers) for ref in refs]
         together: dict[Any, list[_Wanted]] = {}
@@ -314,14 +322,14 @@ class TqServiceStorageEngine:
         return [each.result() for each in wanted]
 
     def consolidate(self, old_engine: Any, refs: Sequence[Ref]) -> Ref:
-        """Store the values of refs as one value, joined along the first dimension. The refs remain valid.
+        """Join the refs' values along the first dimension, and store the result as one value. The refs remain valid.
 
         Tensors and arrays without dimensions are stacked, and objects form an array of objects. Data that was scattered
-        over several puts and storage services is then stored together, and one call fetches it.
+        over several puts and storage services is then stored together, so one call can fetch it.
 
         Args:
-            old_engine: the engine that stores the values of the refs; None: this engine.
-            refs: at least one ref, in the order of the rows.
+            old_engine: the engine that stores the refs' values; None: this engine.
+            refs: the refs, at least one, in the order in which to join their rows.
 
         Raises:
             ValueError: there are no refs, a ref is None, or the values differ in dtype or row shape.
@@ -332,7 +340,7 @@ class TqServiceStorageEngine:
         return self.put(_consolidated(engine.get_many(list(refs))), key_hint="consolidated")
 
     def release(self, refs: Ref | Iterable[Ref | None]) -> None:
-        """Free the values of refs, even if other refs to them exist. Values that were already freed are ignored.
+        """Free the refs' values, even if other refs to these values exist. Values that were already freed are ignored.
 
         Raises:
             ValueError: a ref belongs to another backend; nothing is freed.
@@ -353,7 +361,9 @@ class TqServiceStorageEngine:
                     self.client.clear_samples(self._meta(group[0], indexes[begin : begin + _MOST_NAMED]))
 
     def apply(self, ref: Ref, fn: Callable[[Any], Any], *, key_hint: str | None = None, spec: Any = None) -> Ref:
-        """Apply a function to the value of a ref, store the result, and return a ref to it. The original value remains.
+        """Apply a function to a ref's value, store the result, and return a ref to the result.
+
+        The original value remains.
 
         The function runs in this process, since the service does not execute client code.
         """
@@ -368,7 +378,7 @@ class TqServiceStorageEngine:
         self._create_partition(client)
 
     def close(self) -> None:
-        """Close the client of this process. Idempotent. Stored values remain, and the next call reconnects."""
+        """Close this process's client. Idempotent. Stored values remain, and the next call reconnects."""
         connected, self._connected = self._connected, None
         if connected is not None and connected[0] == os.getpid():
             connected[1].close()
@@ -386,7 +396,7 @@ class _Wanted:
     Attributes:
         value: location of the value.
         indexes: indexes of the samples to fetch.
-        alike: key that is equal for refs fetched together.
+        alike: key that is equal for all refs to fetch together.
         rows: the fetched rows of these samples; None before the fetch.
     """
 
@@ -399,7 +409,7 @@ class _Wanted:
         self.rows: Any = None
         self.indexes = _indexes(value)
         self._takes_first = False
-        # The ref's operations may change the rows, so `rows` are selected from the result of the operations.
+        # The ref's operations may change the rows, so `rows` are selected from the operations' result.
         self._late_rows = rows if ref.apply_funcs else None
         early_rows = None if ref.apply_funcs else rows
         if value.is_split and (self._spec or early_rows is not None):
@@ -409,7 +419,7 @@ class _Wanted:
             self.indexes = value.first_index + np.atleast_1d(kept)
             self._takes_first = np.ndim(kept) == 0
             is_paired = any(isinstance(dim, (list, tuple, np.ndarray)) for dim in self._spec[1:])
-            # Lists for several axes select pairs of indices, so the selector of the first axis must remain a list.
+            # Lists for several axes select pairs of indices, so the first axis's selector must remain a list.
             first: Any = 0 if self._takes_first else slice(None)
             if is_paired and isinstance(self._spec[0], (list, tuple, np.ndarray)):
                 first = list(range(self.indexes.size))
@@ -438,7 +448,10 @@ class _Wanted:
 
 
 def apply_slice(value: Any, spec: Sequence[Any]) -> Any:
-    """Apply verl's `SliceSpec`, which has one selector per axis; only the first applies to lists and objects."""
+    """Apply verl's `SliceSpec`, which has one selector per axis.
+
+    For lists and objects, only the first selector applies.
+    """
     if not isinstance(value, (torch.Tensor, np.ndarray)):
         picked = _axis_indices(spec[0], len(value))
         return value[int(picked)] if np.ndim(picked) == 0 else [value[int(each)] for each in picked]
@@ -446,7 +459,7 @@ def apply_slice(value: Any, spec: Sequence[Any]) -> Any:
 
 
 def _selector(dim: Any, length: int) -> Any:
-    """Convert an axis selector to a form that torch and numpy accept. Two composed selectors become one list."""
+    """Convert an axis selector to a form that torch and numpy accept. Composed selectors become a single list."""
     if dim is None:
         return slice(None)
     if isinstance(dim, (int, np.integer)):
@@ -458,14 +471,14 @@ def _selector(dim: Any, length: int) -> Any:
 
 
 def _axis_indices(dim: Any, length: int) -> NDArray[np.int64]:
-    """Return the indices that an axis selector selects; a scalar if the selector removes the axis.
+    """Return the indices that an axis selector selects, or a scalar if the selector removes the axis.
 
     Raises:
         IndexError: an index is out of range.
     """
     indices: Any = np.arange(length, dtype=np.int64)
     is_composed = isinstance(dim, tuple) and not all(isinstance(each, (int, np.integer)) for each in dim)
-    for each in dim if is_composed else (dim,):  # verl passes two selectors of an axis if it cannot combine them
+    for each in dim if is_composed else (dim,):  # verl passes two selectors for an axis if it cannot combine them
         indices = indices[_plain(each)]
     return np.asarray(indices, np.int64)
 
@@ -482,7 +495,7 @@ def _plain(dim: Any) -> Any:
 
 
 def _column_of(value: Any, partition_id: str) -> _Column:
-    """Convert a value to rows of a field. The field is chosen by dtype and number of dimensions."""
+    """Convert a value to rows of a field. The dtype and the number of dimensions determine the field."""
     form: Literal["tensor", "array", "object"] = "object"
     dtype, size_bytes = "", 0
     if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested:
@@ -493,7 +506,7 @@ def _column_of(value: Any, partition_id: str) -> _Column:
     shape = tuple(value.shape) if form != "object" else ()
     if form == "object" or not all(shape):  # a put needs at least one row
         stored = StoredValue("", partition_id, b"", 0, 1, _OBJECTS, "object", (), is_split=False)
-        return _Column(stored, [{_VALUE: value}], size_bytes)  # a dict: a list of numbers would become numbers
+        return _Column(stored, [{_VALUE: value}], size_bytes)  # in a dict, since a list of numbers would become numbers
     is_split = len(shape) > 1 and 1 < shape[0] <= _MOST_ROWS and size_bytes >= _LEAST_ROW_BYTES * shape[0]
     field = f"{dtype}.{len(shape) - is_split}"
     stored = StoredValue("", partition_id, b"", 0, shape[0] if is_split else 1, field, form, shape, is_split=is_split)
@@ -501,7 +514,7 @@ def _column_of(value: Any, partition_id: str) -> _Column:
 
 
 def _joined(columns: Sequence[Any]) -> Any:
-    """Concatenate the rows of several columns of one field."""
+    """Concatenate the rows of several columns for one field."""
     if len(columns) == 1:
         return columns[0]
     if isinstance(columns[0], list):
@@ -535,7 +548,7 @@ def _consolidated(values: Sequence[Any]) -> Any:
 
 
 def _described(value: Any, spec: Any) -> tuple[str, tuple[int, ...] | None]:
-    """Return the dtype and shape to set in a ref, determined as in verl's own engines."""
+    """Return the dtype and shape to set in a ref; verl's own engines determine them in the same way."""
     given = getattr(spec, "dtype", None)
     is_column = isinstance(value, (torch.Tensor, np.ndarray))
     if given not in {None, "object"}:
@@ -578,8 +591,8 @@ def install(engine: TqServiceStorageEngine | None = None, *, clear_at_exit: bool
 
     Args:
         engine: the engine to use; None: a new engine for `TQ_ADDRESS`.
-        clear_at_exit: whether to free all values of the engine's partition when this process ends; intended for the
-            driver of a run.
+        clear_at_exit: whether to free all values in the engine's partition when this process ends; intended for a run's
+            driver.
 
     Returns:
         The engine that is now the default.
@@ -595,16 +608,17 @@ def install(engine: TqServiceStorageEngine | None = None, *, clear_at_exit: bool
 
 
 def _clear_quietly(engine: TqServiceStorageEngine) -> None:
-    with suppress(tq.TqError):  # the service may have ended already
+    with suppress(tq.TqError):  # the service may already have stopped
         engine.clear()
     engine.close()
 
 
 def _register(engine: TqServiceStorageEngine | None) -> None:
-    """Register an engine with verl for refs of this backend. None: one for `TQ_ADDRESS`, unless one is registered.
+    """Register an engine with verl for refs with this backend.
 
-    verl finds engines through a dict and, when refs are released, through a function that only supports verl's own
-    backends.
+    None: a new engine for `TQ_ADDRESS`, unless an engine is already registered.
+
+    verl finds engines in a dict. When it releases refs, it uses a function that supports only verl's own backends.
     """
     from verl.experimental.neoproto import neo  # noqa: PLC0415  (verl's module imports the engine module)
     from verl.experimental.neoproto.storage import default  # noqa: PLC0415  (as above)

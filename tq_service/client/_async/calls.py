@@ -1,4 +1,4 @@
-"""Channels of one client, the calls on them, and the state shared by all parts of a client."""
+"""A client's channels, the calls made on them, and the state shared by all parts of the client."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _CLOSE_SECONDS: Final = 5.0
 
 
 class AsyncEndpoint:
-    """A channel to one address, with the calls on it."""
+    """A channel to one address, and the calls made on it."""
 
     def __init__(self, address: str, calls: AsyncCalls) -> None:
         self.address = address
@@ -81,12 +81,12 @@ class AsyncEndpoint:
         self._outage = Outage(address, calls.credentials.tls)
 
     def metadata(self) -> Metadata | None:
-        """Return the metadata of a call: the token and, if the call is traced, the trace context."""
+        """Return the metadata to send with a call: the token and, if the call is traced, the trace context."""
         return metadata_of(self._calls.credentials.metadata(), carried())
 
     @contextmanager
     def errors(self, deadline: Deadline, *, is_retried: bool = True) -> Iterator[None]:
-        """Convert gRPC errors on this channel to TqError, and track whether the service is reachable."""
+        """Convert gRPC errors raised on this channel to TqError, and track whether the service is reachable."""
         began = time.monotonic()
         try:
             yield
@@ -108,7 +108,7 @@ class AsyncEndpoint:
 
 
 async def async_close_all(endpoints: dict[Any, AsyncEndpoint]) -> None:
-    """Close the channels of one event loop or process, and cancel calls in flight."""
+    """Close the channels opened by one event loop or process, and cancel calls in flight."""
     while endpoints:
         _, endpoint = endpoints.popitem()
         endpoint.driver.close()
@@ -117,10 +117,9 @@ async def async_close_all(endpoints: dict[Any, AsyncEndpoint]) -> None:
 
 
 class AsyncCalls:
-    """The channels of one client, with the calls on them.
+    """A client's channels, and the calls made on them.
 
-    Channels are opened on first use, separately for each event loop and process. An empty address refers to the leading
-    controller.
+    Each event loop and process opens its own channels, on first use. An empty address refers to the leading controller.
 
     Attributes:
         controllers: controllers known to the client.
@@ -132,8 +131,8 @@ class AsyncCalls:
         self.credentials = credentials
         self.namespace = namespace
         self._opening = credentials.signature(), self.controllers.has_several
-        # By event loop or process, then by address and channel settings. Outdated channels may still have calls in
-        # flight.
+        # Keyed by event loop or process, then by address and channel settings. Calls may still be in flight on outdated
+        # channels.
         self._channels: dict[Any, dict[tuple[str, tuple[Signature, bool]], AsyncEndpoint]] = {}
         self.closed = False
 
@@ -176,7 +175,7 @@ class AsyncCalls:
         deadline: Deadline,
         note: Callable[[TqError], object] = lambda failure: None,
     ) -> T:
-        """Return the result of `attempt`; on UnavailableError, retry it with back-off until the deadline.
+        """Call `attempt` and return its result; on UnavailableError, retry with back-off until the deadline.
 
         `note` is called with each TqError.
         """
@@ -197,7 +196,7 @@ class AsyncCalls:
         wait: Deadline,
         deadline: Deadline,
     ) -> T:
-        """Call `attempt` with the remaining seconds of `wait` until its result is not "not yet" or no time remains."""
+        """Call `attempt` with the remaining seconds of `wait`. Retry while it returns "not yet" and time remains."""
         backoff: Backoff | None = None
         while True:
             asked = time.monotonic()
@@ -209,7 +208,7 @@ class AsyncCalls:
                 await async_sleep(min(backoff.pause(), wait.remaining()))
 
     async def unary(self, kind: type[Response], request: Message, deadline: Deadline, address: str = "") -> Response:
-        """Make the unary call that has this response type, retried until the deadline."""
+        """Make the unary call that has this response type, retrying until the deadline."""
         return await self.retried(lambda: self.unary_once(kind, request, deadline, address), deadline)
 
     async def unary_once(
@@ -231,14 +230,14 @@ class AsyncCalls:
             raise PreconditionError("the client is closed; create a new one")
 
     def leave_outdated(self) -> None:
-        """Close channels whose settings are outdated; calls in flight on them may finish."""
+        """Close channels with outdated settings; calls in flight on these channels may finish."""
         self._opening = self.credentials.signature(), self.controllers.has_several
         for (_, opening), endpoint in list(self._here().items()):
             if opening != self._opening:
                 endpoint.driver.close()
 
     async def aclose(self) -> None:
-        """Close all channels and cancel calls in flight. Calls of other event loops are cancelled soon after."""
+        """Close all channels and cancel calls in flight. Calls made in other event loops are cancelled soon after."""
         self.closed = True
         if not self._channels:
             return
@@ -250,7 +249,7 @@ class AsyncCalls:
 
 
 class AsyncBase:
-    """Base class of the parts of a client. See `AsyncClient`."""
+    """Base class for the parts of a client. See `AsyncClient`."""
 
     def __init__(
         self,
@@ -275,7 +274,7 @@ class AsyncBase:
         self._lines_of: dict[Any, Lines] = {}  # lines of puts, by event loop or process
         self._apart: dict[str, float] = {}  # when each partition's puts may be gathered again
         self._refused_lists: deque[str] = deque(maxlen=_MOST_REFUSALS)  # partitions that refused lists, see `put`
-        if "torch" in sys.modules:  # do not import torch, which takes seconds, if `get_data` may never be called
+        if "torch" in sys.modules:  # otherwise import torch, which takes seconds, only when `get_data` is called
             import_tensordict()
 
     @property
@@ -290,13 +289,13 @@ class AsyncBase:
     async def _ask(
         self, kind: type[Response], timeout: float | None, *, batch: BatchMeta | None = None, **arguments: Any
     ) -> Response:
-        """Make a call to the controller, retried until the timeout, and merge the pages of a list into one answer.
+        """Call the controller, retrying until the timeout, and merge the pages of a list into one answer.
 
         Args:
             kind: the response type, which determines the call and its request type.
             timeout: seconds until the call fails; None: the client's `timeout`.
-            batch: a batch of the partition to call. None: `partition_id`, if passed, is a name in the client's
-                namespace.
+            batch: a batch whose partition the call refers to. None: `partition_id`, if passed, is a name in the
+                client's namespace.
             **arguments: fields of the request; see `request_of`.
         """
         if batch is not None:
@@ -346,7 +345,7 @@ class AsyncBase:
     async def aclose(self) -> None:
         """Send outstanding calls, such as claim releases, and close the channels.
 
-        Gathered puts that have not been sent are sent first, and the call waits for the answers to all puts.
+        First sends gathered puts that have not been sent yet, and waits until all puts are answered.
         """
         await self._background_calls.drain()
         await self._send_gathered()

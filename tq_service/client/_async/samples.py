@@ -1,4 +1,7 @@
-"""Producer calls on samples. A put is placed on a storage service, sent there, and then committed."""
+"""Producer calls on samples.
+
+The client chooses a storage service for a put, sends the put there, and then commits it.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,7 @@ _MOST_LOSSES: Final = 3
 
 
 def _measured(began_at: float, size_bytes: int) -> None:
-    """Report the duration and size of a put with columns to the probes."""
+    """Report to the probes the duration and size of a put that contains columns."""
     if (collected := collected_here.get()) is not None:
         collected.note(Stage.PUT, began_at, size_bytes=size_bytes, is_call=True)
     for probe in probes:
@@ -87,7 +90,7 @@ def _measured(began_at: float, size_bytes: int) -> None:
 
 
 class AsyncSampleCalls(AsyncBase):
-    """The producer calls of the client. See `AsyncClient`."""
+    """The client's producer calls. See `AsyncClient`."""
 
     async def put(
         self,
@@ -112,7 +115,7 @@ class AsyncSampleCalls(AsyncBase):
             client.put("train", {"prompt": prompts}, keys=names)  # new samples of a partition
             client.put(batch, {"reward": rewards})                # more columns for the samples of a batch
 
-        Existing values are overwritten, which does not change the consumption of the samples by tasks.
+        The put overwrites existing values, but does not change which tasks have consumed the samples.
 
         Concurrent small puts are combined into one call; see `AsyncClient`.
 
@@ -120,29 +123,29 @@ class AsyncSampleCalls(AsyncBase):
         encodes large data in a thread.
 
         Args:
-            target: a partition (created on first use), to put new samples or samples named by `keys`; or the metadata
-                of existing samples.
+            target: a partition, for new samples or for those named by `keys` (the first put creates the partition); or
+                the metadata of existing samples.
             data: a TensorDict, or a dict of columns. A dense column is a tensor or array `(n, ...)`, or a list of `n`
-                numbers (stored as int64, float64 or bool). A jagged column is a jagged nested tensor. A list of tensors
-                with at least one dimension, or of lists of numbers, is jagged if the row shapes differ, else dense. A
+                numbers (stored as int64, float64 or bool). A jagged column is a jagged nested tensor. A list of lists
+                of numbers, or of tensors with at least one dimension, is jagged if the row shapes differ, else dense. A
                 list of strings, bytes, None, JSON-like values or dicts with tensors is a column of objects. A field of
                 objects accepts any list. Object arrays, `NonTensorStack` and `NonTensorData` are always objects.
-                `NonTensorData` is one value for all rows, as in tensordict's `tolist()`. None: put only metadata or
-                state.
+                `NonTensorData` is a single value shared by all rows, as in tensordict's `tolist()`. None: put only
+                metadata or state.
             keys: `n` unique keys, as a list or an array of strings; at most 16,384 per call.
             key_mode: "upsert" (default): a key refers to its existing sample, or creates one. "new": every key must be
                 new. "existing": every key must exist.
-            groups: the group of each new sample, at most 16,384 per call. Samples without a group have None in a list,
-                or "" in an array of strings.
-            group_size: number of members in a complete group. A rollout counts as one member, and so does a sample
-                without one.
-            rollouts: the rollout of each new sample (for example, the samples are the turns of an agent), in the form
-                of `groups`. A rollout belongs to the group of its first sample.
-            ends_rollouts: whether to close the rollouts of these samples, new or existing, to further samples.
+            groups: the group of each new sample, at most 16,384 per call. For a sample without a group, pass None in a
+                list, or "" in an array of strings.
+            group_size: number of members in a complete group. A rollout counts as one member, as does a sample without
+                a rollout.
+            rollouts: the rollout of each new sample, in the same form as `groups`; for example, a rollout's samples are
+                an agent's turns. A rollout belongs to the group of its first sample.
+            ends_rollouts: whether to close the rollouts of these samples, both new and existing, to further samples.
             custom_meta: `n` mappings of names to JSON values; or one mapping of names to arrays, tensors or lists of
-                `n` values, which is by far the fastest form for many samples. New values merge with existing ones: None
-                removes a value, `tq.JSON_NULL` stores null. The first number, bool or string under a name sets its
-                type; claims compare and order by values of this type only.
+                `n` values, which is by far the fastest form for many samples. New values are merged with existing ones:
+                None removes a value, `tq.JSON_NULL` stores null. The first number, bool or string stored under a name
+                determines the name's type; claims compare and order only values of this type.
             state: the state of the samples: "live" (default for new samples), "held" or "failed".
             fenced: whether to refuse the put if samples of a leased claim are no longer leased to this worker. False:
                 do not check; the put may then overwrite newer data from another worker.
@@ -151,23 +154,24 @@ class AsyncSampleCalls(AsyncBase):
                 live, unless `state` is given.
             return_meta: "written" returns the metadata written by this put; "all" returns all current metadata of the
                 samples, in the same call, for at most 65,536 samples.
-            timeout: seconds until the call fails; None: the client's `timeout`. A put waits for capacity at most this
-                long.
+            timeout: seconds until the call fails; None: the client's `timeout`. The timeout also limits how long the
+                put waits for capacity.
 
         Returns:
             The samples with the given fields, keys, groups, rollouts and custom_meta. With `return_meta="all"`, the
-            samples as returned by `lookup_samples`: with every field that at least one sample has; `produced` shows
-            which samples have it. Pass the batch to `get_data` to read the data.
+            samples as returned by `lookup_samples`: they list every field that at least one sample has, and `produced`
+            shows which samples have the field. Pass the batch to `get_data` to read the data.
 
         Raises:
             InvalidArgumentError: row counts differ, keys are repeated, or the put is empty; or `ack` is set and the
-                metadata is not from one leased claim, splits a group, or `fenced` is False.
+                metadata does not belong to a single leased claim, the metadata splits a group, or `fenced` is False.
             FieldMismatchError: a field has another dtype or number of dimensions, or its declared layout does not allow
                 these rows.
             UnsupportedObjectError: a Python object can only be pickled, which is not supported; nothing was sent.
             KeyNotFoundError, AlreadyExistsError: `key_mode` does not allow one of the keys.
-            PartitionSealedError: the partition is sealed and the put has new samples; or its upsert has columns that
-                existing samples already have, perhaps from another run. `key_mode="existing"` overwrites them.
+            PartitionSealedError: the partition is sealed, and the put either adds new samples or upserts columns that
+                existing samples already have (perhaps from another run). `key_mode="existing"` overwrites these
+                columns.
             LeaseExpiredError: samples of a leased claim are neither leased to this worker nor acknowledged by it;
                 nothing is written. See `ack` and `fenced`.
             StaleIncarnationError: the partition was cleared after the metadata was returned.
@@ -179,7 +183,7 @@ class AsyncSampleCalls(AsyncBase):
             check_ack(metadata, fenced=fenced)
         if metadata is not None:
             check_is_batch(metadata)
-            if not metadata.size:  # no call for an empty batch, so all ranks can run the same program
+            if not metadata.size:  # make no call for an empty batch, so that all ranks can run the same program
                 if data is not None and any(len(column) for column in data.values()):
                     raise InvalidArgumentError(
                         "data has rows, but metadata names no samples; put one row per sample", field="data"
@@ -251,11 +255,11 @@ class AsyncSampleCalls(AsyncBase):
     ) -> None:
         """Put data that all samples of a group share, such as the image of their prompt; it is stored once per group.
 
-        Declare the fields with `FieldSpec(..., scope="group")` when you create the partition. All samples of a group
-        have the field once the group has a value, whether the samples or the value were put first. Samples without a
-        group never have it. A rollout in a group has the fields of that group. A value is freed with the last sample of
-        its group. A group without samples keeps its values until the partition is sealed, or
-        `clear_samples(groups=...)` names the group.
+        Declare the fields with `FieldSpec(..., scope="group")` when you create the partition. Once the group has a
+        value, all of its samples have the field, regardless of whether the samples or the value were put first. Samples
+        without a group never have the field. A rollout in a group has that group's fields. A group's values are freed
+        when its last sample is removed. If a group has no samples yet, its values are kept until the partition is
+        sealed or `clear_samples(groups=...)` clears the group.
 
         Args:
             partition_id: the partition.
@@ -263,9 +267,9 @@ class AsyncSampleCalls(AsyncBase):
             groups: `n` distinct group names, as a list or an array of strings; at most 16,384 per call.
             existing: whether to require that all groups already have samples. Such a put may use the capacity reserved
                 for columns of existing samples, so a full service can still drain.
-            timeout: seconds until the call fails; None: the client's `timeout`. A put waits at most this long for
-                capacity in the storage services. The put does not wait for the limits of the partition, but its bytes
-                count towards these limits and may delay new samples.
+            timeout: seconds until the call fails; None: the client's `timeout`. The timeout also limits how long the
+                put waits for capacity in the storage services. The put does not wait for the partition's limits, but
+                its bytes count towards these limits and may delay new samples.
 
         Raises:
             InvalidArgumentError: a field is not declared with group scope, or a group name is repeated or empty.
@@ -309,18 +313,18 @@ class AsyncSampleCalls(AsyncBase):
         The samples must be held and leased to the caller: slots, or samples claimed by `claim(held=True,
         lease=...)`. The appended values of a cell are concatenated in order along the first dimension of its rows, and
         `get_data` returns them as one value. A field that does not exist is created as a jagged field with the dtype of
-        the data. A cell accepts 1,024 appends; a `put` of the field replaces all of them with one value. Pass the
-        returned batch to `get_data`: a batch claimed or looked up before the append refers to the older cells.
+        the data. A cell accepts at most 1,024 appends; a `put` of the field replaces all of them with one value. Pass
+        the returned batch to `get_data`: a batch claimed or looked up before the append refers to the older cells.
 
         Args:
-            metadata: samples of one leased claim.
+            metadata: samples from one leased claim.
             data: the values to append to each of the `n` samples, in the forms accepted by `put`, except objects and
                 scalars.
             at: the current length of each sample's fields in the first dimension, `n` values; 0 if the sample does not
                 have the field. All fields of `data` must have this length; append fields of other lengths in separate
                 calls.
-            timeout: seconds until the call fails; None: the client's `timeout`. An append waits for capacity at most
-                this long.
+            timeout: seconds until the call fails; None: the client's `timeout`. The timeout also limits how long the
+                append waits for capacity.
 
         Returns:
             The samples with the fields of `data`.
@@ -331,7 +335,7 @@ class AsyncSampleCalls(AsyncBase):
                 written.
             LeaseExpiredError: a sample is no longer leased to this worker, or was acknowledged; nothing is written.
             FieldMismatchError: a field has another dtype or shape, or cannot be jagged.
-            InvalidArgumentError: `metadata` is not from one leased claim, or the counts differ.
+            InvalidArgumentError: `metadata` does not belong to a single leased claim, or the counts differ.
             QuotaExceededError: no capacity became available in time, or the append is larger than the quota.
         """
         check_leased(metadata)
@@ -358,14 +362,14 @@ class AsyncSampleCalls(AsyncBase):
     ) -> None:
         """Shorten jagged fields of unfinished samples to a given length and discard the values beyond it.
 
-        A field cut to length 0 is no longer produced, as if it had never been put. Storage is freed per append,
-        starting with the last: the bytes of an append are freed once all of its values are discarded.
+        A field cut to length 0 is treated as if it had never been put. Storage is freed one append at a time, starting
+        with the last: an append's bytes are freed once all of its values are discarded.
 
         Args:
-            metadata: samples of one leased claim, which must be held; see `append`.
+            metadata: held samples from one leased claim; see `append`.
             to: the new length of each sample, `n` values; all fields in `data_fields` are cut to it in the first
                 dimension.
-            data_fields: the fields to cut; a field that a sample does not have counts as length 0.
+            data_fields: the fields to cut; a field that a sample lacks counts as having length 0.
             timeout: seconds until the call fails; None: the client's `timeout`.
 
         Raises:
@@ -373,8 +377,8 @@ class AsyncSampleCalls(AsyncBase):
                 `expected`), or a sample is not held (SAMPLE_NOT_HELD); nothing is cut.
             LeaseExpiredError: a sample is no longer leased to this worker, or was acknowledged; nothing is cut.
             FieldMismatchError: a field is not jagged in its first dimension.
-            InvalidArgumentError: `metadata` is not from one leased claim, `to` does not have one length per sample, or
-                `data_fields` is empty.
+            InvalidArgumentError: `metadata` does not belong to a single leased claim, `to` does not have one length per
+                sample, or `data_fields` is empty.
         """
         check_leased(metadata)
         lengths = row_lengths("to", to, metadata.size)
@@ -392,20 +396,20 @@ class AsyncSampleCalls(AsyncBase):
         )
 
     async def _held_fields(self, full_partition_id: str, deadline: Deadline) -> dict[str, FieldSpec]:
-        """Return the fields of a partition by name, or an empty dict if the partition does not exist."""
+        """Return a dict of the partition's fields by name; it is empty if the partition does not exist."""
         try:
             return await self._fields_of(full_partition_id, deadline)
         except PartitionNotFoundError:
             return {}
 
     def _alone(self, put: Put) -> JointPut | None:
-        """Wrap a put that must be sent separately in a joint put; return None if it may be combined with others."""
+        """Return a joint put that contains only this put, or None if the put may be combined with other puts."""
         may_be_gathered = self.gathers_puts and put.likeness is not None
         is_gathered = may_be_gathered and time.monotonic() >= self._apart.get(put.write.partition_id, 0.0)
         return None if is_gathered else JointPut((put,))
 
     async def _write(self, put: Put, alone: JointPut | None, deadline: Deadline) -> BatchMeta:
-        """Write the put of one call, either separately or combined with concurrent puts of other calls."""
+        """Write the put made by one call, either separately or combined with concurrent puts from other calls."""
         if alone is None:
             likeness = put.likeness, self._credentials.metadata()
             lines = self._lines()
@@ -426,11 +430,11 @@ class AsyncSampleCalls(AsyncBase):
         return Answered(await self._send(alone, deadline), self._namespace).part(put.write)
 
     async def _lead(self, lines: Lines, leader: Member) -> None:
-        """Send the batch led by a caller and record the service's answer.
+        """Send the batch of puts that a caller leads, and record the service's answer.
 
         Raises:
             TqError: the outcome of the batch is unknown, so another caller must resume it; or the service refused a
-                batch of one put.
+                batch that contained only one put.
         """
         if leader.line.batches:
             await async_sleep(0)  # let puts from the same event-loop iteration join
@@ -447,7 +451,7 @@ class AsyncSampleCalls(AsyncBase):
                 if isinstance(error, DeadlineError) and leader.line.failure is not None:
                     raise leader.overdue() from error  # the last try was short, so report earlier failures
                 raise
-            if seconds is not None:  # for some seconds, send puts separately: each waits for capacity
+            if seconds is not None:  # send puts separately for some seconds; each then waits for capacity
                 self._keep_apart(leader.put.write.partition_id, seconds)
         lines.end(batch, answered)
 
@@ -460,7 +464,7 @@ class AsyncSampleCalls(AsyncBase):
         self._apart[full_partition_id] = now + seconds
 
     def _lines(self) -> Lines:
-        """Return the lines of this event loop or process; drop the lines of those that no longer exist."""
+        """Return the lines of this event loop or process; drop those of loops and processes that no longer exist."""
         home = async_current_home()
         lines = self._lines_of.get(home)
         if lines is None:
@@ -473,11 +477,11 @@ class AsyncSampleCalls(AsyncBase):
     async def _send(
         self, joint: JointPut, deadline: Deadline, note: Callable[[TqError], object] = lambda failure: None
     ) -> Any:
-        """Send puts and commit them. Start again if a service becomes unavailable before the commit.
+        """Send puts and commit them. Start over if a service becomes unavailable before the commit.
 
         Args:
             joint: the puts to send.
-            deadline: deadline of all tries together.
+            deadline: deadline for all tries together.
             note: function called with the failure of each try.
         """
         loss_count = 0
@@ -490,7 +494,7 @@ class AsyncSampleCalls(AsyncBase):
                 return await self._put_where_placed(joint, deadline, note)
             except TqError as error:
                 self._placement.end()
-                # The put was lost before its commit: the service restarted, or the put exceeded its time limit.
+                # The put was lost before its commit, because the service restarted or the put exceeded its time limit.
                 if not isinstance(error, DataLossError | PutNotFoundError) or loss_count == _MOST_LOSSES:
                     raise
                 loss_count += 1
@@ -551,7 +555,7 @@ class AsyncSampleCalls(AsyncBase):
             return await self._calls.retried(
                 lambda: self._calls.unary_once(commit_pb2.CommitResponse, commit, deadline), patience, note
             )
-        except UnavailableError as given_up:  # drop the try count of the commit; the caller counts the put's tries
+        except UnavailableError as given_up:  # omit the commit's try count; the caller counts the put's tries
             raise given_up.__cause__ or given_up from None
 
     async def allocate(
@@ -563,27 +567,29 @@ class AsyncSampleCalls(AsyncBase):
         lengths: Mapping[str, ArrayLike] = MappingProxyType({}),
         timeout: float | None = None,
     ) -> TensorDict:
-        """Allocate columns in shared memory, to be filled in place and put once without a copy on the service's host.
+        """Allocate columns in shared memory. On the service's host, columns filled in place are put without a copy.
 
-        Put all of the columns together, in the same order, to the same partition. That put is only a commit, and the
-        columns become the stored data: do not write to them afterwards; allocate new ones. If the service does not
+        Put all of the columns together, in the same order, into the same partition. That put is only a commit, and the
+        columns become the stored data. Do not write to them afterwards; allocate new ones. If the service does not
         share memory with this process, or stores puts elsewhere (data directory, mirror), the columns are in ordinary
-        memory. The put then copies them. Any other put of the columns (a part, another order or partition) copies them
-        too. The initial contents are undefined. A forked child process must not use the columns.
+        memory. In this case, the put copies the columns. Any other put of the columns (only some of them, in another
+        order, or into another partition) also copies them. The initial contents are undefined. A forked child process
+        must not use the columns.
 
         The capacity is reserved until the put is cleared. Columns that are not put within the service's
         `put_ttl_seconds` lose their reservation, and a later put copies them.
 
         Args:
-            partition_id: the partition that the columns will be put to.
+            partition_id: the partition into which the columns will be put.
             fields: name, dtype and row shape of each field; -1 marks a ragged dimension of a jagged field.
             row_count: number of samples.
-            lengths: for each jagged field, the size of each row `(n,)`, or `(n, dims)` with several ragged dimensions.
-            timeout: seconds until the call fails; None: the client's `timeout`. The call waits for capacity at most
-                this long.
+            lengths: for each jagged field, the row sizes, an array of shape `(n,)`, or `(n, dims)` if several
+                dimensions are ragged.
+            timeout: seconds until the call fails; None: the client's `timeout`. The timeout also limits how long the
+                call waits for capacity.
 
         Returns:
-            A TensorDict of batch size `[n]` or a dict, whichever `get_data` returns.
+            The columns in the type that `get_data` returns: a TensorDict with batch size `[n]`, or a dict.
 
         Raises:
             InvalidArgumentError: a field contains objects, or its size is unknown.
@@ -632,12 +638,12 @@ class AsyncSampleCalls(AsyncBase):
             row_count: number of samples; None: the length of `keys`, `custom_meta`, `groups` or `rollouts`.
             keys: unique keys; at most 16,384 per call.
             groups: the group of each sample, None for samples without a group; at most 16,384 per call.
-            group_size: number of members in a complete group. A rollout counts as one member, and so does a sample
-                without one.
+            group_size: number of members in a complete group. A rollout counts as one member, as does a sample without
+                a rollout.
             rollouts: the rollout of each sample; see `put`.
             ends_rollouts: whether to close these rollouts to further samples.
-            custom_meta: mappings of names to JSON values, or columns. `put` describes these forms, also those of keys
-                and groups.
+            custom_meta: mappings of names to JSON values, or columns. See `put` for these forms, and for the forms of
+                keys and groups.
             state: the state of the samples: "live" (default), "held" or "failed".
             timeout: seconds until the call fails; None: the client's `timeout`.
 
@@ -670,7 +676,7 @@ class AsyncSampleCalls(AsyncBase):
     async def set_custom_meta(
         self, metadata: BatchMeta, custom_meta: MetaGiven, *, fenced: bool = True, timeout: float | None = None
     ) -> None:
-        """Write custom_meta of samples. New values merge with existing ones.
+        """Write the samples' custom_meta. New values are merged with existing ones.
 
         Args:
             metadata: the samples.
@@ -720,7 +726,7 @@ class AsyncSampleCalls(AsyncBase):
         limit: int | None = None,
         timeout: float | None = None,
     ) -> tuple[BatchMeta, list[Any]]:
-        """Return samples with all their metadata, and the names without samples.
+        """Return samples with all their metadata, and the requested names that match no sample.
 
         The metadata includes keys, groups, rollouts, custom_meta and every field that at least one sample has;
         `produced` shows which samples have it.
@@ -733,14 +739,14 @@ class AsyncSampleCalls(AsyncBase):
             global_indexes: indexes of samples, instead of keys.
             groups: names of groups, to look up all of their members.
             rollouts: names of rollouts, to look up all of their samples. Without keys, indexes, groups and rollouts,
-                every sample of the partition is looked up, including held and failed ones.
+                the call looks up every sample in the partition, including held and failed ones.
             where: conditions `(column, operator, value)` on custom_meta, as for `claim`; a sample must satisfy all
                 of them.
-            task_name: a consumer. `consumed`, `leased` and `dead_lettered` of the result then show the state of each
-                sample for this task.
+            task_name: a task; the result's `consumed`, `leased` and `dead_lettered` then show each sample's state for
+                this task.
             min_count: number of matching samples to wait for; None: 1.
-            max_wait: seconds to wait for the partition and for `min_count` samples. Then the call returns the existing
-                samples. The call returns earlier if the partition is sealed with fewer samples. 0: do not wait,
+            max_wait: seconds to wait for the partition and for `min_count` samples. After that, the call returns the
+                samples that exist. It returns earlier if the partition is sealed with fewer samples. 0: do not wait,
                 ignoring `min_count`.
             missing_ok: whether to accept a missing partition (as empty) and a task that has not claimed yet (as having
                 consumed nothing).
@@ -749,8 +755,8 @@ class AsyncSampleCalls(AsyncBase):
             timeout: seconds beyond `max_wait` until the call fails; None: the client's `timeout`.
 
         Returns:
-            The samples, and the keys, indexes, groups or rollouts without samples. Samples requested by name are in the
-            order of the names, all others in insertion order.
+            The samples, and the keys, indexes, groups or rollouts that match no sample. Samples requested by name are
+            in the order of the names; otherwise, samples are in insertion order.
 
         Raises:
             PartitionNotFoundError: the partition does not exist, unless `missing_ok`.
@@ -801,7 +807,10 @@ class AsyncSampleCalls(AsyncBase):
     async def _first_page(
         self, request: pb.LookupSamplesRequest, wait: Deadline, deadline: Deadline
     ) -> pb.LookupSamplesResponse:
-        """Poll until enough samples exist or the wait is over. The server may limit how long a single call waits."""
+        """Poll until enough samples exist or `max_wait` has passed.
+
+        The server may limit how long a single call waits.
+        """
 
         async def attempt(max_wait: float) -> pb.LookupSamplesResponse:
             request.ClearField("max_wait")
@@ -816,7 +825,7 @@ class AsyncSampleCalls(AsyncBase):
     async def tags(
         self, partition_id: str, keys: Iterable[str] | None = None, *, timeout: float | None = None
     ) -> dict[str, dict[str, Any]]:
-        """Return the custom_meta of samples as a dict by key.
+        """Return a dict that maps the samples' keys to their custom_meta.
 
         Args:
             partition_id: the partition.
@@ -853,11 +862,13 @@ class AsyncSampleCalls(AsyncBase):
             groups: names of groups, to remove all of their members.
             rollouts: names of rollouts, to remove all of their samples; can be combined with `groups`.
             skipped_by: a task, to remove all samples that the task will never get (its `skipped_count`). These are
-                samples that failed before the task claimed them, its dead-lettered samples, and, if it needs complete
-                groups, the remainder of groups that lost a member. Other tasks may still need these samples.
+                samples that failed before the task claimed them, its dead-lettered samples, and, if the task needs
+                complete groups, the remaining members of groups that lost one. Other tasks may still need these
+                samples.
             where: conditions `(column, operator, value)` on custom_meta; a sample must satisfy all of them when it is
                 removed. Without any other selection, all samples that satisfy the conditions are removed.
-            task_name: restricts the call to samples left for this task and not leased by a worker of any task.
+            task_name: restricts the call to samples that remain for this task and that no worker of any task has
+                leased.
             missing_ok: whether to return 0 instead of raising an error if the partition does not exist.
             fenced: whether to refuse the call if samples of a leased claim are no longer leased to this worker.
             timeout: seconds until the call fails; None: the client's `timeout`.
@@ -868,8 +879,9 @@ class AsyncSampleCalls(AsyncBase):
         Raises:
             PartitionNotFoundError: the partition does not exist.
             StaleIncarnationError: the partition was cleared and created again after the metadata was returned.
-            LeaseExpiredError: samples of a leased claim are no longer leased to this worker; none is removed.
-            TaskNotFoundError: the task of `skipped_by` or `task_name` has not claimed samples of the partition yet.
+            LeaseExpiredError: samples of a leased claim are no longer leased to this worker; no sample is removed.
+            TaskNotFoundError: the task named by `skipped_by` or `task_name` has not claimed samples from the partition
+                yet.
             InvalidArgumentError: samples are named in addition to groups, rollouts or `skipped_by`; or a condition does
                 not match the type of its column.
         """
@@ -910,21 +922,23 @@ class AsyncSampleCalls(AsyncBase):
     ) -> int:
         """Clear fields of samples: the values are freed, but the samples remain.
 
-        Keys, groups, rollouts, custom_meta and consumption of the samples do not change. A cleared value counts as
-        never put: `get_data` raises `CellNotFoundError`, and tasks that need the field wait for it. It can be put
-        again, even into a `write_once` field. Clear a field only after its last reader.
+        The samples keep their keys, groups, rollouts, custom_meta and consumption. A cleared value is treated as if it
+        had never been put: `get_data` raises `CellNotFoundError`, and tasks that need the field wait for a new value. A
+        new value can be put even if the field is `write_once`. Clear a field only after its last reader.
 
         Args:
             target: the metadata of the samples; or the partition, with a selection as for `clear_samples`.
             data_fields: the fields to clear, at least one.
             keys: keys of samples.
             global_indexes: indexes of samples, instead of keys.
-            groups: names of groups, to clear the fields of all their samples. This is the only way to clear fields with
-                group scope, whose value all samples of a group share, and excludes `where` and `task_name`.
+            groups: names of groups, to clear the fields of all their samples. Fields with group scope, whose value is
+                shared by all samples of a group, can be cleared only this way. Cannot be combined with `where` or
+                `task_name`.
             rollouts: names of rollouts, to clear the fields of all their samples; can be combined with `groups`.
             skipped_by: a task, to clear the fields of all samples that the task will never get.
             where: conditions on custom_meta; a sample must satisfy all of them when its fields are cleared.
-            task_name: restricts the call to samples left for this task and not leased by a worker of any task.
+            task_name: restricts the call to samples that remain for this task and that no worker of any task has
+                leased.
             missing_ok: whether to return 0 instead of raising an error if the partition or a field does not exist.
             fenced: whether to refuse the call if samples of a leased claim are no longer leased to this worker.
             timeout: seconds until the call fails; None: the client's `timeout`.
@@ -934,10 +948,11 @@ class AsyncSampleCalls(AsyncBase):
 
         Raises:
             PartitionNotFoundError: the partition does not exist.
-            FieldNotFoundError: one of the fields has never been put to any sample.
+            FieldNotFoundError: one of the fields has never been put for any sample.
             StaleIncarnationError: the partition was cleared and created again after the metadata was returned.
             LeaseExpiredError: samples of a leased claim are no longer leased to this worker; nothing is cleared.
-            TaskNotFoundError: the task of `skipped_by` or `task_name` has not claimed samples of the partition yet.
+            TaskNotFoundError: the task named by `skipped_by` or `task_name` has not claimed samples from the partition
+                yet.
             InvalidArgumentError: `data_fields` is empty, a field has group scope but the samples are not selected by
                 groups alone, or the selection is invalid (see `clear_samples`).
         """
@@ -974,10 +989,10 @@ class AsyncSampleCalls(AsyncBase):
         fenced: bool = True,
         timeout: float | None = None,
     ) -> int:
-        """Mark samples as failed: they count as done for all tasks, and their bytes are freed. This cannot be undone.
+        """Mark samples as failed: all tasks treat them as done, and their bytes are freed. This cannot be undone.
 
-        Keys, groups, rollouts and custom_meta of the samples do not change; rollouts with a failed sample are closed.
-        Samples that do not exist or have already failed are ignored.
+        The samples keep their keys, groups, rollouts and custom_meta; rollouts with a failed sample are closed. Samples
+        that do not exist or have already failed are ignored.
 
         Args:
             target: the metadata of the samples; or the partition, with a selection by one of the following arguments.
@@ -988,7 +1003,8 @@ class AsyncSampleCalls(AsyncBase):
             where: conditions `(column, operator, value)` on custom_meta; a sample must satisfy all of them when it is
                 marked as failed. Without any other selection, all samples that satisfy the conditions are marked as
                 failed.
-            task_name: restricts the call to samples left for this task and not leased by a worker of any task.
+            task_name: restricts the call to samples that remain for this task and that no worker of any task has
+                leased.
             fenced: whether to refuse the call if samples of a leased claim are no longer leased to this worker.
             timeout: seconds until the call fails; None: the client's `timeout`.
 
@@ -998,8 +1014,9 @@ class AsyncSampleCalls(AsyncBase):
         Raises:
             PartitionNotFoundError: the partition does not exist.
             StaleIncarnationError: the partition was cleared and created again after the metadata was returned.
-            LeaseExpiredError: samples of a leased claim are no longer leased to this worker; none is marked as failed.
-            TaskNotFoundError: the task has not claimed samples of the partition yet.
+            LeaseExpiredError: samples of a leased claim are no longer leased to this worker; no sample is marked as
+                failed.
+            TaskNotFoundError: the task has not claimed samples from the partition yet.
             InvalidArgumentError: samples are named in addition to groups or rollouts, or a condition does not match the
                 type of its column.
         """

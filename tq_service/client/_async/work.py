@@ -1,4 +1,4 @@
-"""Calls that claim and fetch: `get_batch` for a batch with its data, and `work` for the loop of a queue worker."""
+"""Calls that claim and fetch: `get_batch` returns a batch with its data, and `work` runs a queue worker's loop."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class AsyncWorkItem:
         self._is_done = False
 
     async def put(self, data: Any = None, *, custom_meta: MetaGiven | None = None, ack: bool = True) -> None:
-        """Put results for all samples of the item and acknowledge the samples, in one change.
+        """Put results for all samples in the item and, in the same change, acknowledge the samples.
 
         Args:
             data: columns with one row per sample; see `AsyncClient.put`.
@@ -58,7 +58,7 @@ class AsyncWorkItem:
         self._is_done = self._is_done or ack
 
     async def release(self) -> None:
-        """Release the samples: other workers can claim them at once, and this delivery does not count."""
+        """Release the samples, so that other workers can claim them at once. This delivery is not counted."""
         self._is_done = True
         await self._client.release(self.meta)
 
@@ -69,7 +69,7 @@ class AsyncWorkItem:
 
 
 class AsyncWork:
-    """An iterator over the items of a queue worker. See `AsyncClient.work`.
+    """An iterator over a queue worker's items. See `AsyncClient.work`.
 
     Attributes:
         lost_count: number of items whose lease expired before the iterator could acknowledge them.
@@ -83,7 +83,7 @@ class AsyncWork:
         self._claim = claim
         self._fetched = fetched
         self._max_lease_seconds = max_lease_seconds
-        # Written by the consumer of the iterator, read by the heartbeat.
+        # Written by the iterator's consumer, read by the heartbeat.
         self._item: AsyncWorkItem | None = None
         self._began_at = 0.0
         self._heartbeat: AsyncHeartbeat | None = None
@@ -105,7 +105,7 @@ class AsyncWork:
                 continue
             try:
                 data = await self._client.get_data(meta, data_fields=self._fetched, timeout=self._claim["timeout"])
-            except NotFoundError:  # some samples were cleared: release the others
+            except NotFoundError:  # some samples were cleared: release the rest
                 await self._client.release(meta)
                 failed_count += 1
                 if failed_count == _MOST_FAILED_FETCHES:  # perhaps a field of `fetch` does not exist
@@ -115,7 +115,7 @@ class AsyncWork:
             return self._item
 
     async def aclose(self) -> None:
-        """End the loop and release the unacknowledged samples of the current item."""
+        """End the loop and release the current item's unacknowledged samples."""
         item, self._item = self._item, None
         self._stop()
         if item is not None and not item._is_done:
@@ -149,7 +149,7 @@ class AsyncWork:
             return
         try:
             await self._client.extend(item.meta, self._claim["lease"])
-        except PreconditionError:  # it was acknowledged meanwhile, or its lease expired; the next call shows which
+        except PreconditionError:  # the item was acknowledged, or its lease expired; the next call shows which
             return
 
     def _stop(self) -> None:
@@ -159,7 +159,7 @@ class AsyncWork:
 
 
 class AsyncWorkCalls(AsyncClaimCalls, AsyncFetchCalls, AsyncSampleCalls):
-    """The calls of the client that claim and fetch. See `AsyncClient`."""
+    """The client's calls that claim and fetch. See `AsyncClient`."""
 
     async def get_batch(
         self,
@@ -178,18 +178,18 @@ class AsyncWorkCalls(AsyncClaimCalls, AsyncFetchCalls, AsyncSampleCalls):
 
         Args:
             partition_id: the partition.
-            task_name: the consumer.
+            task_name: the task that consumes the samples.
             data_fields: fields that a sample must have to be ready.
             fetch: fields to fetch; None: `data_fields`.
             timeout: seconds until the claim (beyond its `max_wait`) or the fetch fails; None: the client's `timeout`.
             **options: arguments of `claim`, such as `batch_size`; all except `batch_count`.
 
         Returns:
-            The data, as returned by `get_data`, and the batch. Without a batch, the data is None, and `batch.status` is
-            "not_yet" or "end".
+            The data, as returned by `get_data`, and the batch. If no batch is returned, the data is None, and
+            `batch.status` is "not_yet" or "end".
 
         Raises:
-            TqError: any error of `claim` and `get_data`.
+            TqError: any error raised by `claim` or `get_data`.
         """
         if "batch_count" in options:
             raise InvalidArgumentError(
@@ -218,7 +218,7 @@ class AsyncWorkCalls(AsyncClaimCalls, AsyncFetchCalls, AsyncSampleCalls):
         finite: bool = False,
         timeout: float | None = None,
     ) -> AsyncWork:
-        """Return an iterator over samples to process until the partition ends, as the loop of a queue worker.
+        """Return an iterator for a queue worker's loop, which yields samples to process until the partition ends.
 
             for item in client.work("train", "reward", ["response"]):
                 item.put({"reward": score(item.data["response"])})
@@ -240,7 +240,7 @@ class AsyncWorkCalls(AsyncClaimCalls, AsyncFetchCalls, AsyncSampleCalls):
             batch_unit: unit of `batch_size`: "sample", "rollout" or "group".
             fetch: fields to fetch into `item.data`; None: `data_fields`.
             lease: seconds after which the samples of a stopped worker are redelivered.
-            max_lease: maximum seconds to extend the lease of one item, in case its loop body hangs.
+            max_lease: maximum seconds for which an item's lease is extended, in case its loop body hangs.
             max_deliveries: maximum number of deliveries of a sample, see `claim`; None: unlimited.
             where: conditions on custom_meta; see `claim`.
             order_by: custom_meta columns that order the samples; see `claim`.
@@ -248,7 +248,7 @@ class AsyncWorkCalls(AsyncClaimCalls, AsyncFetchCalls, AsyncSampleCalls):
             timeout: seconds until a claim or fetch fails; None: the client's `timeout`.
 
         Raises, from the iterator:
-            TqError: any error of `claim` and `get_data`.
+            TqError: any error raised by `claim` or `get_data`.
         """
         claim = {
             "partition_id": partition_id,

@@ -1,4 +1,4 @@
-"""TransferQueue's API on top of tq_service, with the same calls, served by one service instead of Ray actors.
+"""TransferQueue's API on top of tq_service. The calls are the same, but a service replaces the Ray actors.
 
 Put this package first on PYTHONPATH, in the driver and in every worker; see docs/integrations/transferqueue.md.
 """
@@ -34,7 +34,7 @@ from transfer_queue.session import close, get_client, init
 from transfer_queue.storage import StorageKeyNotFoundError
 
 __version__ = "0.1.11"
-"""The version of TransferQueue with these calls; callers compare it with the minimum version that they need."""
+"""The TransferQueue version that has these calls; callers compare it with the minimum version that they need."""
 
 __all__ = [
     "AsyncTransferQueueClient",

@@ -1,7 +1,7 @@
-"""`TransferQueueClient`: TransferQueue's calls in sync and `async_...` form, implemented with calls of the service.
+"""`TransferQueueClient`: TransferQueue's calls in sync and `async_...` form, implemented with calls to the service.
 
-Each call is written once, as a coroutine of `Calls`. With an `AsyncClient`, the coroutine is awaited. With a `Client`,
-whose calls never suspend, `finished` runs the coroutine to completion.
+Each call is written once, as a coroutine of `Calls`. With an `AsyncClient`, the caller awaits the coroutine. With a
+`Client`, whose calls never suspend, `finished` runs the coroutine to completion.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def finished(coroutine: Coroutine[Any, Any, T]) -> T:
         result: T = end.value
         return result
     coroutine.close()
-    raise RuntimeError("a call of the sync client waited for an event loop")
+    raise RuntimeError("a sync client's call waited for an event loop")
 
 
 async def _at_once(function: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
@@ -53,7 +53,7 @@ async def _at_once(function: Callable[..., T], *arguments: Any, **keywords: Any)
 
 
 class Awaitables:
-    """A wrapper whose calls return completed awaitables of the results of a sync client or module."""
+    """A wrapper for a sync client or module. Its calls return the results as completed awaitables."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
@@ -65,12 +65,12 @@ class Awaitables:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
-    """The options of `get_meta` for claiming batches.
+    """The options that `get_meta` uses to claim batches.
 
     Attributes:
-        sampler: sampler that chooses the samples of a batch.
-        sample: function that requests a batch from a user's sampler in the controller; None: not available in this
-            process.
+        sampler: the sampler that chooses the samples for a batch.
+        sample: function that requests a batch from a user's sampler in the controller; None: this process cannot call
+            such a sampler.
         polling_mode: whether `get_meta` returns an empty batch instead of raising an error if too few samples are
             ready.
         wait_seconds: maximum seconds to wait for samples.
@@ -83,12 +83,12 @@ class Asking:
 
 
 class Calls:
-    """TransferQueue's calls, implemented with one client of the service.
+    """TransferQueue's calls, implemented with one client for the service.
 
     Args:
         client: an `AsyncClient`, or `Awaitables` of a `Client`.
         asking: options for `get_meta`.
-        run: function that calls another function, in a thread if calls run concurrently.
+        run: function that calls another function; if calls run concurrently, it does so in a thread.
 
     Attributes:
         wait_seconds: maximum seconds that `get_meta` waits for samples; initially the value in `asking`.
@@ -115,7 +115,8 @@ class Calls:
 
         Raises:
             RuntimeError: too few samples were ready in time. In polling mode, the batch is empty instead.
-            StorageKeyNotFoundError: a rank repeated its request for a batch, but samples of the batch were cleared.
+            StorageKeyNotFoundError: a rank repeated its request for a batch, but some of the batch's samples have been
+                cleared.
         """
         if mode == "insert":
             return of_samples(await self._client.insert(partition_id, batch_size), data_fields)
@@ -145,7 +146,7 @@ class Calls:
         return batch
 
     async def _chosen(self, **wanted: Any) -> BatchMeta:
-        """Wait until a user's sampler chooses samples, and return the batch; empty if the wait times out."""
+        """Wait until a user's sampler chooses samples, and return the batch; it is empty if the wait times out."""
         sample = self._asking.sample
         if sample is None:
             raise RuntimeError("this process cannot call a custom sampler; set num_workers of the loader to 0")
@@ -156,7 +157,9 @@ class Calls:
         return batch
 
     async def get_data(self, metadata: BatchMeta) -> TensorDict:
-        """Return the fields of a batch. Rows with dimensions are returned as nested tensors, objects as NonTensorStack.
+        """Return a batch's fields.
+
+        Rows with dimensions are returned as nested tensors, and objects as a NonTensorStack.
 
         Raises:
             StorageKeyNotFoundError: a sample was cleared.
@@ -171,7 +174,7 @@ class Calls:
             ]
         except _CLEARED as error:
             raise StorageKeyNotFoundError(str(error)) from error
-        except tq.errors.FieldNotFoundError as error:  # a field disappears with the last sample that contains it
+        except tq.errors.FieldNotFoundError as error:  # a field is removed with the last sample that contains it
             found = [
                 await self._lookup(samples.partition_id, global_indexes=samples.indexes) for _, samples in samples_of
             ]
@@ -190,13 +193,13 @@ class Calls:
         partition_id: str | None = None,
         data_parser: Callable[[Row], Any] | None = None,
     ) -> BatchMeta:
-        """Put fields, for the samples in `metadata` together with their custom_meta, or for new samples in a partition.
+        """Put fields for the samples in `metadata` (along with their custom_meta) or for new samples in a partition.
 
         Args:
             data: the fields, with one row per sample.
-            metadata: the samples, to which the call also adds the fields.
+            metadata: the samples; the call also adds the fields to this batch.
             partition_id: partition for new samples if `metadata` is None.
-            data_parser: function that modifies a dict of the columns in place before the put, in the calling process.
+            data_parser: function called in this process before the put; it modifies a dict of the columns in place.
 
         Raises:
             ValueError: neither samples nor a partition is given.
@@ -224,19 +227,19 @@ class Calls:
             partition_id = target if isinstance(target, str) else target.partition_id
             try:
                 fields = (await self._client.describe_partition(partition_id)).fields
-            except tq.errors.PartitionNotFoundError:  # cleared after the put
+            except tq.errors.PartitionNotFoundError:  # the partition was cleared after the put
                 fields = ()
             specs = {each.spec.name: each.spec for each in fields}
             return await self._client.put(target, _fitted(data, specs), **more)
 
     async def set_custom_meta(self, metadata: BatchMeta) -> None:
-        """Write the custom_meta of the batch to the service."""
+        """Write a batch's custom_meta to the service."""
         for positions, samples in self._samples(metadata):
             tags = [metadata.custom_meta[position] for position in positions]
             await self._client.set_custom_meta(samples, keeping_nulls(tags))
 
     async def clear_samples(self, metadata: BatchMeta) -> None:
-        """Remove the samples of the batch; samples that are already gone are ignored."""
+        """Remove a batch's samples; samples that are already removed are ignored."""
         for _, samples in self._samples(metadata):
             await self._client.clear_samples(samples, missing_ok=True)
 
@@ -253,9 +256,9 @@ class Calls:
     async def get_consumption_status(
         self, task_name: str, partition_id: str
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the indexes of a partition's samples, and for each sample whether a task has consumed it (1 or 0).
+        """Return the indexes of a partition's samples, and whether a task has consumed each sample (1 or 0).
 
-        Both tensors have shape `(n,)`. They are None if the partition does not exist.
+        Both tensors have shape `(n,)`. Both results are None if the partition does not exist.
         """
         meta = await self._lookup(partition_id, task_name=task_name)
         if not meta.incarnation:
@@ -266,7 +269,7 @@ class Calls:
     async def get_production_status(
         self, data_fields: Sequence[str], partition_id: str
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the indexes `(n,)` of a partition's samples, and `(n, f)` whether each sample has each field (1 or 0).
+        """Return the indexes `(n,)` of a partition's samples, and a tensor `(n, f)`: 1 if a sample has a field, else 0.
 
         Both are None if `data_fields` is empty or a field does not exist.
         """
@@ -278,29 +281,32 @@ class Calls:
         return torch.from_numpy(meta.indexes.copy()), torch.from_numpy(has_field.astype(np.int8))
 
     async def check_consumption_status(self, task_name: str, partition_id: str) -> bool:
-        """Return whether the partition has samples and a task has consumed all except those that it will never get."""
+        """Return whether the partition has samples, and the task has consumed all samples that it can still get."""
         status = await self._client.check_consumption(partition_id, task_name, missing_ok=True)
         return 0 < _expected(status.total_count - status.skipped_count) <= status.consumed_count
 
     async def check_production_status(self, data_fields: Sequence[str], partition_id: str) -> bool:
-        """Return whether the partition has samples and all of them have the given fields."""
+        """Return whether the partition has samples, and all of them have the given fields."""
         status = await self._client.check_production(partition_id, data_fields, missing_ok=True)
         return 0 < _expected(status.total_count) <= status.produced_count
 
     async def reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
-        """Make the samples of a partition consumable again by a task, or by all tasks."""
+        """Let a task, or all tasks, consume a partition's samples again."""
         try:
             known = () if task_name else (await self._client.describe_partition(partition_id)).tasks
             for name in [task_name] if task_name else [task.task_name for task in known]:
                 await self._client.reset_consumption(partition_id, name)
-        except tq.errors.NotFoundError:  # nothing was consumed
+        except tq.errors.NotFoundError:  # nothing has been consumed
             pass
         return True
 
     # Keys
 
     async def kv_retrieve_meta(self, keys: Sequence[str] | str, partition_id: str, create: bool = False) -> BatchMeta:
-        """Return the samples of keys with their common fields. Unknown keys are omitted, or created if `create`."""
+        """Return the samples with these keys, and their common fields.
+
+        Unknown keys are omitted, or created if `create`.
+        """
         names = _listed("keys", keys, str)
         if create:
             return of_samples(await self._client.put(partition_id, keys=names, return_meta="all"))
@@ -320,7 +326,7 @@ class Calls:
         return [key_of.get(index) for index in indexes]
 
     async def kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Row]]:
-        """Return the tags of samples by partition and key, for one partition or for all partitions."""
+        """Return the samples' tags by partition and key, for one partition or for all partitions."""
         names = [partition_id] if partition_id is not None else await self.get_partition_list()
         metas = [await self._lookup(name) for name in names]
         listed = {name: meta for name, meta in zip(names, metas, strict=True) if meta.incarnation}
@@ -363,13 +369,13 @@ class Calls:
         tags: Sequence[Row] | None = None,
         data_parser: Callable[[Row], Any] | None = None,
     ) -> KVBatchMeta:
-        """Put fields of samples by key, and merge their tags. Unknown keys create samples.
+        """Put fields for samples named by key, and merge the samples' tags. Samples are created for unknown keys.
 
         Returns:
             References to the samples, with all their tags and their common fields after the put.
 
         Raises:
-            ValueError: neither fields nor tags are given, or their number differs from the number of keys.
+            ValueError: neither fields nor tags are given, or there is not one row and one tag per key.
         """
         names = _listed("keys", keys, str)
         if fields is None and tags is None:
@@ -394,7 +400,7 @@ class Calls:
     async def kv_batch_get(
         self, keys: Sequence[str] | str, partition_id: str, select_fields: Sequence[str] | str | None = None
     ) -> TensorDict:
-        """Return fields of samples by key, by default their common fields. Unknown keys are omitted.
+        """Return fields of the samples with these keys; by default, their common fields. Unknown keys are omitted.
 
         Raises:
             ValueError: none of the keys exists, or no field is common to all samples.
@@ -440,14 +446,14 @@ class Calls:
         """Remove samples by key; unknown keys and partitions are ignored."""
         await self._client.clear_samples(partition_id, keys=_listed("keys", keys, str), missing_ok=True)
 
-    # Arguments of the service's calls
+    # Arguments for calls to the service
 
     async def _lookup(self, partition_id: str, **which: Any) -> tq.BatchMeta:
         meta, _ = await self._client.lookup_samples(partition_id, missing_ok=True, **which)
         return meta
 
     def _samples(self, metadata: BatchMeta) -> list[tuple[list[int], tq.BatchMeta]]:
-        """Return the positions and samples of the batch for each of its partitions."""
+        """For each partition of the batch, return the positions in the batch and the samples."""
         indexes = np.asarray(metadata.global_indexes, np.int64)
         return [
             (
@@ -509,7 +515,7 @@ def _listed(what: str, values: Any, kind: type) -> list[Any]:
 
 
 def _parsed(data: TensorDict, data_parser: Callable[[Row], Any] | None) -> TensorDict:
-    """Apply a parser to data and return the result. The parser gets dense tensors as tensors, other columns as lists.
+    """Apply a parser to data and return the result. The parser receives dense columns as tensors, and others as lists.
 
     Raises:
         ValueError: the parser changed the set of columns or their number of rows.
@@ -532,12 +538,12 @@ def _parsed(data: TensorDict, data_parser: Callable[[Row], Any] | None) -> Tenso
 
 
 def _column_of(rows: Any, ragged_dimension: int = 1) -> Any:
-    """Return rows as a TensorDict column: tensors as a nested tensor (jagged if possible), other values as objects.
+    """Return rows as a TensorDict column: a nested tensor (jagged if possible) for tensors, objects for other values.
 
     Args:
         rows: one value per sample.
-        ragged_dimension: ragged dimension to use if rows differ only in this dimension; 1 is the first dimension of a
-            row.
+        ragged_dimension: ragged dimension to use if the rows differ only in this dimension; 1 is a row's first
+            dimension.
     """
     if isinstance(rows, torch.Tensor):
         return rows
@@ -558,7 +564,7 @@ def _column_of(rows: Any, ragged_dimension: int = 1) -> Any:
 
 
 def _taken(parts: Sequence[TensorDict], places: Sequence[int]) -> TensorDict:
-    """Return the rows at the given positions of the concatenated parts."""
+    """Concatenate the parts, and return the rows at the given positions."""
     columns = {}
     for name in parts[0].keys():  # noqa: SIM118  (iterating yields rows)
         of_parts = [part.get(name) for part in parts]
@@ -569,7 +575,7 @@ def _taken(parts: Sequence[TensorDict], places: Sequence[int]) -> TensorDict:
 
 
 def _fitted(data: TensorDict | None, specs: Mapping[str, tq.FieldSpec]) -> TensorDict | None:
-    """Convert data to match its fields: tensors are converted to the dtype of the field, or to objects.
+    """Convert data to match the fields. Tensors are converted to a field's dtype, or to objects.
 
     Tensors are not converted to integers or booleans if this would change a value. Complex numbers are never converted.
     """
@@ -596,7 +602,7 @@ def _unbound(column: Any) -> Any:
 
 
 def _as_transfer_queue(data: TensorDict) -> TensorDict:
-    """Return data as TransferQueue returns it: rows of tensors are nested even if they differ in several dimensions."""
+    """Return data in TransferQueue's form: tensor rows are nested even if they differ in several dimensions."""
     for name in list(data.keys()):
         column = data.get(name)
         if not isinstance(column, torch.Tensor) and isinstance(column[0].data, torch.Tensor):
@@ -610,7 +616,7 @@ class TransferQueueClient:
     Args:
         address: address of the service.
         asking: options for `get_meta`.
-        **reached: further arguments for the service's clients: `namespace`, `timeout`, `token` and `insecure`.
+        **reached: further arguments for creating clients: `namespace`, `timeout`, `token` and `insecure`.
 
     Attributes:
         client_id: name of this client, for use in logs.
@@ -630,9 +636,9 @@ class TransferQueueClient:
         def __getattr__(self, name: str) -> Callable[..., Any]: ...
 
     def polling(self) -> Callable[..., TransferQueueClient]:
-        """Return a factory of clients for loader workers, whose batches are empty if too few samples are ready.
+        """Return a factory of clients for loader workers. Their batches are empty if too few samples are ready.
 
-        The factory takes an address. It is picklable if the service implements the sampler.
+        The factory's argument is an address. The factory can be pickled if the service implements the sampler.
         """
         asking = replace(self._options["asking"], polling_mode=True, wait_seconds=0.0)
         if service_samples(asking.sampler):
@@ -644,12 +650,12 @@ class TransferQueueClient:
         self.sync_calls.wait_seconds = self.async_calls.wait_seconds = seconds
 
     def close(self) -> None:
-        """Close the channels of the client."""
+        """Close the client's channels."""
         self.sync_client.close()
 
 
 def _add_forms(name: str) -> None:
-    """Add a call of `Calls` to the client, as a sync method and as an awaitable method."""
+    """Add a method of `Calls` to the client, once as a sync method and once as an awaitable method."""
 
     def call(client: TransferQueueClient, *arguments: Any, **keywords: Any) -> Any:
         return finished(getattr(client.sync_calls, name)(*arguments, **keywords))

@@ -25,7 +25,7 @@ OWN_CHECKPOINT_DIR: Final = "/"
 
 
 def setting(conf: Any, *names: str, default: Any = None) -> Any:
-    """Return a nested setting of a dict or DictConfig, or the default if it is not set."""
+    """Return a nested setting from a dict or DictConfig, or the default if the setting is missing."""
     for name in names:
         conf = conf.get(name) if conf is not None else None
     return default if conf is None else conf
@@ -33,15 +33,15 @@ def setting(conf: Any, *names: str, default: Any = None) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """The use of a service by any number of processes, from `init()` to `close()`.
+    """A run: any number of processes that use a service, from `init()` to `close()`.
 
     Attributes:
-        conf: configuration that the run was started with.
+        conf: configuration used to start the run.
         address: address of the service; empty: start a service.
         namespace: namespace of the run's partitions; empty: no namespace.
         sampler: sampler that chooses the samples of a batch.
         service: settings for a service that the run starts.
-        token: token for the service; None: each process reads the token from its environment.
+        token: token for the service; None: each process reads it from its environment.
         is_service_owned: whether the service was started for the run.
     """
 
@@ -72,7 +72,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class KnownPartition:
-    """A partition as users' samplers see it: its name, and the custom_meta of its samples."""
+    """A partition as seen by users' samplers: its name, and its samples' custom_meta."""
 
     partition_id: str
     tags: Mapping[int, Mapping[str, Any]]
@@ -84,14 +84,16 @@ class KnownPartition:
 
 @dataclass(slots=True)
 class _Remembered:
-    """A partition that a sampler has used; `last_given` is the highest index that the sampler has chosen from it."""
+    """A partition that a sampler has used; `last_given` is the highest index that the sampler chose from it."""
 
     incarnation: bytes
     last_given: int = -1
 
 
 class TransferQueueController:
-    """Starts a run and stores its shared state, in the process that started the run or as a named Ray actor.
+    """The controller of a run, which stores the run's shared state.
+
+    It is a named Ray actor, or an object in the process that started the run.
 
     Args:
         run: the run to start.
@@ -102,14 +104,14 @@ class TransferQueueController:
         self._ending = ExitStack()
         self._run = run if run.address else self._with_own_service(run, host)
         self._sampling = threading.Lock()
-        self._client: tq.Client | None = None  # created for the first call of the sampler
+        self._client: tq.Client | None = None  # created when the sampler is first called
         self._remembered: dict[str, _Remembered] = {}
 
     def _with_own_service(self, run: Run, host: str | None) -> Run:
-        """Start a service in a separate process, which ends with this process in any case.
+        """Start a service in a separate process. That process always ends when this process does.
 
-        If other machines can reach the host, the service requires a token that only the run has. Traffic is not
-        encrypted, as is usual between the processes of a Ray cluster. On the loopback address, no token is needed.
+        If other machines can reach the host, the service requires a token known only to the run. Traffic is not
+        encrypted, as is usual between processes in a Ray cluster. On the loopback address, no token is needed.
         """
         settings = {"grace_seconds": 1, "checkpoint_dir": OWN_CHECKPOINT_DIR, **run.service}
         flags, token = [part for name, value in settings.items() for part in _flag(name, value)], None
@@ -127,23 +129,23 @@ class TransferQueueController:
         return replace(run, address=process.address, token=token, is_service_owned=True)
 
     def run(self) -> Run:
-        """Return the run, for the other processes of the run."""
+        """Return the run, for use by its other processes."""
         return self._run
 
     def get_config(self) -> Any:
-        """Return the configuration of the run, as TransferQueue's actor does."""
+        """Return the run's configuration, as TransferQueue's actor does."""
         return self._run.filled_conf()
 
     def sample(self, batch_size: int, config: Config, **claim: Any) -> BatchMeta:
-        """Let the sampler choose the samples of a batch, claim the samples that it consumes, and return the batch.
+        """Let the sampler choose the samples for a batch, claim those that the batch consumes, and return the batch.
 
-        Calls are executed one at a time, from the look-up to the claim, since samplers may have state. The sampler's
-        cache for a partition is reset after the partition was cleared. It is also reset if all samples that the sampler
-        chose from the partition were cleared, and the sampler would choose them again.
+        Calls run one at a time, from the look-up to the claim, since samplers may have state. The sampler's cache for a
+        partition is reset after the partition is cleared. It is also reset if all samples that the sampler chose from
+        the partition were cleared, because the sampler would choose them again.
 
         Args:
             batch_size: number of samples in the batch.
-            config: the `sampling_config` of the call.
+            config: the call's `sampling_config`.
             **claim: `partition_id`, `task_name` and `data_fields`.
 
         Returns:
@@ -188,7 +190,10 @@ class TransferQueueController:
             return of_samples(known, claim["data_fields"]).select_samples(place_of[index] for index in sampled)
 
     def _recall(self, client: tq.Client, partition_id: str, incarnation: bytes) -> _Remembered:
-        """Return the state of a partition. If it is new, first drop the state of partitions that no longer exist."""
+        """Return the state kept for a partition.
+
+        If the partition is new, first drop the state of those that no longer exist.
+        """
         if partition_id not in self._remembered or self._remembered[partition_id].incarnation != incarnation:
             stored = {each.partition_id: each.incarnation for each in client.list_partitions()}
             for name in [name for name, each in self._remembered.items() if stored.get(name) != each.incarnation]:
@@ -213,7 +218,7 @@ def _are_claimed(
 ) -> bool:
     if not rows:
         return True
-    # Replicas of a rank claim the same samples under the same name. The name is never used for other samples.
+    # A rank's replicas claim the same samples under the same name. This name is never used for other samples.
     is_of_rank = config.get("dp_rank") is not None
     try:
         meta = client.get_meta(

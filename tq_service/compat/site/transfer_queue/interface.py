@@ -19,7 +19,7 @@ _LONGEST_NAME: Final = 200
 
 
 def _of_client(name: str) -> Callable[..., Any]:
-    """Return a function that calls a method of this process's client; an `async_...` method must be awaited."""
+    """Return a function that calls a method of this process's client. Calls of `async_...` methods must be awaited."""
     method = getattr(TransferQueueClient, name)
 
     @wraps(method)
@@ -48,11 +48,11 @@ def save_checkpoint(
     """Write a checkpoint of the run's partitions, replacing an existing checkpoint in the same directory.
 
     The service writes the checkpoint below its own checkpoint directory. If `checkpoint_dir` is below
-    `controller.checkpoint_dir`, the checkpoint is written to `checkpoint_dir` itself, otherwise under a name derived
-    from its path. A file in `checkpoint_dir` records the name.
+    `controller.checkpoint_dir`, the checkpoint is written to `checkpoint_dir` itself. Otherwise, the checkpoint's name
+    is derived from that path. A file in `checkpoint_dir` records the name.
 
     Args:
-        checkpoint_dir: directory of the checkpoint; created if it does not exist.
+        checkpoint_dir: the checkpoint's directory; created if it does not exist.
         include_storage: ignored, since the data is always included.
         metadata: values to store as "user_metadata" in `metadata.json`.
 
@@ -73,7 +73,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(checkpoint_dir: str | Path) -> None:
-    """Replace the run's partitions with the partitions of a checkpoint.
+    """Replace the run's partitions with those in a checkpoint.
 
     Raises:
         FileNotFoundError: the directory does not contain a checkpoint.
@@ -85,7 +85,7 @@ def load_checkpoint(checkpoint_dir: str | Path) -> None:
 
 
 def get_metrics_endpoint() -> str | None:
-    """Return host and port of the metrics (`metrics.endpoint` of the run); None if not set or without a run."""
+    """Return the host and port of the metrics (the run's `metrics.endpoint`); None if not set or if there is no run."""
     try:
         conf = current().run.conf
     except RuntimeError:

@@ -17,14 +17,14 @@ from tensordict import TensorDict
 
 _log = logging.getLogger(__name__)
 
-# NeMo-RL's adapter patches TransferQueue's schema of one-dimensional fields on import, unless this flag is set. The
-# patch is not needed here, since rows of such fields already have shape ().
+# On import, NeMo-RL's adapter patches TransferQueue's schema for one-dimensional fields, unless this flag is set. The
+# patch is not needed here, since rows in such fields already have shape ().
 _nrl_scalar_schema_patched = True
 _IMMUTABLE: Final = (str, int, float, bytes, type(None))
 
 
 class _Batch(ABC):
-    """A batch of samples with attributes that have one value per sample. The first attribute identifies the samples."""
+    """A batch of samples whose attributes contain one value per sample. The first attribute identifies the samples."""
 
     _PER_SAMPLE: ClassVar[tuple[str, ...]]
 
@@ -55,7 +55,10 @@ class _Batch(ABC):
             setattr(self, name, getattr(ordered, name))
 
     def chunk(self, chunks: int) -> list[Self]:
-        """Split the batch into `chunks` batches of consecutive samples and nearly equal size, larger ones first."""
+        """Split the batch into `chunks` batches of consecutive samples.
+
+        The sizes are nearly equal, and larger ones come first.
+        """
         if self.size < chunks:
             _log.warning("split %d samples into %d parts; some are empty", self.size, chunks)
         return [self._of(part.tolist()) for part in np.array_split(np.arange(self.size), chunks)]
@@ -67,9 +70,9 @@ class BatchMeta(_Batch):
     Attributes:
         global_indexes: indexes of the samples.
         partition_ids: the partition of each sample.
-        field_schema: by field, the `dtype`, the `shape` of a row (-1 in dimensions where rows differ), `is_nested`
+        field_schema: for each field, its `dtype`, row `shape` (-1 for dimensions that differ between rows), `is_nested`
             and `is_non_tensor`.
-        production_status: `(n,)` int8, 1 if a sample has all of the fields, otherwise 0.
+        production_status: int8 values of shape `(n,)`: 1 if a sample has all of the fields, otherwise 0.
         extra_info: additional values for the batch.
         custom_meta: one mapping per sample.
     """
@@ -99,7 +102,7 @@ class BatchMeta(_Batch):
         )
         self.extra_info = dict(extra_info or {})
         self.custom_meta = [dict(each) for each in custom_meta or ({} for _ in self.global_indexes)]
-        # Known incarnations by partition, used to detect a later partition with the same name.
+        # Known incarnation of each partition, used to detect a later partition with the same name.
         self.incarnations = dict(incarnations or {})
         for what in self._PER_SAMPLE[1:]:
             if (count := len(getattr(self, what))) != self.size:
@@ -154,7 +157,7 @@ class BatchMeta(_Batch):
         self.extra_info.update(info_dict)
 
     def remove_extra_info(self, key: str) -> Any:
-        """Remove a key from `extra_info`, and return its value, or None if the key does not exist."""
+        """Remove a key from `extra_info`. Return its value, or None if the key does not exist."""
         return self.extra_info.pop(key, None)
 
     def has_extra_info(self, key: str) -> bool:
@@ -204,7 +207,7 @@ class BatchMeta(_Batch):
         return self
 
     def select_samples(self, sample_indices: Iterable[int]) -> BatchMeta:
-        """Return the samples at the given positions of the batch, in the given order.
+        """Return the samples at the given positions in the batch, in the given order.
 
         Raises:
             ValueError: a position is outside the batch.
@@ -350,7 +353,7 @@ class KVBatchMeta(_Batch):
         for what, names in (("keys", self.keys), ("fields", self.fields or ())):
             if len(set(names)) != len(names):
                 raise ValueError(f"{what} contains duplicates; list each name once")
-        # Copy the values, since changes to a part must not affect the batch.
+        # Copy the values, so that changes to a part do not affect the batch.
         self.tags = _copied(self.tags)
         self.extra_info = copy.deepcopy(self.extra_info)
 
@@ -370,7 +373,7 @@ class KVBatchMeta(_Batch):
 
         Raises:
             ValueError: a key is selected twice.
-            RuntimeError: the batch does not have one of the keys.
+            RuntimeError: one of the keys is not in the batch.
         """
         if unknown := set(keys_to_select) - set(self.keys):
             raise RuntimeError(f"the batch does not have the keys {sorted(unknown)}")

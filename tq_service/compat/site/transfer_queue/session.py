@@ -1,4 +1,4 @@
-"""The session of this process in a run: `init` starts or joins a run, `close` leaves or ends the run."""
+"""This process's session in a run: `init` starts or joins the run, and `close` leaves or ends it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ ACTOR_NAMESPACE: Final = "transfer_queue"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """The participation of one process in a run.
+    """One process's participation in a run.
 
     Attributes:
         run: state shared by all processes of the run.
-        client: client of the service.
-        controller: controller of the run: a `TransferQueueController`, or a Ray handle to one.
+        client: client for the service.
+        controller: the run's controller: a `TransferQueueController`, or a Ray handle to one.
         call: function that calls a method of the controller, given its name and arguments.
         ray: the `ray` module if the controller is an actor, otherwise None.
         is_owner: whether this process started the run.
@@ -58,12 +58,13 @@ def init(conf: Any = None) -> Any:
         conf: a dict or DictConfig (see config.yaml); ignored if a run already exists.
 
     Returns:
-        The configuration of a new run, with defaults, address and namespace; or `conf` if the process joined a run.
+        For a new run, its configuration with defaults, address and namespace; `conf` if the process joined an existing
+        run.
 
     Raises:
         ValueError: the configured sampler is invalid.
     """
-    global _session  # noqa: PLW0603  (TransferQueue's calls are functions of the module)
+    global _session  # noqa: PLW0603  (TransferQueue's calls are module functions)
     with _changing:
         if _session is not None:
             return conf
@@ -72,7 +73,7 @@ def init(conf: Any = None) -> Any:
 
 
 def current(*, joins: bool = True) -> Session:
-    """Return the session of this process. In a Ray cluster, join the run of the cluster first if necessary.
+    """Return this process's session. In a Ray cluster, first join the cluster's run if necessary.
 
     Raises:
         RuntimeError: this process has not joined a run.
@@ -87,7 +88,10 @@ def current(*, joins: bool = True) -> Session:
 
 
 def close() -> None:
-    """Leave the run. The process that started the run ends it, clears its namespace and stops the run's own service."""
+    """Leave the run.
+
+    In the process that started it, end the run, clear its namespace, and stop the run's own service.
+    """
     global _session
     with _changing:
         session, _session = _session, None
@@ -166,7 +170,7 @@ def _end(session: Session) -> None:
         finally:
             client.close()
     ray = session.ray
-    if ray is None or ray.is_initialized():  # otherwise the actor has ended with the cluster
+    if ray is None or ray.is_initialized():  # otherwise the actor ended together with the cluster
         session.call("stop")
     if ray is not None and ray.is_initialized():
         ray.kill(session.controller)
@@ -185,7 +189,7 @@ def _run_of(conf: Any, *, in_cluster: bool) -> Run:
 
 
 def _with_defaults(conf: Any) -> Any:
-    """Return the configuration with the defaults of config.yaml, or a copy without them if OmegaConf is missing."""
+    """Return the configuration with the defaults from config.yaml; without OmegaConf, return an unchanged copy."""
     try:
         from omegaconf import OmegaConf  # noqa: PLC0415  (programs without it pass dicts)
     except ImportError:

@@ -12,15 +12,15 @@ _PREFETCHED_BATCHES = 2
 
 
 class StreamingDataLoader(data.StreamingDataLoader[Any]):
-    """A loader that iterates over a dataset, whose batches a thread or worker processes prefetch, each batch once.
+    """A loader that iterates over a dataset once. A thread or worker processes prefetch the batches.
 
     Args:
         dataset: the dataset to iterate over.
         num_workers: number of worker processes; 0: prefetch in a thread.
-        collate_fn: function called with each micro-batch and its meta; its result is yielded instead.
+        collate_fn: function called with each micro-batch and its meta; the loader yields its result instead.
         pin_memory: whether to copy tensors to page-locked memory.
         worker_init_fn: ignored, since workers only fetch.
-        multiprocessing_context: multiprocessing context that starts the workers.
+        multiprocessing_context: multiprocessing context for starting the workers.
         prefetch_factor: number of batches that each worker prefetches; None: 2.
         persistent_workers: whether to keep workers alive between iterators.
         pin_memory_device: ignored.

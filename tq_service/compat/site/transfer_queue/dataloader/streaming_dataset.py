@@ -29,18 +29,18 @@ TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL: Final = float(
 
 
 class StreamingDataset(data.StreamingDataset[Any]):
-    """The micro-batches of one rank and its replicas, in the run that this process has joined.
+    """The micro-batches for one rank and its replicas, in the run that this process has joined.
 
     Args:
-        config: ignored, since the run has a configuration.
+        config: ignored, since the run's configuration applies.
         batch_size: number of samples per batch.
         micro_batch_size: number of samples per micro-batch.
         data_fields: fields to fetch; a sample is ready once it has all of them.
         partition_id: the partition to read.
         task_name: the task that consumes the samples.
-        dp_rank: number of the rank, which is the same for all of its replicas.
-        should_check_consumption_status: whether to end once all samples are consumed. False: wait for more samples
-            forever.
+        dp_rank: the rank's number, which is the same for all of its replicas.
+        should_check_consumption_status: whether to end once all samples are consumed. False: wait indefinitely for more
+            samples.
         fetch_batch_fn: function to use instead of `default_fetch_batch_fn`, called with the same keyword arguments.
         process_batch_fn: function to use instead of `chunk_batch_fn`, called with the batch, its meta, and
             `micro_batch_size` as a keyword argument.
@@ -48,7 +48,7 @@ class StreamingDataset(data.StreamingDataset[Any]):
     Attributes:
         config, batch_size, micro_batch_size, data_fields, task_name, dp_rank, should_check_consumption_status,
             fetch_batch_fn, process_batch_fn: the arguments with these names.
-        sampling_config: the `sampling_config` that `fetch_batch_fn` is called with.
+        sampling_config: the `sampling_config` passed to `fetch_batch_fn`.
 
     Raises:
         ValueError: an argument is invalid.
@@ -88,7 +88,7 @@ class StreamingDataset(data.StreamingDataset[Any]):
             partition_id=partition_id,
             task_name=task_name,
             dp_rank=dp_rank,
-            dp_size=dp_rank + 1,  # a lower bound: perhaps only the sampler has the run's dp_size
+            dp_size=dp_rank + 1,  # a lower bound, since perhaps only the sampler contains the run's dp_size
             finite=should_check_consumption_status,
             fetch_batch_fn=FetchBatch(self.fetch_batch_fn, self.sampling_config),
             process_batch_fn=self.process_batch_fn,
@@ -98,22 +98,22 @@ class StreamingDataset(data.StreamingDataset[Any]):
 
     @property
     def buffer(self) -> list[tuple[Any, Any]]:
-        """The batches fetched so far, which are replayed after `reset`."""
+        """The batches fetched so far. After `reset`, they are replayed."""
         return self.get_buffer()
 
 
 @dataclass(frozen=True, slots=True)
 class FetchBatch:
-    """The function that tq_service's loader calls to fetch a batch; it calls the user's or TransferQueue's function."""
+    """The function that tq_service's loader calls to fetch a batch. It calls the user's function or TransferQueue's."""
 
     fetch_batch_fn: Callable[..., Any]
     sampling_config: Mapping[str, Any]
 
     def __call__(self, *, client: TransferQueueClient, batch_index: int, finite: bool, **asked: Any) -> Any:
-        """Return a batch and its meta. The batch is None at the end, or if no batch is ready yet.
+        """Return a batch and its meta. The batch is None if the data has ended or no batch is ready yet.
 
-        A finite pass checks at once, and then again after pauses that double each time. It checks often because other
-        ranks may claim the last samples at any time. A late replica still receives its last batch.
+        A finite pass checks at once, and then again after pauses that double each time. It checks often, because other
+        ranks may claim the last samples at any time. A replica that is late still receives its last batch.
         """
         pause, pauses_until = 0.0, time.monotonic() + TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL
         if not finite:
@@ -129,7 +129,7 @@ class FetchBatch:
                 return batch, meta
             if finite and client.check_consumption_status(asked["task_name"], asked["partition_id"]):
                 return None, _END
-            time.sleep(max(0.0, asked_at + pause - time.monotonic()))  # in case a user's function does not wait
+            time.sleep(max(0.0, asked_at + pause - time.monotonic()))  # a user's function may not wait
             left = pauses_until - time.monotonic()
             if left <= 0:
                 return None, None
@@ -159,7 +159,7 @@ def default_fetch_batch_fn(
 def chunk_batch_fn(
     td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int = 1
 ) -> list[tuple[TensorDict, BatchMeta]]:
-    """Split a batch into parts of `micro_batch_size` rows, each with its meta. The last part may be shorter.
+    """Split a batch into parts with `micro_batch_size` rows, each with its meta. The last part may have fewer rows.
 
     Raises:
         ValueError: the batch has fewer than `micro_batch_size` rows.

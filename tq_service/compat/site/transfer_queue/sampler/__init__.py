@@ -1,8 +1,8 @@
 """TransferQueue's samplers. The service implements the four built-in samplers; users' samplers run in the controller.
 
 A user's sampler is a subclass of `BaseSampler` with a method `sample`, which is called for one batch at a time. In a
-Ray cluster, the actor shared by all processes of the run calls this method, otherwise the process that requests the
-batch.
+Ray cluster, the actor shared by all of the run's processes calls this method; otherwise, the process that requests the
+batch calls it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _log = logging.getLogger(__name__)
 
 
 class BaseSampler(ABC):
-    """Base class of samplers. A sampler chooses the samples of a batch, and which samples the batch consumes.
+    """Base class for samplers. A sampler chooses a batch's samples, and which samples the batch consumes.
 
-    `_states` stores the choices by partition, task, rank and batch until the partition is cleared, so a rank can repeat
-    a request.
+    Until a partition is cleared, `_states` stores the choices by partition, task, rank and batch, so that a rank can
+    repeat a request.
     """
 
     claim: ClassVar[Callable[[Any, int, Config], dict[str, Any]] | None] = None
@@ -36,14 +36,14 @@ class BaseSampler(ABC):
 
     @abstractmethod
     def sample(self, ready_indexes: Indexes, batch_size: int, *args: Any, **kwargs: Any) -> Sampled:
-        """Return the samples of a batch and the samples that it consumes; two empty lists if too few samples are ready.
+        """Return a batch's samples and the samples that it consumes; two empty lists if too few samples are ready.
 
         Args:
             ready_indexes: indexes of samples that have all requested fields and that the task has not consumed.
             batch_size: number of samples in the batch.
             *args: unused.
             **kwargs: `partition`, an object with `partition_id` and `get_custom_meta(indexes)`, which returns a dict of
-                the samples with custom_meta. Also `task_name`, `partition_id`, `dp_rank` and `batch_index`, if the
+                the samples that have custom_meta. Also `task_name`, `partition_id`, `dp_rank` and `batch_index` if the
                 call's `sampling_config` contains them.
         """
 
@@ -70,12 +70,12 @@ class BaseSampler(ABC):
         self._states = state["_states"]
 
     def _batches(self, partition_id: str, task_name: str, dp_rank: Any) -> dict[Any, Sampled]:
-        """Return the stored choices of a rank, by batch."""
+        """Return the choices stored for a rank, by batch."""
         tasks = self._states.setdefault(partition_id, {})
         return tasks.setdefault(task_name, {}).setdefault(dp_rank, {})
 
     def _recalled(self, batches: dict[Any, Sampled], batch_index: Any, choose: Callable[[], Indexes]) -> Sampled:
-        """Return the stored choice for a batch, or make and store a new one; empty lists if it chooses no samples."""
+        """Return the stored choice for a batch, or make and store a new one; empty lists if no samples are chosen."""
         if batch_index not in batches and (chosen := choose()):
             batches[batch_index] = chosen, list(chosen)
         sampled, consumed = batches.get(batch_index, ((), ()))
@@ -95,10 +95,13 @@ class SequentialSampler(BaseSampler):
 
 
 class RankAwareSampler(BaseSampler):
-    """A sampler that chooses the next samples for each batch of a rank, identical for all replicas of the rank."""
+    """A sampler that chooses the next samples for each of a rank's batches.
+
+    All replicas of the rank get the same samples.
+    """
 
     def claim(self, batch_size: int, config: Config) -> dict[str, Any]:
-        """Return the `get_meta` arguments that claim the next samples; repeated requests get the same ones."""
+        """Return the `get_meta` arguments that claim the next samples; repeated requests get the same samples."""
         return {"batch_size": batch_size, "claim_name": claim_name(config)}
 
     def sample(
@@ -137,7 +140,7 @@ class GRPOGroupNSampler(BaseSampler):
         self.n_samples_per_prompt = n_samples_per_prompt
 
     def claim(self, batch_size: int, config: Config) -> dict[str, Any]:
-        """Return the `get_meta` arguments that claim complete groups; repeated requests of a rank get the same ones."""
+        """Return the `get_meta` arguments that claim complete groups; a rank's repeated requests get the same ones."""
         named = {} if config.get("dp_rank") is None else {"claim_name": claim_name(config)}
         return {"batch_size": batch_size, "sampler": "grpo_group_n", "sampler_config": self._groups(), **named}
 
@@ -178,7 +181,7 @@ class GRPOGroupNSampler(BaseSampler):
 
 
 class SeqlenBalancedSampler(GRPOGroupNSampler):
-    """A sampler that chooses complete groups for all ranks at once, and balances the ranks' tokens (`total_lengths`).
+    """A sampler that chooses complete groups for all ranks at once and balances their token counts (`total_lengths`).
 
     Args:
         n_samples_per_prompt: number of samples per group.
@@ -208,7 +211,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         *args: Any,
         **kwargs: Any,
     ) -> Sampled:
-        """Return the share of the requesting rank, and store the shares of the other ranks for their requests."""
+        """Return the requesting rank's share, and store the other ranks' shares for their requests."""
         rank, batch_index = kwargs.get("dp_rank") or 0, kwargs.get("batch_index") or 0
         batches = self._batches(partition_id, task_name, rank)
         if batch_index not in batches:
@@ -239,7 +242,7 @@ def service_samples(sampler: BaseSampler) -> bool:
 
 
 def claim_name(config: Config) -> str:
-    """Return the name of a rank's claim for a batch.
+    """Return the name for a rank's claim on a batch.
 
     Raises:
         ValueError: dp_rank or batch_index is missing, or dp_rank is negative.

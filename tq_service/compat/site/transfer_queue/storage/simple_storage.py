@@ -1,4 +1,4 @@
-"""Names imported from TransferQueue's storage: an error, and the storage unit, which does not exist here."""
+"""Names that programs import from TransferQueue's storage: an error, and a placeholder for the storage unit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class StorageKeyNotFoundError(KeyError):
 
 
 class SimpleStorageUnit:
-    """Placeholder class that cannot be instantiated, since the service stores the data."""
+    """A placeholder that cannot be instantiated, since the service stores the data."""
 
     @classmethod
     def options(cls, **options: Any) -> type[SimpleStorageUnit]:

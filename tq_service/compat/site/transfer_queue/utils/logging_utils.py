@@ -10,7 +10,7 @@ _FORMAT: Final = "%(asctime)s - %(levelname)s - %(name)s - %(message)s"
 
 
 def get_logger(name: str | None, default_level: str = "WARNING") -> logging.Logger:
-    """Return a logger with the level of TQ_LOGGING_LEVEL. Add a stream handler if no handler is configured."""
+    """Return a logger with the level set by TQ_LOGGING_LEVEL. Add a stream handler if no handler is configured."""
     logger = logging.getLogger(name)
     logger.setLevel(os.environ.get("TQ_LOGGING_LEVEL", default_level))
     if not logger.hasHandlers():
