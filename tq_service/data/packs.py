@@ -334,8 +334,9 @@ def _check_padding(pack: Pack, lengths: NDArray[np.int64], options: PackOptions)
     # 0 may also come from a sampler that does not plan padding.
     if pack.padding_tokens not in (0, expected):
         raise ValueError(
-            f"the plan has a pack of {tokens} tokens and {pack.padding_tokens} padding tokens; expected {expected}, to fill "
-            f"pack_max_length = {options.pack_max_length}; give the sampler and PackOptions the same pack_max_length"
+            f"the plan has a pack of {tokens} tokens and {pack.padding_tokens} padding tokens; expected {expected}, to "
+            f"fill pack_max_length = {options.pack_max_length}; give the sampler and PackOptions the same "
+            "pack_max_length"
         )
 
 

@@ -141,7 +141,7 @@ class ReplicaGroup:
             group = group.get_group()
         if dist.get_rank(group) < 0:
             raise InvalidArgumentError(
-                f"this process, rank {dist.get_rank()}, is not in replica_group; pass a group that contains this process",
+                f"this process, rank {dist.get_rank()}, is not in replica_group; pass a group that contains it",
                 field="replica_group",
             )
         self._group = group
