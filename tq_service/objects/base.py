@@ -546,7 +546,7 @@ class EngineUrl:
         return value in _TRUE
 
     def secret(self, name: str, variable: str) -> str | None:
-        """Return a secret from the file that the setting `<name>_file` names or, if unset, from an environment variable.
+        """Return a secret from the file that `<name>_file` names or, if that is unset, from an environment variable.
 
         Raises:
             InvalidArgumentError: the file cannot be read.

@@ -3,8 +3,8 @@
     bytes written -> mirrored with the required number of copies -> the put is complete
     put dropped -> its memory is freed immediately, its object is removed soon
 
-Freeing rows and compaction only change memory; an object is removed with the last of its puts. So a storage service
-that was wrongly declared dead cannot destroy data that its successor has taken over.
+Freeing rows and compaction only change memory; an object is removed with the last of its puts. Therefore, a storage
+service that was wrongly declared dead cannot destroy data that its successor has taken over.
 
 Puts that were taken over are unfetched: only their id, owner and partition are known. They are fetched on first read,
 or later in the background. Spilled puts, which have left memory, are fetched when they are read, or when some of their
@@ -89,11 +89,12 @@ class _Batch:
 
 
 class Mirror(Backing[PutObject]):
-    """Mirrors the puts of an engine in an object store. Confined to the engine's event loop.
+    """Mirrors an engine's puts in an object store. Confined to the engine's event loop.
 
     Args:
         writer: writes the objects.
-        required: number of copies that a put needs to be complete; 0: a put is complete first and mirrored afterwards.
+        required: number of copies that must exist before a put is complete; 0: puts are mirrored after they are
+            complete.
         url: URL of the object store, for display.
         clock: time source for deadlines.
     """
@@ -148,7 +149,7 @@ class Mirror(Backing[PutObject]):
                 await self.scrub()
 
     async def flush_all(self, seconds: float) -> int:
-        """Wait up to `seconds` until all puts have their copies; return the number of bytes not yet mirrored."""
+        """Wait up to `seconds` for all puts to have their copies; return the number of bytes not yet mirrored."""
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
         for batch in list(self._gathered.values()):
@@ -362,7 +363,7 @@ class Mirror(Backing[PutObject]):
         return None if stored is None else stored.partition_id
 
     async def _fetch(self, put_id: bytes, source: PutObject) -> None:
-        """Fetch the unfetched puts of an object. If its bytes are lost, mark the puts as damaged."""
+        """Fetch an object's unfetched puts. If the object's bytes are lost, mark the puts as damaged."""
         try:
             data = await self._read(source)
             heads = unpack_heads(data)

@@ -25,12 +25,12 @@ _TOKEN_BYTES: Final = 16
 
 
 class ObjectWriter:
-    """Writes the objects of one storage service instance, and lists of the objects. Confined to one event loop.
+    """Writes one storage service instance's objects and the lists of these objects. Confined to one event loop.
 
     opened (by `run`) -> a first list is written -> objects and more lists are written -> closed
 
     Args:
-        objects: the object store, which others may use too.
+        objects: the object store, which other writers may also use.
         names: names of this instance's objects.
         copies: number of copies that each object should have on other nodes.
         required: number of copies that each object must have, at least 1.
@@ -154,7 +154,7 @@ class ObjectWriter:
         return made
 
     async def _take_number(self) -> int:
-        """Return an unused object number once a list covers it."""
+        """Wait until a list covers the next unused object number, and return that number."""
         while self._listed_number is None or self._next_number >= self._listed_number + WINDOW:
             self._may_number.clear()
             self._list_due.set()
