@@ -113,9 +113,10 @@ def _is_all(kind: type, rows: list[Any]) -> bool:
 
 
 def flatten(batch: TensorDict) -> FlatBatch:
-    """Return the columns of a batch. Only nested tensors that are strided or have gaps between rows are copied.
+    """Convert a batch to flat columns. Only nested tensors that are strided or have gaps between rows are copied.
 
-    As in a put, a strided nested tensor becomes a jagged column, or a list of rows if several dimensions differ.
+    As in a put, a strided nested tensor becomes a jagged column, or a list of rows if the rows differ in several
+    dimensions.
 
     Raises:
         ValueError: the batch does not have exactly one batch dimension, or a non-tensor field has fewer or more items
@@ -154,7 +155,7 @@ def _flatten_nested(nested: Any, patterns: list[RowPattern]) -> FlatColumn:
     """Convert a nested tensor to a column. Reuse an equal pattern from `patterns`, or add the new one to it."""
     is_jagged = nested.layout is torch.jagged
     if is_jagged and nested.lengths() is None:
-        dim = nested._ragged_idx - 1  # torch lacks a public name for this
+        dim = nested._ragged_idx - 1  # torch has no public attribute for this
         values, offsets = nested.values(), nested.offsets()
         known = next((each for each in patterns if each.offsets is offsets), None)
         pattern = RowPattern.of_offsets(offsets) if known is None else known
@@ -276,8 +277,8 @@ def split_micro_batches(
     """Yield the micro-batches of a batch, each with its part of the meta.
 
     The plan, `meta.steps`, determines the micro-batches: one per pack of each step, in order. Every rank therefore gets
-    the same number of micro-batches, including empty ones. The meta of a micro-batch has one step with one pack. A
-    batch whose meta has no steps is split by `micro_batch_size`.
+    the same number of micro-batches, including empty ones. A micro-batch's meta has one step with one pack. A batch
+    whose meta has no steps is split by `micro_batch_size`.
 
     Args:
         data: the batch, with `meta.size` rows.
@@ -299,7 +300,7 @@ def split_micro_batches(
 
 
 def steps_of(meta: BatchMeta, micro_batch_size: int | None) -> tuple[Step, ...]:
-    """Return the steps of a batch; without a plan, one step with micro-batches of `micro_batch_size` samples."""
+    """Return a batch's steps or, without a plan, one step with micro-batches of `micro_batch_size` samples."""
     if meta.steps:
         return meta.steps
     size = micro_batch_size or max(meta.size, 1)

@@ -162,7 +162,7 @@ class StreamingDataset(IterableDataset[Item]):
         totals: custom_meta columns to sum over all ranks in `BatchMeta.totals`, see `Client.claim`.
         start_batch_index: index of the first batch to fetch when resuming from a checkpoint.
         where: conditions on custom_meta, such as `("version", ">=", 3)`; a sample must meet all of them.
-        order_by: custom_meta columns by which ready samples are ordered.
+        order_by: custom_meta columns that determine the order of ready samples.
         drop_last: whether to drop the last batch if it is short.
         batch_unit: whether `batch_size` counts samples, rollouts or groups.
         version_lag: how many batches may be planned ahead of the published version of `policy`, regardless of
@@ -465,7 +465,7 @@ class StreamingDataset(IterableDataset[Item]):
         return self._replicas is None or self._replicas.sends_from(device)
 
     def _accept(self, batch: FetchedBatch) -> None:
-        """Mark a batch as begun, check that its identity matches the previous batches, and keep it for a replay."""
+        """Mark a batch as begun, check that its identity matches the previous batches, and keep it for replays."""
         if (collected := collected_here.get()) is not None:
             collected.add(batch.spans, batch_count=1)
         if batch.on_consumed is not None:
@@ -498,7 +498,7 @@ class StreamingDataset(IterableDataset[Item]):
 
     def _warn_of_dropped(self, batch: FetchedBatch) -> None:
         """Log a warning for the first batch that drops samples; a warning at the end reports the total."""
-        dropped: Any = getattr(batch.meta, "dropped_indexes", ())  # fetch_batch_fn may have created the meta
+        dropped: Any = getattr(batch.meta, "dropped_indexes", ())  # fetch_batch_fn may return a meta without it
         if len(dropped) and self._warned_of_dropped != self._identity:
             self._warned_of_dropped = self._identity
             _log.warning(
@@ -537,7 +537,7 @@ class StreamingDataset(IterableDataset[Item]):
                 self._delivered = (index, number) if number != count else (index + 1, 0)
                 yield micro_batch.receive() if isinstance(micro_batch, ArrivingItem) else micro_batch
             del micro_batch  # do not keep it alive while the next one is created
-        # Another iterator may have advanced further.
+        # Do not move back: another iterator may have advanced further.
         if self._delivered[0] <= index:
             self._batch_index = index + 1
             self._delivered = (index + 1, 0)
@@ -648,7 +648,7 @@ class StreamingDataset(IterableDataset[Item]):
         return {name: getattr(self._source.request, name) for name in names}
 
     def reset(self) -> None:
-        """Restart at the first batch; the same batches come from the replay buffer or are fetched again.
+        """Restart at the first batch; the same batches are replayed from the buffer or fetched again.
 
         Fetching a batch again raises `SamplesClearedError` if its samples have been cleared.
         """

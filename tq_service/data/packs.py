@@ -294,7 +294,7 @@ def split_packs(
         data: the batch, with `meta.size` rows.
         meta: metadata of the samples in `data`. Its packs may come from any sampler if their samples fit.
         options: how a pack's samples are combined into one sequence.
-        share: share of a context-parallel rank, see `pack_sequences`; requires a plan with the sample lengths.
+        share: a context-parallel rank's share, see `pack_sequences`; requires a plan with the sample lengths.
         micro_batch_size: samples per pack if the meta has no steps; None: the batch is one pack.
 
     Raises:

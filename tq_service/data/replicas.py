@@ -205,13 +205,13 @@ class ReplicaStream:
                                                                   │ broadcast: layout and bytes; "waiting" every 10 s
         others                                           read() <─┘
 
-    An error of the first replica is raised by all replicas.
+    If the first replica fails, all replicas raise its error.
 
     Args:
         group: the replicas.
         open_fetched: opens the inner stream, in the first replica.
         batch_index: batch_index of the first batch.
-        device: device of the inner stream's batches, where other replicas receive them; None: the CPU.
+        device: device of the inner stream's batches, to which the other replicas also receive them; None: the CPU.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ OnWait = Callable[[WaitReason], object]
 """Callback that receives the reason for a long wait; it runs in the fetching thread or process."""
 
 ClientFactory = Callable[[Any], Any]
-"""Function that opens the sync client of a fetching thread or worker, given the dataset's `address`."""
+"""Function that opens the sync client for a fetching thread or worker, given the dataset's `address`."""
 
 # Delay before the next call if fetch_batch_fn returned "not yet" immediately.
 _RETRY_SECONDS = 0.05
@@ -79,7 +79,7 @@ class Arrival:
     event: cuda.Event
 
     def take(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Make the current CUDA stream wait for the tensors and keep their memory until the stream's work is done."""
+        """Make the current CUDA stream wait for the tensors, and keep their memory until the stream's work is done."""
         stream = cuda.current_stream(self.device)
         stream.wait_event(self.event)
         for tensor in tensors:
@@ -146,7 +146,7 @@ class ExceptionWrapper:
         text = "".join(traceback.format_exception(error))
         try:
             ForkingPickler.loads(ForkingPickler.dumps(error))
-        except Exception:  # copying an exception may raise any error
+        except Exception:  # pickling an exception may raise any error
             error = RuntimeError(f"{type(error).__name__}: {error}")
         return cls(error=error, traceback=text)
 
@@ -180,7 +180,7 @@ class BatchStream(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
-    """The claim arguments common to all batches of a rank, named as in `Client.claim`.
+    """The claim arguments that all batches of a rank share, named as in `Client.claim`.
 
     Additional attributes:
         read_options: additional arguments of `Client.get_data`, or None.
@@ -535,8 +535,8 @@ class PrefetchLimit:
     A batch counts as ahead from `begin` to `consume`. Until `arrive` reports its size, a batch is assumed to be as
     large as the largest batch that has arrived. Before the first batch arrives, only one batch may be in flight. The
     batches ahead therefore stay within `max_bytes` unless a batch is larger than all earlier batches. Such a batch may
-    exceed the limit by its difference to the largest earlier batch. If no batch is ahead, the next batch is admitted
-    regardless of its size, because the consumer waits for it.
+    exceed the limit by the difference between its size and the largest earlier size. If no batch is ahead, the next
+    batch is admitted regardless of its size, because the consumer waits for it.
 
     Not thread-safe; the owner must lock it.
 
@@ -598,7 +598,8 @@ class PrefetchQueue(Generic[T]):
         self._changed = threading.Condition()
         self._items: dict[int, T] = {}
         self._begun_count = self._read_count = 0
-        self._end: tuple[int, BaseException | None] | None = None  # the first number without an item, and its error
+        # Number at which the queue ends, and the error, if any.
+        self._end: tuple[int, BaseException | None] | None = None
         self.closed = False
 
     def begin(self, on_begun: OnBegun = lambda number: None) -> int | None:
@@ -630,7 +631,7 @@ class PrefetchQueue(Generic[T]):
             yield
         except StreamClosedError:
             self.end(number)
-        except BaseException as error:  # the reader raises any error
+        except BaseException as error:  # the error is raised in the reader, whatever its type
             self.end(number, error)
 
     def put(self, number: int, item: T, size_bytes: int = 0, on_begun: OnBegun | None = None) -> int | None:
@@ -814,7 +815,7 @@ def _fetch_ahead(first_index: int, fetcher: Fetcher, queue: PrefetchQueue[Fetche
                     size_bytes = fetched.size_bytes
                     fetched = replace(fetched, on_consumed=partial(queue.on_consumed, size_bytes))
                     following = queue.put(number, fetched, size_bytes, request)
-                del fetched  # do not keep it alive while waiting for the limit
+                del fetched  # do not keep the batch alive while waiting for the limit
     finally:
         # The client may have been opened after the stream was closed. If the queue ended but the stream is open, other
         # fetchers of the same worker may still wait for the end marker, so this fetcher is closed later, with the
@@ -844,7 +845,7 @@ class MicroBatchPrefetcher(_QueuedStream[BatchStream, _Prefetched]):
                                                                                             └──> end, error
         close() or garbage collection: the inner stream is closed, the thread ends
 
-    A batch is released with its last micro-batch, before the thread reads the next batch.
+    Each batch is released together with its last micro-batch, before the thread reads the next batch.
     """
 
     def __init__(self, inner: BatchStream, split: Callable[[FetchedBatch], Iterator[Any]]) -> None:
@@ -918,7 +919,8 @@ def _items_of(inner: BatchStream, split: Callable[[FetchedBatch], Iterator[Any]]
         micro_batches = split(batch)
         yield _Prefetched(_next_of(micro_batches), batch, _split_since(began_at))
         del batch  # the iterator keeps the batch alive until the last micro-batch is created
-        yield from iter(partial(_next_item, micro_batches), None)  # unlike a loop, keeps no micro-batch alive
+        # Unlike a loop, this does not keep micro-batches alive.
+        yield from iter(partial(_next_item, micro_batches), None)
 
 
 def _next_item(micro_batches: Iterator[Any]) -> _Prefetched | None:

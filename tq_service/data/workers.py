@@ -10,10 +10,11 @@ Lifecycle::
 
 The parent does all bookkeeping. A worker receives only the requests for its own batches.
 
-A batch is sent as contiguous bytes. The worker copies it once into a shared buffer, and the parent reads it there
-without a copy. The first replica of a rank broadcasts a batch to the other replicas in the same form. The bytes contain
-the columns' tensors in sequence, and the receiver's tensors are views of these bytes. The meta and all objects are
-pickled. Tensors within objects are unpickled into separate memory, since a micro-batch does not copy them.
+A batch is sent as contiguous bytes. The worker copies these bytes once into a shared buffer, from which the parent
+reads them without another copy. The first replica of a rank broadcasts a batch to the other replicas in the same form.
+The bytes contain the columns' tensors in sequence, and the receiver's tensors are views of these bytes. The meta and
+all objects are pickled. Tensors within objects are unpickled into separate memory, since a micro-batch does not copy
+them.
 
 A shared buffer is an anonymous file. The worker sends the file descriptor once, with the first batch in the buffer, and
 the parent keeps the buffer mapped. After the parent has freed its last tensor in the buffer, its next request reports
@@ -244,7 +245,7 @@ class SharedBufferReader:
             del self._mappings[buffer_id]
         if descriptor is not None:
             try:
-                # Map with all pages populated: a page fault per page would take several times as long.
+                # Populate all pages when mapping, because a page fault per page would take several times as long.
                 self._mappings[shared.buffer_id] = Mapping(descriptor, is_shared=True, is_populated=True)
             finally:
                 os.close(descriptor)
@@ -344,8 +345,9 @@ class _Worker:
         buffers: shared buffers of the process.
         has_replied: whether the process has replied to a request.
         last_received: set once the reply to the latest request is received, or lost with the process. Replies arrive in
-            the order of requests, including replies to a closed stream.
-        sending: held while a message is sent. Reentrant, because a finalizer may close a fetcher during a request.
+            the order of the requests, including replies for closed streams.
+        sending: lock that is held while a message is sent. Reentrant, because a finalizer may close a fetcher during a
+            request.
     """
 
     process: BaseProcess
@@ -391,8 +393,8 @@ class _Worker:
 class WorkerPool:
     """Worker processes that run until `close`, and fetch for one stream at a time.
 
-    Workers get the source when they start, so with fork its functions need not be picklable. A later stream may change
-    only the source's partition.
+    Workers receive the source when they start, so its functions need not be picklable with fork. A later stream may
+    change only the source's partition.
     """
 
     def __init__(
@@ -572,7 +574,7 @@ def _pickled(source: BatchSource) -> bytes | None:
 def run_worker(source: BatchSource, connection: Connection) -> None:
     """Serve requests until the parent process sends None or ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the trainer's handler, which a fork inherits
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # replaces the trainer's handler, which a forked worker inherits
     torch.set_num_threads(1)
     _Fetching(source, connection).run()
 
@@ -580,8 +582,8 @@ def run_worker(source: BatchSource, connection: Connection) -> None:
 class _Fetching:
     """The two threads of a worker process. The main thread fetches the requested batches in order and replies.
 
-    The other thread receives messages. It interrupts a waiting call once the batch is no longer wanted, and ends the
-    process if the parent ends.
+    The other thread receives messages. It interrupts a waiting call when the batch is no longer wanted, and ends the
+    process if the parent has ended.
     """
 
     def __init__(self, source: BatchSource, connection: Connection) -> None:
@@ -642,7 +644,7 @@ class _Fetching:
             spans = (*fetched.spans, Span(Stage.HOST, began_at, time.perf_counter()))
         except StreamClosedError:
             pass
-        except Exception as error:  # the reader in the parent raises any error
+        except Exception as error:  # the error is raised in the parent's reader, whatever its type
             if self._is_wanted(request):  # otherwise `_stop` caused the error by closing the fetcher
                 content = ExceptionWrapper.of(error)
         self._connection.send(FetchReply(content, self._notes.take(), spans))

@@ -10,8 +10,8 @@ following contract, which `tests/objects/test_contract.py` checks:
 - A name is used for only one attempt by one writer. No other writer therefore encounters a partial object or a
   reservation that a killed writer left under that name.
 - Fewer copies than requested are not an error: `put` and `copies` return the number of copies.
-- Nothing is removed by force. An object that a reader has leased is kept, and its name is returned, so that the removal
-  can be retried (`remover.py`).
+- Objects are never removed by force. An object that a reader has leased is kept, and its name is returned, so that the
+  removal can be retried (`remover.py`).
 - A checksum covers all bytes: each object is sealed with a header that contains its size and checksum. Reading a
   complete object that does not match its checksum raises an error, so a reader never gets a mix of two objects.
 - Calls do not block the event loop. Each call ends within its time limit, either with a result or with an error from
@@ -112,7 +112,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     async def open(self, node: str, offered_bytes: int) -> None:
-        """Connect to the store. Call this once, before all other calls.
+        """Connect to the store. Call this method once, before all others.
 
         Args:
             node: name of this process's node. A store that controls placement must not put copies of this process's
@@ -305,7 +305,7 @@ class BlockingObjectStore(ObjectStore):
         self._is_open = False
         # Closing a C++ client during a call crashes the process, so the client is not closed while a call hangs.
         if not self._running or not (await asyncio.wait(self._running, timeout=_CLOSE_SECONDS))[1]:
-            with contextlib.suppress(TqError):  # the backend may already be gone
+            with contextlib.suppress(TqError):  # the backend may already be unavailable
                 await self._in_thread(self._close)
 
     async def _run(self, call: Callable[[], T]) -> T:

@@ -204,7 +204,7 @@ class DirectoryObjects(BucketObjects):
 
     def _part(self, name: str) -> Path:
         """Return an object's temporary path, with a suffix that `obstore` does not list."""
-        if not _NAME.fullmatch(name):  # other names must not become paths
+        if not _NAME.fullmatch(name):  # any other name must not become a path
             raise InvalidArgumentError(f"object name is {name!r}, expected letters, digits, '.', '_', ':', '-' and '/'")
         return self._directory / f"{name}#0"
 

@@ -42,8 +42,8 @@ from tq_service.objects.base import (
     fill,
 )
 
-# The library reads these variables when it is loaded. By default it opens one connection per transfer, which costs more
-# than a small transfer.
+# The library reads these variables when it is loaded. By default, it opens one connection per transfer, which takes
+# longer than a small transfer itself.
 for _variable, _value in {"MC_TCP_ENABLE_CONNECTION_POOL": "1", "GLOG_minloglevel": "2"}.items():
     os.environ.setdefault(_variable, _value)
 
@@ -127,7 +127,7 @@ class MooncakeObjects(BlockingObjectStore):
         config.replica_num = copies
         config.with_hard_pin = True
         others = [name for name in self._admin.segments() if host_of(name) != self._host]
-        random.shuffle(others)  # Mooncake fills the first segments first
+        random.shuffle(others)  # because Mooncake fills the first segments first
         config.preferred_segments = others
         size = sum(map(len, sealed))
         with self._staging(size) as buffer:

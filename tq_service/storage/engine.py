@@ -103,10 +103,10 @@ class EngineStat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptPut:
-    """A put pinned for a recording. Its bytes do not change until `release`, even if the put is freed.
+    """A put pinned for a recording. The put's bytes do not change until `release`, even if the put is freed.
 
     Attributes:
-        record: layout of the tables and values. Its checksum is 0 unless they are in a file.
+        record: layout of the tables and values. Its checksum is 0 unless the tables and values are in a file.
         file: file that starts with the tables and values and is never written again; None: `parts` contains them.
         parts: the tables and values in memory.
         blob: the pinned blob that contains the values.
@@ -125,8 +125,8 @@ class KeptPut:
 class StorageEngine:
     """Stores puts: tracks which puts exist, and stores their bytes in its backing's blob store.
 
-    A put is reserved, written, flushed and finished; its commit then confirms it. A put that is not confirmed in time
-    expires. Cells are freed individually or all at once, and the put's memory shrinks accordingly.
+    A put is reserved, written, flushed and finished, and is then confirmed by its commit. A put that is not confirmed
+    in time expires. Cells are freed individually or all at once, and the put's memory shrinks accordingly.
 
     Each put has an owner: the controller that commits it. Only the owner can confirm the put, or report it as unknown.
 
@@ -328,7 +328,8 @@ class StorageEngine:
         """Record that a complete put is committed and must be kept; return whether the put exists. Idempotent."""
         if put_id not in self.puts:
             return False
-        if self.puts.state_of(put_id) is not PutState.COMMITTED:  # a committed put is listed, or about to be freed
+        # A put that is already committed is on its owner's list, or is about to be freed.
+        if self.puts.state_of(put_id) is not PutState.COMMITTED:
             if (state := self._reconciliations.get(self.puts.owner_of(put_id))) is not None:
                 state.staying.add(put_id)
             self.puts.confirm(put_id)
@@ -358,8 +359,8 @@ class StorageEngine:
         """Return the timestamp of a complete put's receipt, or None if the put is committed and needs no receipt.
 
         Raises:
-            PutNotFoundError: some of the put's cells were freed, so the put was committed before. The controller may
-                have restarted since then, and no longer know the put.
+            PutNotFoundError: some of the put's cells were freed, so the put must have been committed before. The
+                controller may have restarted since then and lost track of the put.
         """
         given_at = self.puts.receipt_time(put_id)
         was_freed = put_id in self._when_fetched or not (put_id in self.damaged or self.puts[put_id].is_whole())
@@ -376,7 +377,7 @@ class StorageEngine:
 
         Args:
             asked: the result of `PutTable.overdue` that was sent to the controller.
-            unknown: ids of puts that are not committed and never will be. All other puts are or may be committed.
+            unknown: ids of puts that are not committed and never will be. All other puts are, or may be, committed.
         """
         dropped = self.puts.on_answer(asked, frozenset(unknown))
         for put_id in dropped:
@@ -434,7 +435,7 @@ class StorageEngine:
         Args:
             state: the result of `begin_reconciliation`.
             cells: known cells; all other cells of their puts are freed. List each put's cells consecutively.
-            staying: puts that are kept unchanged.
+            staying: puts to keep unchanged.
 
         Raises:
             CallCancelledError: another reconciliation has begun.
@@ -495,7 +496,7 @@ class StorageEngine:
             raise CallCancelledError("another reconciliation of this owner's puts has begun; this one is abandoned")
 
     def _know(self, state: Reconciliation, put_id: bytes) -> None:
-        if put_id in state.freed:  # the listed put is gone; a put that has this id now was stored later
+        if put_id in state.freed:  # the listed put is gone; any current put with this id was stored later
             return
         state.staying.add(put_id)
         if self._has(state, put_id):
@@ -558,7 +559,7 @@ class StorageEngine:
     def keep(self, put_id: bytes) -> KeptPut | None:
         """Pin a put's bytes until a recording releases them; return None if the put is missing or damaged.
 
-        Nothing is copied: memory stays pinned, and a file is not reused for another put.
+        No bytes are copied: memory stays pinned, and a file is not reused for another put.
         """
         if put_id not in self.puts or put_id in self.damaged:
             return None
@@ -704,7 +705,7 @@ class StorageEngine:
     # Memory
 
     def _spill(self) -> None:
-        """Remove mirrored puts from memory, least recently used first, until memory use is below its limit."""
+        """Remove mirrored puts from memory, least recently used first, until memory use is below the limit."""
         excess = self._admission.to_spill()
         if not excess:
             return
@@ -726,7 +727,7 @@ class StorageEngine:
                 return
 
     def _note_replaced(self, put: StoredPut | RecoveredPut) -> None:
-        """Record that a spilled put was removed or is in memory again."""
+        """Record that a spilled put was removed, or was loaded into memory again."""
         if isinstance(put, RecoveredPut):
             self._count_spilled(-put.spilled_bytes)
 
@@ -857,7 +858,7 @@ class StorageEngine:
         except UnreadableError as error:
             _log.warning(LogMessage("could not compact a put", put_id=put_id, error=error.cause))
             self._on_unreadable(put_id, error.blob, error.cause)
-        except (OSError, TqError) as error:  # such as a full disk; the dead cells remain until the put is freed
+        except (OSError, TqError) as error:  # for example, a full disk; dead cells remain until the put is freed
             _log.debug(LogMessage("could not compact a put", put_id=put_id, error=error))
             if blob is not None:
                 blob.is_damaged = True

@@ -10,7 +10,7 @@ file, select it in `server/app.py`, and test it in `tests/storage/test_blob_stor
 Each blob declares whether its bytes are in this process's memory (`is_local`). If so, the event loop reads and writes
 the bytes through `view`. Otherwise, threads read the bytes and `BlobStore.write` writes them.
 
-Memory is reused, because mapping new memory costs more than copying into it.
+Memory is reused, because mapping new memory is more expensive than copying into existing memory.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class SharedMemory:
 
     def __del__(self) -> None:
         if getattr(self, "fd", NO_FD) != NO_FD:
-            os.close(self.fd)  # the service stopped while puts were in memory
+            os.close(self.fd)  # the service stopped while a put was still in this memory
 
 
 class Blob:
@@ -160,7 +160,7 @@ class Blob:
         target[:] = self.view()[start : start + len(target)]
 
     def read_slices(self, slices: Iterable[tuple[int, memoryview]]) -> None:
-        """Fill several targets, each from its own start; see `read_into`."""
+        """Fill several targets with bytes, each from a different start; see `read_into`."""
         for start, target in slices:
             self.read_into(target, start)
 
@@ -222,7 +222,7 @@ class Blob:
         self.memory = b""
 
     def release(self) -> None:
-        """Free the bytes, now or when the last pin ends; further calls do nothing."""
+        """Free the bytes, either now or when the last pin ends. Further calls do nothing."""
         if not self._is_released:
             self._is_released = True
             if not self._pin_count:
@@ -269,7 +269,7 @@ class BlobStore(ABC):
 
     @abstractmethod
     def free(self, blob: Blob) -> None:
-        """Free a blob that is no longer read, now or soon, and then call `on_freed`. Called only by the blob."""
+        """Free a blob that is no longer read, now or soon, and then call `on_freed`. Only the blob calls this."""
 
     def trim(self, elapsed_seconds: float) -> None:  # noqa: B027  (most stores have nothing to trim)
         """Free some of the pooled bytes that were not needed during the elapsed time."""
@@ -481,7 +481,7 @@ class MemoryBlobs(PooledStore[mmap.mmap]):
         return Blob(self, size, backing, backing)
 
     def _drop(self, backing: mmap.mmap) -> None:
-        if len(backing) >= UNMAPPED_IN_BACKGROUND_FROM_BYTES:  # a smaller mapping is unmapped with its last reference
+        if len(backing) >= UNMAPPED_IN_BACKGROUND_FROM_BYTES:  # dropping the last reference unmaps a smaller mapping
             BACKGROUND.submit(unmap, backing)
 
 

@@ -1,9 +1,9 @@
 """Segments: reusable files, each containing the bytes of one put.
 
 A file is created with its full capacity allocated, so on a full disk only puts that need a new file fail. Threads read
-and write the files, which are never mapped. An unreadable page or a truncated file then fails a single read, whereas
-with a mapping it would kill the process (SIGBUS). The tables of puts are also kept in memory. File names are numbers
-assigned by this service, never text chosen by a client.
+and write the files, which are never mapped. An unreadable page or a truncated file therefore fails a single read,
+whereas with a mapping it would kill the process (SIGBUS). The tables of puts are also kept in memory. File names are
+numbers assigned by this service, never text chosen by a client.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Segment:
     """A segment file.
 
     Attributes:
-        number: number that determines the file's name.
+        number: number used in the file's name.
         capacity: size of the file in bytes.
         is_new: whether the file's directory entry may not be on disk yet.
         is_kept: whether a recording has linked the file under another name, so its bytes must never change.
@@ -372,7 +372,7 @@ def _copy(target: Blob, head: memoryview, source: Blob, spans: Sequence[Span]) -
         for done in range(0, size, _COPY_BYTES):
             part = buffer[: size - done]
             source.read_into(part, start + done)
-            target.write_from(part, at)  # while the bytes are in the CPU cache
+            target.write_from(part, at)  # now, while the bytes are still in the CPU cache
             at += len(part)
 
 

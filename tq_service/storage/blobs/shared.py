@@ -7,7 +7,7 @@ region is reused only if no process may still read or write its bytes. Session l
                                     -> blob freed, leased -> last lease released ------------------> pooled, or dropped
                                                           -> memory needed -> abandoned, then dropped
 
-If a session ends while it has leases, a process may still map the leased regions. They are then dropped instead of
+If a session ends while it has leases, a process may still map the leased regions. Such regions are dropped instead of
 reused.
 """
 
@@ -143,7 +143,7 @@ class RegionBlobs(ThreadedStore[Region], SharedStore):
         super().__init__()
         self._max_bytes = math.inf if max_bytes is None else max_bytes
         self._numbers = itertools.count(1)
-        self._seconds = 0.0  # since the start, as counted by `trim`
+        self._seconds = 0.0  # elapsed since the start, as reported to `trim`
         self._freed: dict[Region, None] = {}  # leased regions, in the order in which their blobs were freed
         self._in_use: set[Region] = set()
         self._executor = ThreadPoolExecutor(_THREAD_COUNT, thread_name_prefix="tq-region")

@@ -53,8 +53,8 @@ class Admission:
         self._is_relieving = False
         # Waiting puts by token and partition, both in the order of their turns; within a partition, by arrival.
         self._waiting: OrderedDict[str, OrderedDict[str, dict[_Waiter, None]]] = OrderedDict()
-        self._first: _Waiter | None = None  # first waiter at the last check; None: check again
-        self._fits_at = 0  # used bytes at or below which one of the waiting puts fits
+        self._first: _Waiter | None = None  # first waiter at the last check; None: the queue must be checked again
+        self._fits_at = 0  # one of the waiting puts fits if at most this many bytes are used
         self._turn = AdmissionTurn(clock)
         self._timer: asyncio.TimerHandle | None = None
         self._is_draining = False
@@ -160,7 +160,7 @@ class Admission:
         if self._first is not None and self.used_bytes > self._fits_at:
             return False
         for waiter in [each for each in self._waiters() if each.granted.done()]:
-            self._leave(waiter)  # the wait has ended, but the task has not run since then
+            self._leave(waiter)  # the wait has ended, but its task has not resumed yet
         by_kind = sorted(self._waiters(), key=lambda waiter: not waiter.for_existing_rows)  # stable
         holder = self._turn.begin(waiter for waiter in by_kind if self._lacking(waiter) > 0)
         for waiter in by_kind:
@@ -178,7 +178,7 @@ class Admission:
         return self._first is None or self._lacking(self._first) <= 0
 
     def _lacking(self, waiter: _Waiter) -> int:
-        """Return the number of bytes that a put lacks; 0 or less: the put fits."""
+        """Return how many bytes a waiting put lacks; the put fits if the result is 0 or less."""
         return 0 if waiter.limit is None else self.used_bytes + waiter.size - waiter.limit
 
     def _waiters(self) -> Iterator[_Waiter]:
@@ -198,7 +198,7 @@ class Admission:
             self._first = None
 
     def _set_timer(self) -> None:
-        """Schedule a check of the other puts at the end of the current turn."""
+        """Schedule a check of the other waiting puts for the end of the current turn."""
         over_at = self._turn.over_at if self._waiting else None
         if self._timer is not None:
             self._timer.cancel()

@@ -42,7 +42,7 @@ from tq_service.wire.shared_memory import close_all
 Rows = NDArray[np.int64]
 Tables = bytearray | memoryview
 _NO_TABLES: Final = bytearray()
-_CONTINUES: Final = 0x80  # the two highest bits of a byte that continues a character
+_CONTINUES: Final = 0x80  # the two highest bits of a UTF-8 continuation byte
 _HIGHEST_BITS: Final = 0xC0
 _SIZE_BYTES: Final = 4  # bytes per value size in a packed put
 _MARKED_SHARE: Final = 16  # for at least a sixteenth of a put's rows, marking is faster than sorting
@@ -70,7 +70,7 @@ class PutCells:
 
     @property
     def is_whole(self) -> bool:
-        """Whether these are all cells of the put."""
+        """Whether all cells of the put are included."""
         return self.rows is None and not self.field_names
 
 
@@ -100,7 +100,7 @@ class RowSet:
         return twin
 
     def compacted(self) -> RowSet:
-        """Return the set of live rows; at least one row must be live."""
+        """Return a row set that contains only the live rows; at least one row must be live."""
         if self.live is None:
             return RowSet(self.stored_count, self.rows)
         live = self.live_positions()
@@ -318,7 +318,7 @@ class StoredPut:
                     raise _wrong_row(shape.spec.name, int(empty.argmax()), "has no bytes; expected one msgpack value")
 
     def _place_values(self, store: BlobStore) -> tuple[list[int], int]:
-        """Return the start of each column within the values, and the end of the last column."""
+        """Return each column's start within the values, and the last column's end."""
         sizes = [column.value_bytes for column in self.left_columns()]
         if store.is_shared:
             return place_columns(sizes)
@@ -327,7 +327,7 @@ class StoredPut:
 
     @property
     def values_at(self) -> int:
-        """Start of the values in their blob."""
+        """Position in the blob at which the values start."""
         return self.tables_bytes if self.values.store.is_durable else 0
 
     def tables(self) -> Tables:
@@ -439,7 +439,7 @@ class StoredPut:
         return {name: column for name, column in self.columns.items() if column and column.row_set is row_set}
 
     def _split(self, names: set[str]) -> list[RowSet]:
-        """Return row sets used only by these columns; a row set shared with other columns is copied first."""
+        """Return the row sets of these columns; a row set that other columns also use is first replaced by a copy."""
         touched = []
         for row_set in self.row_sets():
             members = self.members(row_set)
@@ -476,7 +476,7 @@ class PutKind:
 _kind: Final = lru_cache(maxsize=256)(PutKind)
 
 
-@dataclass(slots=True, eq=False)  # a named tuple takes 16 more bytes, and a frozen dataclass is slower to create
+@dataclass(slots=True, eq=False)  # a named tuple uses 16 more bytes, and a frozen dataclass is slower to create
 class PackedPut:
     """A small put without freed cells, in a form that uses a quarter of the memory and is unpacked for each access.
 
@@ -594,12 +594,12 @@ class TextCheck:
         self._name = name
         self._offsets = offsets
         self._values_at = values_at
-        self._rest = b""  # start of a character that the next part completes
+        self._rest = b""  # first bytes of a character that the next part completes
         self.next = values_at
         self.end = values_at + int(offsets[-1])
 
     def look_at(self, data: memoryview | bytes, at: int) -> None:
-        """Check the column's bytes in a part of the blob that starts at `at`.
+        """Check the column's bytes within a part of the blob; the part starts at position `at`.
 
         Raises:
             InvalidArgumentError: a row is not UTF-8; the error names the first such row.
@@ -610,7 +610,7 @@ class TextCheck:
         part, start = memoryview(data)[self.next - at : end - at], self.next - self._values_at
         first, last = np.searchsorted(self._offsets[:-1], (start, start + len(part))).tolist()
         rows = self._offsets[first:last]
-        rows = rows[self._offsets[first + 1 : last + 1] > rows]  # an empty row has no first byte
+        rows = rows[self._offsets[first + 1 : last + 1] > rows]  # skip empty rows, which have no first byte
         inside = (np.frombuffer(part, np.uint8)[rows - start] & _HIGHEST_BITS) == _CONTINUES
         piece, piece_start = (self._rest + part, start - len(self._rest)) if self._rest else (part, start)
         # A row that begins within a character is invalid, unless the previous row, with the lead byte, is already
@@ -649,14 +649,14 @@ class PendingPut:
     The bytes arrive in one of three ways: in order, through `write`; all at once, through `map_fd`; or written to the
     blob by threads or other processes, followed by `end_filling`.
 
-    States: waiting for capacity → open → done, or aborted from any state but done. The call that reserved the put
-    aborts it unless the put is done. A newer stream for the same put aborts the older stream, whose next call raises an
-    error.
+    States: waiting for capacity → open → done. A put can be aborted in any state except done. The call that reserved
+    the put aborts it unless the put is done. A newer stream for the same put aborts the older stream, whose next call
+    raises an error.
 
     Args:
         put_id: id of the put.
         on_finish: called with the put when all bytes have arrived.
-        on_abort: called once with the put as stored so far, or with None if no memory was allocated yet.
+        on_abort: called once with the partially stored put, or with None if no memory was allocated yet.
 
     Attributes:
         put_id: id of the put.
@@ -723,7 +723,7 @@ class PendingPut:
             )
         for check in self._text_checks:
             check.look_at(data, start)
-        blob.pin()  # so its memory is kept if the put is aborted during the write
+        blob.pin()  # keep the memory even if the put is aborted during the write
         try:
             await blob.store.write(blob, start, data)
         finally:
@@ -784,7 +784,7 @@ class PendingPut:
         return stored
 
     def finish(self) -> None:
-        """Complete the put. If it must outlive this process, call `StorageEngine.flush` first.
+        """Complete the put. If the put must outlive this process, call `StorageEngine.flush` first.
 
         Raises:
             InvalidArgumentError: bytes are missing.

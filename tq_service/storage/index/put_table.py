@@ -11,9 +11,9 @@ Lifecycle of a put in its storage service:
 
 A controller in another process commits a put when it receives the put's receipt, and confirms the put shortly
 afterwards. An overdue put may therefore already be committed, so the storage service asks the controller before
-dropping it. A controller that has answered that it does not know a put must not commit that put. Two timestamps ensure
-this: a receipt contains the time when it was issued, and the question contains the time from which receipts are valid.
-If a client retries a put after half of its waiting time, the put starts waiting again with a new receipt.
+dropping it. After a controller has answered that it does not know a put, it must not commit that put. Two timestamps
+ensure this: a receipt contains the time when it was issued, and the question contains the time from which receipts are
+valid. If a client retries a put after half of its waiting time, the put starts waiting again with a new receipt.
 `server/puts.py` describes the controller's side, and explains why no put is lost.
 
 With a store that outlives the process (`PutJournal`):
@@ -120,10 +120,10 @@ class RecoveredPut(NamedTuple):
 class PutTable(Mapping[bytes, StoredPut]):
     """Complete puts by id, and the set of puts not known to be committed.
 
-    Recovered puts are loaded when needed, since many are never read. They become overdue only after their controller
-    has listed its puts, because the controller may be down for a long time. Packed puts are unpacked for each access,
-    but remain packed in the table. Puts are spread over many small dicts, so that they can be visited in slices while
-    other puts are added and removed.
+    Recovered puts are loaded when needed, since many are never read. A recovered put becomes overdue only after its
+    controller has listed its puts, because the controller may be down for a long time. Packed puts are unpacked for
+    each access, but remain packed in the table. Puts are spread over many small dicts, so that they can be visited in
+    slices while other puts are added and removed.
 
     Args:
         ttl_seconds: how long a put waits for its confirmation.
@@ -138,8 +138,9 @@ class PutTable(Mapping[bytes, StoredPut]):
         backing.kept_puts = self._kept
         self._shards: list[dict[bytes, AnyPut]] = [{} for _ in range(_SHARDS)]
         self._owned: Counter[bytes] = Counter()  # number of puts by owner
-        self._absent_since: dict[bytes, float] = {}  # owners without a running controller
-        self._waiting: dict[bytes, float] = {}  # start of each wait, ascending; receipts contain the same time
+        self._absent_since: dict[bytes, float] = {}  # by owner, if its controller is not running
+        # Start of each put's wait, ascending; the put's receipt contains the same time.
+        self._waiting: dict[bytes, float] = {}
         self._recovered: set[bytes] = set()
 
     def recover(self, puts: Mapping[bytes, RecoveredPut | PackedPut]) -> None:
@@ -233,7 +234,7 @@ class PutTable(Mapping[bytes, StoredPut]):
 
     @property
     def valid_from(self) -> float:
-        """Time from which receipts are valid: the start of the oldest wait that is not overdue."""
+        """Time from which receipts are valid: the start of the oldest wait that is not overdue yet."""
         now = self.clock()
         overdue_until = now - self._ttl_seconds
         return next((since for since in self._waiting.values() if since > overdue_until), now)
@@ -314,7 +315,7 @@ class Residents:
 
     Args:
         clock: time source, in seconds.
-        can_spill: whether puts may leave memory.
+        can_spill: whether puts may be spilled.
     """
 
     def __init__(self, clock: Callable[[], float], *, can_spill: bool) -> None:
@@ -323,7 +324,7 @@ class Residents:
         self._kept_until: dict[bytes, float] = {}  # least recently used first
 
     def add(self, put_id: bytes) -> None:
-        """Add a put that is in memory now; it may leave memory immediately."""
+        """Add a put that is now in memory. The put may be spilled immediately."""
         if self._can_spill:
             self._kept_until[put_id] = 0.0
 
@@ -335,16 +336,16 @@ class Residents:
                     self._kept_until[put_id] = self._clock() + _KEPT_SECONDS
 
     def remove(self, put_id: bytes) -> None:
-        """Remove a put that has left memory or is gone."""
+        """Remove a put that was spilled or dropped."""
         self._kept_until.pop(put_id, None)
 
     def coldest(self) -> list[bytes]:
-        """Return some puts that may leave memory, least recently used first; call `put_off` if a put cannot leave."""
+        """Return some puts that may be spilled, least recently used first; call `put_off` for a put that cannot be."""
         now = self._clock()
         return [put_id for put_id, until in islice(self._kept_until.items(), _LOOKED_AT) if until <= now]
 
     def put_off(self, put_id: bytes) -> None:
-        """Move a put behind all other puts, because it cannot leave memory now."""
+        """Move a put behind all other puts, because it cannot be spilled now."""
         self._kept_until[put_id] = self._kept_until.pop(put_id)
 
 
@@ -359,8 +360,8 @@ class Reconciliation:
         owner: the controller that lists its puts.
         staying: puts that were listed, or confirmed during the comparison; all other confirmed puts are dropped at the
             end.
-        freed: puts freed during the comparison. They may still be listed, but do not count as missing. A put stored
-            later under the same id is a different put, which the list does not cover.
+        freed: puts freed during the comparison. The list may still contain them, but they do not count as missing. A
+            put stored later under the same id is a different put, which the list does not cover.
         partial: puts of which only some cells were listed.
         put_id: the put whose cells are being listed.
         parts: cells of that put listed so far.
@@ -631,7 +632,7 @@ class PutStored:
         row_sets: the columns' distinct row sets, each as ascending row indices; None: all rows.
         freed_names: names of the freed columns.
         size_bytes: size of the tables and values.
-        segment: number of the file that contains the tables and values; 0: they follow the record.
+        segment: number of the file that contains the tables and values; 0: the tables and values follow the record.
         checksum: XXH3 checksum of the file's contents.
         for_existing_rows: whether the put must not create new samples.
         owner: the controller that owns the put.
@@ -670,11 +671,11 @@ class PutLog(Protocol):
 
     @property
     def fatal(self) -> Callable[[str, BaseException], None]:
-        """Function to call with a reason and its cause if the log may differ from memory."""
+        """Function to call, with a reason and its cause, if the log may no longer match the state in memory."""
         ...
 
     def append_put(self, record: bytes, values: bytes | bytearray = b"") -> None:
-        """Append a record in memory. Records become durable in order. The values must not change afterwards."""
+        """Append a record to the log's buffer. Records become durable in order. `values` must not change afterwards."""
         ...
 
     def after_durable(self, callback: Callable[[], None]) -> None:
@@ -683,7 +684,7 @@ class PutLog(Protocol):
 
 
 class PutJournal(Backing[Blob]):
-    """Stores puts on disk: records in a journal, bytes in segment files. Puts are accepted only after `recover`.
+    """Stores puts on disk: records in a journal, and bytes in segment files. Accepts puts only after `recover`.
 
     Confined to the engine's event loop.
 
@@ -924,7 +925,7 @@ def left_puts(records: Iterable[bytes]) -> dict[bytes, tuple[PutStored, EncodedP
 
 
 def describe_put(put_id: bytes, put: StoredPut) -> PutStored:
-    """Return a record of the put's current state."""
+    """Return a record that describes a put's current state."""
     blob = put.values.copy or put.values
     row_sets = put.row_sets()
     return PutStored(

@@ -112,7 +112,7 @@ async def open_reading_in_thread(
 def is_light_read(runs: Sequence[CellRuns], slices: Sequence[RowSlice] = ()) -> bool:
     """Return whether a read has so few cells that they can be found on the event loop."""
     if any(part.HasField("second") for part in slices):
-        return False  # each token becomes a separate slice
+        return False  # such a slice creates a separate piece for each token
     range_count = sum(max(len(part.starts), len(part.chunks)) for part in slices)
     row_count = sum(fields.row_count * len(fields.field_names) for fields in runs)
     return row_count * max(range_count, 1) <= _FEW_CELLS
@@ -310,7 +310,7 @@ class Reading(AbstractContextManager["Reading"]):
         Returns:
             The memory of the columns, pinned until `close`, and the positions of the columns in that memory.
         """
-        memories: dict[SharedMemory, int] = {}  # each with its index
+        memories: dict[SharedMemory, int] = {}  # the index of each memory in the result
         columns = []
         for index, span in enumerate(self._spans):
             if span.column.value_bytes >= max(_LEAST_COLUMN_BYTES, _LEAST_MEAN_SLICE_BYTES * len(span.sizes)):
@@ -647,13 +647,13 @@ class UnreadableError(Exception):
 
 
 def _unit_of(spec: FieldSpec) -> int:
-    """Return a number of bytes that divides the sizes and starts of all rows of a field."""
+    """Return a number of bytes that divides the size and start of each of a field's rows."""
     row_bytes = fixed_row_bytes(spec)
     return row_bytes if row_bytes and row_bytes <= _SMALL_BYTES else spec.itemsize
 
 
 def _are_scattered(sizes: Rows, unit: int) -> bool:
-    """Return whether slices are many and small, so gathering them costs less than creating a view of each."""
+    """Return whether slices are so many and so small that gathering them is cheaper than creating a view of each."""
     mean_most = min(_SMALL_BYTES, _FEW_UNITS * unit)
     return len(sizes) >= _FEW_SLICES and int(sizes.sum()) < mean_most * len(sizes)
 
@@ -665,7 +665,7 @@ def _blocks(puts: Rows, starts: Rows, sizes: Rows, unit: int) -> Iterator[tuple[
         puts: the put of each slice.
         starts: start of each slice in its put's blob.
         sizes: size of each slice in bytes.
-        unit: bytes that divide each size, see `gather`.
+        unit: number of bytes that divides each size, see `gather`.
 
     Yields:
         The puts, starts and sizes of the slices in each block.
@@ -723,7 +723,7 @@ def _gather_from(source: Octets, starts: Rows, sizes: Rows, target: Octets, unit
         base = int(starts[0]) % unit
         table = source[base : base + (source.size - base) // unit * unit].reshape(-1, unit)
         rows = expand_runs((starts - base) // unit, sizes // unit)
-        # mode "raise" would create another copy of the rows
+        # with mode "raise", NumPy would create another copy of the rows
         np.take(table, rows, axis=0, out=target.reshape(-1, unit), mode="clip")
         return
     at = 0
@@ -745,7 +745,7 @@ class Move:
     Attributes:
         put_id: id of the put.
         freed: cells of the put that were freed during the move.
-        is_given_up: whether the copy is cancelled, because the put is gone or the engine is closed.
+        is_given_up: whether copying must stop, because the put is gone or the engine is closed.
     """
 
     def __init__(self, put_id: bytes, put: StoredPut) -> None:

@@ -101,7 +101,7 @@ class _Search:
             return [count for counts in await _at_a_time(calls) for count in counts]
         if self._listed is None:
             self._listed = {name async for name in self._objects.list_names(self._names.prefix)}
-        await asyncio.sleep(0)  # let other tasks run, since the caller checks many names
+        await asyncio.sleep(0)  # let other tasks run, because the caller checks many names
         return [int(name in self._listed) * (self._objects.abilities.fixed_copies or 1) for name in names]
 
     async def of_generation(self, generation: int, now: int) -> list[PutObject] | None:

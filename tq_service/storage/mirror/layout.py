@@ -177,7 +177,7 @@ def pack_list(next_number: int, objects: Iterable[PutObject]) -> bytes:
     """Encode a list of objects.
 
     Args:
-        next_number: the first number of this generation that is not in the list.
+        next_number: the generation's first object number that the list does not cover.
         objects: objects that exist or are being written.
     """
     rows = [
@@ -189,7 +189,7 @@ def pack_list(next_number: int, objects: Iterable[PutObject]) -> bytes:
 
 
 def list_bytes(head: Buffer) -> int:
-    """Return the size of a list that begins with `head`, in bytes."""
+    """Return the size in bytes of a list that begins with `head`."""
     return int(_SIZES.unpack_from(head)[1]) + _SIZES.size
 
 

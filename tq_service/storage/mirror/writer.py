@@ -18,8 +18,8 @@ from tq_service.storage.mirror.layout import WINDOW, Names, PutObject, cut, pack
 
 _log = logging.getLogger(__name__)
 _LIST_SECONDS: Final = 5.0
-_LIST_BYTES_PER_SECOND: Final = 4e6  # limit on the bytes written for lists
-_IDLE_LIST_SECONDS: Final = 1800.0  # well below the hours for which lists are searched
+_LIST_BYTES_PER_SECOND: Final = 4e6  # maximum rate for writing lists
+_IDLE_LIST_SECONDS: Final = 1800.0  # well below the age at which a search no longer finds a list
 _RETRY_SECONDS: Final = 1.0
 _TOKEN_BYTES: Final = 16
 
@@ -76,8 +76,8 @@ class ObjectWriter:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._remover.run())
             while True:
-                # Clear the event before the check. A wait for a set event would return without yielding, and puts that
-                # wait for a number would never run.
+                # Clear the event before the check. Waiting for an event that is already set returns without yielding,
+                # so tasks that wait for a number would never run.
                 self._list_due.clear()
                 if not self._is_list_due() or await self._write_list():
                     with suppress(TimeoutError):
