@@ -118,7 +118,7 @@ class PackOptions(ItemOptions["PackedMicroBatch"]):
             raise _invalid(
                 "input_field, label_fields, token_fields, repeat_fields and keep_fields",
                 f"{sorted(twice)[0]!r} twice",
-                "it once",
+                "each field in only one place",
             )
 
     def pad_value(self, name: object) -> bool | int | float:
@@ -459,7 +459,7 @@ class _Packing:
         for name in (options.input_field, *options.token_fields, *options.repeat_fields, *options.keep_fields):
             if name not in uses:
                 raise ValueError(
-                    f"the samples lack field {name!r} and only have {', '.join(map(repr, uses))}; add it to data_fields"
+                    f"the samples have no field {name!r}, only {', '.join(map(repr, uses))}; add it to data_fields"
                 )
         for name in _MADE:
             if name in uses:

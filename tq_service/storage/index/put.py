@@ -631,8 +631,8 @@ class TextCheck:
         return _wrong_row(
             self._name,
             row,
-            f"has invalid UTF-8 at byte {at - int(self._offsets[row])}; encode text as UTF-8, or put it with the "
-            "encoding bytes",
+            f"has invalid UTF-8 at byte {at - int(self._offsets[row])}; encode text as UTF-8, or put the field with "
+            "encoding 'bytes'",
         )
 
 

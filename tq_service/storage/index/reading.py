@@ -200,7 +200,9 @@ def _count_rows(fields: CellRuns, put_count: int) -> int:
     if int(puts.min()) < 0 or int(puts.max()) >= put_count:
         raise InvalidArgumentError(f"{what} refer to a put that is not among the {put_count} listed puts", field="runs")
     if int(counts.min()) < 1 or int(counts.max()) > MAX_ROWS or int(counts.sum()) > MAX_ROWS:
-        raise InvalidArgumentError(f"{what} must have 1 to {MAX_ROWS} rows, both each and in total", field="runs")
+        raise InvalidArgumentError(
+            f"{what} must have 1 to {MAX_ROWS} rows each, and at most that many in total", field="runs"
+        )
     return _count_cells(fields, what) if fields.extent_counts.size else int(counts.sum())
 
 
@@ -211,7 +213,7 @@ def _count_cells(fields: CellRuns, what: str) -> int:
     if int(counts.min()) < 1 or int(counts.sum()) != row_count or len(lengths) != row_count:
         raise InvalidArgumentError(
             f"{what} have extent_counts of {int(counts.sum())} extents and {len(lengths)} extent_lengths; expected "
-            f"{row_count} of both, the number of rows, and at least 1 extent per cell",
+            f"{row_count} of each (the number of rows), and at least 1 extent per cell",
             field="runs",
         )
     return len(counts)
