@@ -187,7 +187,7 @@ def test_shares_are_padded_to_the_longest_of_a_batch(filled: LiveServer) -> None
     ("wrong", "says"),
     [
         ({"cp_rank": 2, "cp_size": 2, "cp_fields": ["labels"]}, "cp_rank: got 2; expected 0 to 1"),
-        ({"cp_size": 2}, "cp_fields: got none with cp_size"),
+        ({"cp_size": 2}, "cp_fields: got no fields, but a cp_size"),
         ({"cp_fields": "labels"}, "cp_fields is 'labels'"),
         ({"cp_fields": ["label"]}, "cp_fields has field 'label', which is not in data_fields"),
         ({"cp_fields": ["labels"], "read_options": {"slices": {"labels": (0, 1)}}}, "is also in the slices"),

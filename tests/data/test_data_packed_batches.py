@@ -93,7 +93,7 @@ def test_samples_in_no_pack_are_left_out() -> None:
 
 
 def test_a_plan_for_packs_of_another_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="5 tokens and 5 padding tokens; expected 6, up to pack_max_length = 11"):
+    with pytest.raises(ValueError, match="5 tokens and 5 padding tokens; expected 6, to fill pack_max_length = 11"):
         packs_of(random_samples(LENGTHS), meta_of([[0]]), pack_max_length=11)
     with pytest.raises(ValueError, match="the batch has 1 rows, but its meta has 5 samples"):
         packs_of(random_samples([5]), meta_of([[0]]))
@@ -142,15 +142,15 @@ def test_options_of_the_dataset_that_cannot_be_right() -> None:
     options = PackOptions(pack_max_length=6)
     service = FakeService()
     with pytest.raises(
-        InvalidArgumentError, match="pack: got a process_batch_fn as well; expected only one of the two"
+        InvalidArgumentError, match="pack: got pack as well as process_batch_fn; expected only one of the two"
     ):
         dataset_of(service, pack=options, process_batch_fn=lambda data, meta, micro_batch_size: [])
-    with pytest.raises(InvalidArgumentError, match="pack_max_length 6; expected 8, the pack_max_length of the sampler"):
+    with pytest.raises(InvalidArgumentError, match="pack_max_length 6; expected 8, the sampler's pack_max_length"):
         dataset_of(service, pack=options, sampler="packed", sampler_config={"pack_max_length": 8})
     with pytest.raises(InvalidArgumentError, match="overlong 'error'; expected 'truncate', to match the sampler"):
         dataset_of(service, pack=options, sampler="packed", sampler_config={"overlong": "truncate"})
     dataset_of(service, pack=options, sampler="packed", sampler_config={"overlong": "drop", "pack_max_length": 6})
-    with pytest.raises(InvalidArgumentError, match="pack_max_length 6; expected 8, the pack_max_length of the sampler"):
+    with pytest.raises(InvalidArgumentError, match="pack_max_length 6; expected 8, the sampler's pack_max_length"):
         dataset_of(service, pack=options, sampler=PackedSampler(optimizer_steps=1, pack_max_length=8))
 
 

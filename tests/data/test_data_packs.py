@@ -133,9 +133,9 @@ def test_long_samples_are_cut_where_asked() -> None:
     assert packed["cu_seqlens"].tolist() == [0, 4]
     assert unpack_sequences(packed)["input_ids"].unbind()[0].tolist() == [1, 2, 3, 4]
     assert pack_sequences(batch, None, PackOptions(pack_max_length=4, overlong="truncate")).lengths == (4,)
-    with pytest.raises(ValueError, match="got length 4 of sample 0 of the pack; expected 6"):
+    with pytest.raises(ValueError, match="got length 4 for sample 0 of the pack; expected 6"):
         pack_sequences(batch, [4], PackOptions(pack_max_length=4))
-    with pytest.raises(ValueError, match="got length 3 of sample 0 of the pack; expected 4"):
+    with pytest.raises(ValueError, match="got length 3 for sample 0 of the pack; expected 4"):
         pack_sequences(batch, [3], PackOptions(pack_max_length=4, overlong="truncate"))
 
 
@@ -186,7 +186,7 @@ LONG = jagged([torch.arange(3), torch.arange(1)], 0, torch.arange(1))
 @pytest.mark.parametrize(
     ("fields", "options", "lengths", "message"),
     [
-        ({}, {}, [2, 2], "got length 2 of sample 1 of the pack; expected 1"),
+        ({}, {}, [2, 2], "got length 2 for sample 1 of the pack; expected 1"),
         ({}, {}, [2], "got 1 lengths; expected 2"),
         ({}, {"pack_max_length": 2}, None, "got 3 tokens in 2 samples; expected at most pack_max_length = 2"),
         ({"text": object_stack(["a", "b"])}, {}, None, "field 'text' holds objects"),
@@ -196,9 +196,9 @@ LONG = jagged([torch.arange(3), torch.arange(1)], 0, torch.arange(1))
         ({"position_ids": torch.zeros(2, 4)}, {}, None, "field 'position_ids' has 4 values in sample 0 of the pack"),
         ({"mask": torch.zeros(2, 4)}, {"token_fields": ["mask"]}, None, "field 'mask' has 4 values in sample 0"),
         ({"mask": torch.zeros(2, 4, 3)}, {"token_fields": ["mask"]}, None, r"'mask' has rows of shape \(4, 3\) in"),
-        ({}, {"token_fields": ["mask"]}, None, "lack field 'mask'"),
+        ({}, {"token_fields": ["mask"]}, None, "have no field 'mask'"),
         ({"mask": torch.zeros(2)}, {"token_fields": ["mask"]}, None, r"field 'mask' has rows of shape \(\); expected"),
-        ({}, {"input_field": "tokens"}, None, "lack field 'tokens' and only have 'input_ids'"),
+        ({}, {"input_field": "tokens"}, None, "have no field 'tokens', only 'input_ids'"),
         ({}, {"keep_fields": ["prompt"]}, None, "lack field 'prompt'"),
         ({"prompt": LONG}, {"repeat_fields": ["prompt"]}, None, "'prompt' in repeat_fields is jagged"),
         ({"cu_seqlens": torch.zeros(2)}, {}, None, "a field 'cu_seqlens', which packing creates itself"),
@@ -282,7 +282,7 @@ def test_what_may_be_per_token_or_per_sample_is_asked_for() -> None:
 
 
 def test_positions_outside_the_batch_are_refused() -> None:
-    with pytest.raises(IndexError, match="got positions 0 to 2 of a batch of 2 rows"):
+    with pytest.raises(IndexError, match="got positions 0 to 2 for a batch of 2 rows"):
         pack_sequences(tokens_of([1, 2], [3]), None, PackOptions(pack_max_length=8), positions=[0, 2])
 
 

@@ -149,7 +149,7 @@ def test_a_group_gets_the_packs_that_one_rank_would_get(filled: LiveServer, layo
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"sampler": "sequential", "sampler_config": {}}, "without the lengths of the rows; expected a plan"),
+        ({"sampler": "sequential", "sampler_config": {}}, "without the row lengths; expected a plan"),
         ({"cp_fields": ["input_ids"]}, "as many as 'input_ids'"),
     ],
 )
@@ -163,9 +163,9 @@ def test_what_the_plan_or_the_fields_lack_is_told(filled: LiveServer, changes: d
     ("changes", "says"),
     [
         ({"cp_align": 2}, "cp_align: got 2"),
-        ({"cp_fill": {"labels": -100}}, "cp_fill: got {'labels': -100}; expected none with pack"),
-        ({"cp_size": 3}, "pack: got align 8; expected a multiple of 6 chunks"),
-        ({"read_options": {"slices": {"index": (0, 1)}}}, "pack: got read_options as well"),
+        ({"cp_fill": {"labels": -100}}, "cp_fill: got {'labels': -100}; expected no cp_fill with pack"),
+        ({"cp_size": 3}, "pack: got align 8; expected a multiple of 6, the chunk count"),
+        ({"read_options": {"slices": {"index": (0, 1)}}}, "pack: got pack as well as read_options"),
     ],
 )
 def test_shares_and_packs_that_do_not_agree_are_refused(server: LiveServer, changes: dict[str, Any], says: str) -> None:

@@ -35,7 +35,7 @@ def test_packages_add_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(base, "_entry_points", lambda: points)
     assert isinstance(make_object_store("mine://pool-of-a-package"), PoolObjects)
-    with pytest.raises(InvalidArgumentError, match="cannot be loaded: ModuleNotFoundError"):
+    with pytest.raises(InvalidArgumentError, match="could not load the engine no_such_module:nothing: ModuleNotFound"):
         make_object_store("broken://x")
     with pytest.raises(InvalidArgumentError, match="returned str, expected a subclass"):
         make_object_store("other://x")

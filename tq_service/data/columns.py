@@ -3,8 +3,8 @@
 Torch supports few operations on nested tensors, and some of them turn rows of equal length into a dense tensor. This
 module works on the underlying values and offsets, so jagged fields stay jagged through every operation.
 
-A micro-batch owns its memory. If a trainer changes it in place, the batch kept for `reset()` and other micro-batches
-are unaffected, and the batch can be freed while its micro-batches are in use.
+A micro-batch owns its memory. A trainer can change it in place without affecting the batch kept for `reset()` or other
+micro-batches. The batch can be freed while its micro-batches are in use.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ FieldKey = str | tuple[str, ...]
 Positions = NDArray[np.int64]
 
 Item = TypeVar("Item", default=tuple[TensorDict, BatchMeta])
-"""Type of a loader's items: micro-batches with their meta, unless an option of the dataset determines another type."""
+"""Type of a loader's items: micro-batches with their meta, unless a dataset option determines another type."""
 
 ProcessBatch = Callable[..., Iterable[Item]]
 """`process_batch_fn(data, meta, micro_batch_size=...)`: returns the items that the loader yields for one batch."""
 
 
 class ItemOptions(Generic[Item]):
-    """Options of a dataset that determine its items; type checkers infer the item type from the type of the options."""
+    """Dataset options that determine its items; type checkers infer the item type from the options' type."""
 
     __slots__ = ()
 
@@ -56,25 +56,25 @@ class JaggedColumn:
 
 
 FlatColumn = torch.Tensor | JaggedColumn | list[Any]
-"""Rows of equal shape, `(n, ...)`; jagged rows; or objects, including tensors that differ in several dimensions."""
+"""A tensor of equally shaped rows, `(n, ...)`; jagged rows; or objects, such as rows with several ragged dimensions."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlatBatch:
-    """The columns of a batch with `row_count` rows, by their key in the TensorDict."""
+    """A batch of `row_count` rows as columns, keyed as in the TensorDict."""
 
     row_count: int
     columns: Mapping[FieldKey, FlatColumn]
 
     def parts(self) -> list[torch.Tensor | list[Any]]:
-        """Return the tensors of the columns, including offsets, and the rows of object columns."""
+        """Return the columns' tensors, including offsets, and the rows of object columns."""
         columns = self.columns.values()
         patterns = dict.fromkeys(column.pattern for column in columns if isinstance(column, JaggedColumn))
         values = (column.values if isinstance(column, JaggedColumn) else column for column in columns)
         return [*(pattern.offsets for pattern in patterns), *values]
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors of the columns, including offsets and the rows of columns that only contain tensors."""
+        """Return the columns' tensors, including offsets and the rows of object columns that contain only tensors."""
         return [
             tensor
             for part in self.parts()
@@ -82,7 +82,7 @@ class FlatBatch:
         ]
 
     def replacing(self, kind: type, other: Callable[[Any], Any]) -> FlatBatch:
-        """Return a copy of the batch with its tensors, or the placeholders of tensors, replaced.
+        """Return a copy of the batch with its tensors, or the placeholders for tensors, replaced.
 
         Args:
             kind: type of the values to replace.
@@ -113,13 +113,14 @@ def _is_all(kind: type, rows: list[Any]) -> bool:
 
 
 def flatten(batch: TensorDict) -> FlatBatch:
-    """Return the columns of a batch. Only nested tensors that are strided or have gaps between rows are copied.
+    """Convert a batch to flat columns. Only nested tensors that are strided or have gaps between rows are copied.
 
-    As in a put, a strided nested tensor becomes a jagged column, or a list of rows if several dimensions differ.
+    As in a put, a strided nested tensor becomes a jagged column, or a list of rows if the rows differ in several
+    dimensions.
 
     Raises:
-        ValueError: the batch does not have exactly one batch dimension, or a non-tensor field has another number of
-            items.
+        ValueError: the batch does not have exactly one batch dimension, or a non-tensor field has fewer or more items
+            than the batch has rows.
     """
     if len(batch.batch_size) != 1:
         raise ValueError(f"got a TensorDict of batch size {tuple(batch.batch_size)}; expected one dimension, (n,)")
@@ -140,7 +141,7 @@ def _is_leaf(kind: type) -> bool:
 
 
 def build(flat: FlatBatch) -> TensorDict:
-    """Return the TensorDict of a flat batch. Nested tensors with the same pattern share their offsets tensor."""
+    """Build a TensorDict from a flat batch. Nested tensors with the same pattern share one offsets tensor."""
     fields: dict[FieldKey, Any] = {}
     for key, column in flat.columns.items():
         if isinstance(column, JaggedColumn):
@@ -151,10 +152,10 @@ def build(flat: FlatBatch) -> TensorDict:
 
 
 def _flatten_nested(nested: Any, patterns: list[RowPattern]) -> FlatColumn:
-    """Return the column of a nested tensor. Its pattern is an equal one from `patterns`, or is added there."""
+    """Convert a nested tensor to a column. Reuse an equal pattern from `patterns`, or add the new one to it."""
     is_jagged = nested.layout is torch.jagged
     if is_jagged and nested.lengths() is None:
-        dim = nested._ragged_idx - 1  # torch lacks a public name for this
+        dim = nested._ragged_idx - 1  # torch has no public attribute for this
         values, offsets = nested.values(), nested.offsets()
         known = next((each for each in patterns if each.offsets is offsets), None)
         pattern = RowPattern.of_offsets(offsets) if known is None else known
@@ -202,12 +203,12 @@ def object_bytes(value: Any) -> int:
 
 
 def take_rows(data: TensorDict, positions: Sequence[int] | Positions) -> TensorDict:
-    """Return a batch of the rows at `positions`, in this order; jagged fields stay jagged. For process_batch_fn."""
+    """Return a batch of the rows at `positions`, in that order, for process_batch_fn. Jagged fields stay jagged."""
     return build(select_rows(flatten(data), np.asarray(positions, dtype=np.int64)))
 
 
 def select_rows(flat: FlatBatch, positions: Positions) -> FlatBatch:
-    """Return a copy of the rows at `positions` `(m,)`, in this order.
+    """Return a copy of the rows at `positions`, an array of shape `(m,)`, in that order.
 
     Raises:
         IndexError: a position is outside the batch.
@@ -234,16 +235,16 @@ def select_rows(flat: FlatBatch, positions: Positions) -> FlatBatch:
 
 
 def check_positions(row_count: int, positions: Positions) -> None:
-    """Raise IndexError if one of the positions `(m,)` is outside a batch of `row_count` rows."""
+    """Raise IndexError if any of the positions is outside a batch of `row_count` rows."""
     if positions.size and (positions.min() < 0 or positions.max() >= row_count):
         raise IndexError(
-            f"got positions {positions.min()} to {positions.max()} of a batch of {row_count} rows; "
+            f"got positions {positions.min()} to {positions.max()} for a batch of {row_count} rows; "
             f"expected 0 to {row_count - 1}"
         )
 
 
 def _ranges(starts: Positions, stops: Positions) -> list[tuple[int, int]]:
-    """Return row ranges with adjacent ranges joined. Returns at least one range, which may be empty."""
+    """Return the row ranges, joining adjacent ones. The result contains at least one range, which may be empty."""
     if not starts.size:
         return [(0, 0)]
     begins = np.append(True, starts[1:] != stops[:-1])
@@ -251,15 +252,15 @@ def _ranges(starts: Positions, stops: Positions) -> list[tuple[int, int]]:
     return list(zip(starts[begins].tolist(), stops[ends].tolist(), strict=True))
 
 
-# For each item size, a dtype that numpy supports too, since numpy lacks bfloat16 and others.
+# A dtype that NumPy supports for each item size, since NumPy lacks some of torch's dtypes, such as bfloat16.
 _STAND_INS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 def _copied(values: torch.Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Return a concatenated copy of ranges of a tensor.
+    """Copy ranges of a tensor and concatenate the copies.
 
-    The copy is made by numpy in this thread. Torch would distribute it over its thread pool, which takes longer than
-    copying a micro-batch, and much longer if the CPUs are busy.
+    NumPy copies in this thread. Torch would distribute the work over its thread pool, which takes longer than copying a
+    micro-batch, and much longer if the CPUs are busy.
     """
     if values.device.type != "cpu" or values.requires_grad or values.is_conj() or values.is_neg():
         return torch.cat([values.narrow(dim, start, stop - start) for start, stop in ranges], dim=dim)
@@ -275,8 +276,8 @@ def split_micro_batches(
 ) -> Iterator[tuple[TensorDict, BatchMeta]]:
     """Yield the micro-batches of a batch, each with its part of the meta.
 
-    The plan, `meta.steps`, determines them: one micro-batch per pack of each step, in order. So every rank gets the
-    same number of micro-batches, including empty ones. The meta of a micro-batch has one step with one pack. A batch
+    The plan, `meta.steps`, determines the micro-batches: one per pack of each step, in order. Every rank therefore gets
+    the same number of micro-batches, including empty ones. A micro-batch's meta has one step with one pack. A batch
     whose meta has no steps is split by `micro_batch_size`.
 
     Args:
@@ -299,7 +300,7 @@ def split_micro_batches(
 
 
 def steps_of(meta: BatchMeta, micro_batch_size: int | None) -> tuple[Step, ...]:
-    """Return the steps of a batch; without a plan, one step with micro-batches of `micro_batch_size` samples."""
+    """Return a batch's steps or, without a plan, one step with micro-batches of `micro_batch_size` samples."""
     if meta.steps:
         return meta.steps
     size = micro_batch_size or max(meta.size, 1)

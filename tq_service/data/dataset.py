@@ -1,4 +1,4 @@
-"""StreamingDataset and StreamingDataLoader: the micro-batches of one DP rank, with prefetching and a replay buffer."""
+"""StreamingDataset and StreamingDataLoader: iterate over one DP rank's micro-batches, with prefetching and replay."""
 
 from __future__ import annotations
 
@@ -68,90 +68,101 @@ _NONE_LEFT: Final = object()
 _MAY_CHANGE_WITH_RANKS: Final = {"dp_size", "batch_size", "micro_batch_size"}
 
 OpenRest = Callable[[BatchSource, int, StreamIdentity | None], BatchStream]
-"""Opens a batch stream of a source, given the first batch_index and the identity that its batches must have."""
+"""Opens a stream of a source's batches, given the first batch_index and the identity that all batches must have."""
 
 
 class StreamingDataset(IterableDataset[Item]):
     """The micro-batches of one DP rank.
 
-    Its items are `(micro_batch, meta)`: a TensorDict, and the `BatchMeta` of its samples. With `pack` the items are
-    `PackedMicroBatch`es; with `process_batch_fn` they are the items that it returns. Type checkers infer the item type.
+    Each item is a pair `(micro_batch, meta)`: a TensorDict and the `BatchMeta` of its samples. With `pack`, each item
+    is a `PackedMicroBatch`; with `process_batch_fn`, the dataset yields the items that this function returns. Type
+    checkers infer the item type.
 
-    Iterating the dataset fetches in the consumer's thread; `StreamingDataLoader` prefetches. Lifecycle::
+    Iterating over the dataset fetches batches in the consumer's thread; `StreamingDataLoader` prefetches them.
+    Lifecycle::
 
         __init__ ──> batch_index = start_batch_index
                         │
           ┌─────────────┴── iter ──> (micro_batch, meta), ... of batch 0, batch 1, ... ──> end
           │                 │
-          │                 ├─ break, then iter:   continues after the last batch delivered
-          │                 ├─ reset():            from batch 0 again, fetched again or from the replay buffer
-          │                 └─ step(partition_id): batch 0 of another partition, buffer dropped
+          │                 ├─ break, then iter:   continues after the last delivered batch
+          │                 ├─ reset():            restarts at batch 0, from the replay buffer or by fetching again
+          │                 └─ step(partition_id): moves to batch 0 of another partition, clears the buffer
           └─────────────────┘
 
     After `reset()` or `step()`, a live iterator continues at the new position. A batch counts as delivered once its
-    first micro-batch is yielded. `batch_index` is then the next batch: save it in a checkpoint, to be passed as
-    `start_batch_index`.
+    first micro-batch is yielded. `batch_index` then refers to the next batch. Save it in a checkpoint, and pass it as
+    `start_batch_index` to resume.
 
-    If samples were inserted but the task reaches the end without receiving any, all ranks raise
-    `NothingDeliveredError`. If only some samples were skipped, one warning at the end logs the counts and reasons.
+    If samples were inserted but the task reaches the end of the partition without receiving any, all ranks raise
+    `NothingDeliveredError`. If only some samples were skipped, a warning logged at the end gives the counts and
+    reasons.
 
     Every DP rank yields the same number of micro-batches, so every rank can take part in every collective. An empty
     micro-batch has 0 rows and the same fields, dtypes and layouts as the others. An undeclared field is dense until a
-    row differs in shape, so it may become jagged between two fetches. Declare such fields, or pass `layout`.
+    row with a different shape is put, so its layout may change to jagged between two fetches. Declare such fields, or
+    pass `layout`.
 
     Args:
-        address: address of the service, as in `Client(address)`: "host:port", "host" (port 50051), or several
-            addresses, as a list or separated by commas. None: `TQ_ADDRESS`, then localhost:50051.
+        address: service address, as in `Client(address)`: "host:port", "host" (port 50051), or several addresses in a
+            list or separated by commas. None: `TQ_ADDRESS` if it is set, otherwise localhost:50051.
         batch_size: samples (or rollouts or groups, see `batch_unit`) per batch and rank.
         micro_batch_size: samples per micro-batch; None: the batch is one micro-batch, unless the sampler splits it.
         data_fields: fields to fetch; a sample is ready when it has all of them.
-        partition_id: partition to consume; the dataset waits for a partition that does not exist yet.
-        task_name: name of the consuming task; tasks consume a partition independently.
+        partition_id: partition to consume. If it does not exist yet, the dataset waits for it.
+        task_name: name of the consuming task. Each task consumes the partition independently.
         dp_rank: DP rank of this process. Replicas of a rank pass the same number and get the same batches. If
-            `dp_rank`, `dp_size` and `dp_group` are all None, torch.distributed determines rank and size if it is
-            initialized; with a replica or context-parallel group, that raises an error. In other cases None means 0.
-        dp_size: number of DP ranks; None: determined as for `dp_rank`, in other cases 1.
-        dp_group: a `DeviceMesh` or process group of the DP ranks, which determines `dp_rank` and `dp_size`. The ranks
-            of all mesh dimensions count, for example those of both dimensions of hybrid sharding.
+            `dp_rank`, `dp_size` and `dp_group` are all None and torch.distributed is initialized, its world group
+            determines rank and size; with a replica or context-parallel group, this raises an error. Otherwise None
+            means 0.
+        dp_size: number of DP ranks. None: determined by torch.distributed as for `dp_rank`, otherwise 1.
+        dp_group: a `DeviceMesh` or process group of the DP ranks, which determines `dp_rank` and `dp_size`. A mesh with
+            several dimensions, such as for hybrid sharding, is flattened into one rank.
         replica_group: a process group, or one-dimensional `DeviceMesh`, of the processes that share this DP rank. The
-            first process fetches and broadcasts. Without a group, each process fetches the same batches for itself.
-            The broadcast is a collective in the consumer's thread, so all processes must iterate, reset, step and end
-            alike. If the group has no backend for CPU tensors, the data is broadcast through the accelerator.
-        cp_rank: rank of this process in its context-parallel group. All ranks of the group have the same `dp_rank`, and
-            so get the same batches. Each rank fetches its share of the fields in `cp_fields`, and all other fields.
+            first process fetches each batch and broadcasts it to the others. Without a group, each process fetches the
+            same batches itself. The broadcast is a collective in the consumer's thread, so all processes must iterate,
+            reset, step and stop in the same order. If the group has no backend for CPU tensors, the data is broadcast
+            through the accelerator.
+        cp_rank: this process's rank in its context-parallel group. All ranks of the group have the same `dp_rank` and
+            therefore get the same batches. Each rank fetches only its share of the fields in `cp_fields`, and all other
+            fields in full.
         cp_size: number of ranks in the context-parallel group.
         cp_group: a process group, or `DeviceMesh`, which determines `cp_rank` and `cp_size`.
-        cp_fields: fields with one item per token, whose rows are split among the ranks of the group. Micro-batches get
-            an additional field, `cp_positions`: the position in the full row of each item of the share.
+        cp_fields: fields with one item per token, whose rows are split among the group's ranks. Micro-batches get an
+            additional field, `cp_positions`, with the full-row position of each item in the share.
         cp_layout: how rows are split into shares, see `RowSlice.share`.
-        cp_align: multiple to which the length of each chunk is padded; with `pack` it follows from `pack.align`.
-        cp_fill: fill value that makes all shares of a row equally long: one for all `cp_fields`, or one per field.
+        cp_align: multiple to which each chunk's length is padded; with `pack`, it is derived from `pack.align`.
+        cp_fill: padding value that makes all shares of a row equally long: one value for all `cp_fields`, or one per
+            field.
         read_options: additional arguments of `Client.get_data`: slices, padded, pad_value, length, side, mask and
             truncate.
         sampler: the sampler, by name or as an object with its options, such as
             `tq.samplers.SeqlenBalancedSampler(n_samples_per_prompt=8)`.
-        sampler_config: options of a sampler that is given by name.
-        finite: also end once all samples inserted so far are consumed. Otherwise the dataset waits for batches until
-            the partition is sealed.
-        fetch_batch_fn: replaces `fetch_batch`, whose docstring lists the keywords. It runs in the prefetching thread or
-            worker; with spawn and forkserver it must be picklable. If it claims as a queue worker, use at most one
-            loader worker, because the loader delivers batches by index, not by arrival.
-        process_batch_fn: called as `process_batch_fn(data, meta, micro_batch_size=...)` in the consumer's thread and
-            process instead of `split_micro_batches`; the items of the iterable it returns are yielded one by one.
-        pack: yield a `PackedMicroBatch` for each pack of the plan: one sequence of `pack.pack_max_length` tokens, as
-            returned by `split_packs`. Use it with the sampler `packed`. With `cp_fields` each rank of the group gets
-            its share of each sequence, padded like the pack. `cp_fields` must then list all fields with one value per
-            token.
-        layout: layout of the fetched fields, see `Client.get_data`; None: the layout of each field.
-        max_uses: deliveries of a sample before it counts as consumed, see `Client.claim`; None: one.
+        sampler_config: options for a sampler given by name.
+        finite: whether iteration ends once all samples inserted so far are consumed. If false, the dataset waits for
+            more batches until the partition is sealed.
+        fetch_batch_fn: function to call instead of `fetch_batch`, whose docstring lists the keywords. It runs in the
+            prefetching thread or worker; with spawn and forkserver, it must be picklable. If it claims as a queue
+            worker, use at most one loader worker, because the loader delivers batches in index order, not in order of
+            arrival.
+        process_batch_fn: called in the consumer's thread as `process_batch_fn(data, meta, micro_batch_size=...)`,
+            instead of `split_micro_batches`. It returns an iterable, whose items the dataset yields one by one.
+        pack: packing options. If given, the dataset yields a `PackedMicroBatch` of `pack.pack_max_length` tokens for
+            each planned pack, as `split_packs` does. Use it with the sampler `packed`. With `cp_fields`, each rank of
+            the group gets its share of each sequence, padded like the pack. `cp_fields` must then list all fields with
+            one value per token.
+        layout: layout of the fetched fields, see `Client.get_data`; None: each field's own layout.
+        max_uses: number of times a sample is delivered before it counts as consumed, see `Client.claim`; None: once.
         unmatched: how to treat samples that `where` excludes, see `Client.claim`.
-        least_members: groups with fewer remaining members are evicted, see `Client.claim`; None: no eviction.
-        refill: `(partition_id, task_name)` that regenerates evicted units, see `Client.claim`; None: no refill.
+        least_members: minimum number of remaining members, below which a group is evicted, see `Client.claim`; None: no
+            eviction.
+        refill: `(partition_id, task_name)` of the task that regenerates evicted units, see `Client.claim`; None: no
+            refill.
         max_refills: maximum refills per sample, if `refill` is given.
         totals: custom_meta columns to sum over all ranks in `BatchMeta.totals`, see `Client.claim`.
-        start_batch_index: the first batch, for a rank that resumes from a checkpoint.
+        start_batch_index: index of the first batch to fetch when resuming from a checkpoint.
         where: conditions on custom_meta, such as `("version", ">=", 3)`; a sample must meet all of them.
-        order_by: custom_meta columns by which ready samples are ordered.
+        order_by: custom_meta columns that determine the order of ready samples.
         drop_last: whether to drop the last batch if it is short.
         batch_unit: whether `batch_size` counts samples, rollouts or groups.
         version_lag: how many batches may be planned ahead of the published version of `policy`, regardless of
@@ -159,13 +170,15 @@ class StreamingDataset(IterableDataset[Item]):
             None: unlimited.
         first_version: version of `policy` that trains on batch `start_batch_index`; used with `version_lag`.
         policy: name of the trained policy.
-        replay_buffer_bytes: maximum bytes of batches kept in memory for `reset()`, starting with the first batch.
-            Tensors, arrays, strings and images count. 0: no batches are kept, and `reset()` fetches them again.
-        max_wait: seconds that one call waits for a batch before the call is repeated, at most 10.
+        replay_buffer_bytes: maximum total bytes of the batches kept in memory for `reset()`, starting with the first
+            batch. Only tensors, arrays, strings and images are counted. 0: no batches are kept, and all are fetched
+            again after `reset()`.
+        max_wait: seconds that one call waits for a batch before the call is repeated. Larger values than 10 have no
+            effect.
         timeout: seconds that a call may take beyond `max_wait`, including retries; shorter outages are tolerated.
         client_factory: called with `address` to open the sync client, instead of `Client(address, ...)`. It must pass
             `token`, `tls`, `insecure` and `namespace` itself.
-        token: the bearer token, or the path of a token file, as in `Client(token=...)`; workers get it too.
+        token: bearer token, or path of a token file, as in `Client(token=...)`. It is passed on to workers.
         tls: TLS settings of the connection, as in `Client(tls=...)`.
         insecure: whether the token may be sent in plaintext, as in `Client(insecure=...)`.
         namespace: namespace of the partition, as in `Client(namespace=...)`.
@@ -236,7 +249,9 @@ class StreamingDataset(IterableDataset[Item]):
         is_shared = replica_group is not None or cp_group is not None or cp_size > 1
         dp_rank, dp_size = _dp_rank_and_size(dp_rank, dp_size, dp_group, is_shared=is_shared)
         if cp_group is not None:
-            _require((cp_rank, cp_size) == (0, 1), "cp_group", "cp_rank or cp_size as well", "only one of the two")
+            _require(
+                (cp_rank, cp_size) == (0, 1), "cp_group", "a group as well as cp_rank or cp_size", "only one of the two"
+            )
             cp_rank, cp_size = rank_and_size(cp_group)
         for name, count, least in (
             ("batch_size", batch_size, 1),
@@ -252,18 +267,20 @@ class StreamingDataset(IterableDataset[Item]):
         ):
             _require(count is None or count >= least, name, count, f"at least {least}")
         _require(0 <= cp_rank < cp_size, "cp_rank", cp_rank, f"0 to {cp_size - 1}, below cp_size")
-        _require(cp_size == 1 or len(cp_fields) > 0, "cp_fields", "none with cp_size", "fields to split among ranks")
+        _require(
+            cp_size == 1 or len(cp_fields) > 0, "cp_fields", "no fields, but a cp_size", "fields to split among ranks"
+        )
         share = RowSlice.share(cp_rank, cp_size, cp_layout, align=cp_align, fill=0) if len(cp_fields) else None
         process_batch: ProcessBatch[Any] = process_batch_fn or split_micro_batches
         _require(pack is None or isinstance(pack, PackOptions), "pack", repr(pack), "PackOptions")
         if isinstance(pack, PackOptions):
-            _require(process_batch_fn is None, "pack", "a process_batch_fn as well", "only one of the two")
-            _require(not read_options, "pack", "read_options as well", "no read_options; use cp_fields to fetch shares")
+            _require(process_batch_fn is None, "pack", "pack as well as process_batch_fn", "only one of the two")
+            _require(not read_options, "pack", "pack as well as read_options", "cp_fields instead, to fetch shares")
             _require_agreement(pack, options or {})
             if share is not None:
                 chunks = share.chunk_count
-                _require(cp_align == 1, "cp_align", cp_align, "no cp_align with pack, which has align")
-                _require(cp_fill == 0, "cp_fill", cp_fill, "no cp_fill with pack, which has pad_values")
+                _require(cp_align == 1, "cp_align", cp_align, "no cp_align with pack; set pack.align")
+                _require(cp_fill == 0, "cp_fill", cp_fill, "no cp_fill with pack; set pack.pad_values")
                 _require(
                     pack.align % chunks == 0, "pack", f"align {pack.align}", f"a multiple of {chunks}, the chunk count"
                 )
@@ -322,13 +339,12 @@ class StreamingDataset(IterableDataset[Item]):
         self._buffer = ReplayBuffer(replay_buffer_bytes)
         self._replicas = None if replica_group is None else ReplicaGroup(replica_group)
         self._batch_index = start_batch_index
-        # The batch of the last delivery and how many of its micro-batches were delivered; (batch_index, 0) between
-        # batches.
+        # The current batch and how many of its micro-batches were delivered; (next batch_index, 0) between batches.
         self._delivered = (start_batch_index, 0)
         self._identity: StreamIdentity | None = None
         self._warned_of: StreamIdentity | None = None
         self._warned_of_dropped: StreamIdentity | None = None
-        # Number of reset(), step() and load_state_dict() calls; live iterators detect a move by comparing it.
+        # Number of reset(), step() and load_state_dict() calls; live iterators compare it to detect a move.
         self._moves = 0
         self._step_timer = StepTimer()
 
@@ -339,7 +355,7 @@ class StreamingDataset(IterableDataset[Item]):
 
     @property
     def source(self) -> BatchSource:
-        """The service and the request from which batches are fetched."""
+        """The service that provides the batches, and the request sent to it."""
         return self._source
 
     @property
@@ -374,13 +390,13 @@ class StreamingDataset(IterableDataset[Item]):
 
         Args:
             open_stream: opens a stream of batches.
-            split: splits a batch into micro-batches if the stream has not.
+            split: splits a batch into micro-batches unless the stream has already done so.
         """
         return timed(self._iterate(open_stream, split), self.step_timer)
 
     def _iterate(self, open_stream: Callable[[StreamingDataset[Item]], BatchStream], split: Split) -> Iterator[Item]:
         stream: BatchStream | None = None
-        if self._delivered[0] < self._batch_index:  # another iterator began a batch: skip its other micro-batches
+        if self._delivered[0] < self._batch_index:  # another iterator began a batch: skip the rest of it
             self._delivered = (self._batch_index, 0)
         try:
             while True:
@@ -420,11 +436,11 @@ class StreamingDataset(IterableDataset[Item]):
                 stream.close()
 
     def open_stream(self, open_rest: OpenRest, device: torch.device | None = None) -> BatchStream:
-        """Return a stream that starts at the next batch: buffered batches, then those of the `open_rest` stream.
+        """Return a stream of the buffered batches from the next batch onward, followed by the `open_rest` stream.
 
         Args:
             open_rest: called with the source, the first batch_index, and the identity that the batches must have.
-            device: device that holds the batches, see `may_upload_ahead`; None: the CPU.
+            device: device to which the batches are uploaded, see `may_upload_ahead`; None: the CPU.
         """
         kept = self._buffer.following(self._batch_index)
         first = self._batch_index + len(kept)
@@ -436,7 +452,7 @@ class StreamingDataset(IterableDataset[Item]):
         return ReplayStream(kept, rest) if kept else rest
 
     def split(self, batch: FetchedBatch) -> Iterator[Any]:
-        """Return an iterator that creates the micro-batches of a batch one by one."""
+        """Return an iterator that creates a batch's micro-batches one by one."""
         return iter(self._process_batch(batch.data, batch.meta, micro_batch_size=self._source.request.micro_batch_size))
 
     @property
@@ -445,11 +461,11 @@ class StreamingDataset(IterableDataset[Item]):
         return self._replicas is None and self._follows_plan
 
     def may_upload_ahead(self, device: torch.device) -> bool:
-        """Whether batches may be on a device before they are read; replicas must be able to broadcast from there."""
+        """Return whether batches may be uploaded before they are read; replicas must broadcast from the device."""
         return self._replicas is None or self._replicas.sends_from(device)
 
     def _accept(self, batch: FetchedBatch) -> None:
-        """Mark a batch as begun, check that its identity matches the previous batches, and keep it for a replay."""
+        """Mark a batch as begun, check that its identity matches the previous batches, and keep it for replays."""
         if (collected := collected_here.get()) is not None:
             collected.add(batch.spans, batch_count=1)
         if batch.on_consumed is not None:
@@ -458,7 +474,7 @@ class StreamingDataset(IterableDataset[Item]):
         expected = self._identity or got
         if got.incarnation != expected.incarnation:
             raise StaleIncarnationError(
-                f"batch {batch.index} belongs to another incarnation of partition {self.partition_id!r} than the "
+                f"batch {batch.index} belongs to a different incarnation of partition {self.partition_id!r} than the "
                 "previous batches: the partition was cleared and created again. Call step() to start over",
                 metadata={
                     "partition_id": self.partition_id,
@@ -481,8 +497,8 @@ class StreamingDataset(IterableDataset[Item]):
         self._buffer.add(batch)
 
     def _warn_of_dropped(self, batch: FetchedBatch) -> None:
-        """Log a warning about the first batch that drops samples; the warning at the end reports the total."""
-        dropped: Any = getattr(batch.meta, "dropped_indexes", ())  # fetch_batch_fn may have created the meta
+        """Log a warning for the first batch that drops samples; a warning at the end reports the total."""
+        dropped: Any = getattr(batch.meta, "dropped_indexes", ())  # fetch_batch_fn may return a meta without it
         if len(dropped) and self._warned_of_dropped != self._identity:
             self._warned_of_dropped = self._identity
             _log.warning(
@@ -493,7 +509,7 @@ class StreamingDataset(IterableDataset[Item]):
             )  # fmt: skip
 
     def _check_end(self, end: End) -> None:
-        """Log a warning about skipped samples, once per epoch; raise NothingDeliveredError if none was delivered."""
+        """Log a warning about skipped samples, once per epoch; raise NothingDeliveredError if all were skipped."""
         if (collected := collected_here.get()) is not None:
             collected.add(end.spans)
         warning = end_warning(end, self._source.request)
@@ -502,15 +518,15 @@ class StreamingDataset(IterableDataset[Item]):
             _log.warning("%s", warning)
 
     def _deliver(self, index: int, micro_batches: Iterator[Any], count: int | None) -> Iterator[Any]:
-        """Yield the micro-batches of a batch, except those delivered before the state was saved.
+        """Yield a batch's micro-batches, except those delivered before the state was saved.
 
-        The batch counts as delivered once its first micro-batch is yielded. A batch that cannot be split does not
-        count.
+        The batch counts as delivered once its first micro-batch is yielded. A batch that cannot be split does not count
+        as delivered.
 
         Args:
             index: the batch_index.
             micro_batches: the micro-batches of the batch.
-            count: number of micro-batches; None: unknown.
+            count: number of micro-batches, or None if unknown.
         """
         delivered_before = self._delivered[1] if self._delivered[0] == index else 0
         number = 0
@@ -521,7 +537,7 @@ class StreamingDataset(IterableDataset[Item]):
                 self._delivered = (index, number) if number != count else (index + 1, 0)
                 yield micro_batch.receive() if isinstance(micro_batch, ArrivingItem) else micro_batch
             del micro_batch  # do not keep it alive while the next one is created
-        # Another iterator may have advanced further.
+        # Do not move back: another iterator may have advanced further.
         if self._delivered[0] <= index:
             self._batch_index = index + 1
             self._delivered = (index + 1, 0)
@@ -530,8 +546,9 @@ class StreamingDataset(IterableDataset[Item]):
         """Return the position after the last delivered micro-batch, as plain numbers and strings.
 
         The state is the same on all DP ranks and replicas that have delivered the same number of micro-batches. Batches
-        that were only prefetched do not count. On resume a partly delivered batch is fetched and split again. So
-        `process_batch_fn` must be deterministic, and its samples must not be cleared until a later state is saved.
+        that were only prefetched are not included. On resume, a partly delivered batch is fetched and split again.
+        Therefore `process_batch_fn` must be deterministic, and the batch's samples must not be cleared until a later
+        state is saved.
         """
         batch_index, micro_batch_index = self._delivered
         identity, request = self._identity or StreamIdentity(), self._source.request
@@ -550,20 +567,22 @@ class StreamingDataset(IterableDataset[Item]):
         """Continue after the last micro-batch that was delivered when the state was saved.
 
         If `dp_size` differs from the saved one, the ranks restart after the last complete batch
-        (`Client.restart_ranks`); batch sizes may then differ too. All ranks must load the same state. The first rank to
-        load it makes the service plan again. Ranks that do not restart get the same batches as before.
+        (`Client.restart_ranks`); batch sizes may then differ too. All ranks must load the same state. On a restart, the
+        service plans new batches when the first rank loads the state. Without a restart, the ranks get the same batches
+        as before.
 
         Args:
             state_dict: the value that `state_dict()` returned.
-            restart: whether the ranks restart even with the same `dp_size`; needed with a `max_staleness` if batches
-                were trained after the state was saved.
+            restart: whether to restart the ranks even if `dp_size` is unchanged; required with `max_staleness` if
+                batches were trained after the state was saved.
 
         If the partition was cleared or the task reset after the state was saved, the next batch raises
         `StaleIncarnationError` or `StaleEpochError`.
 
         Raises:
             InvalidArgumentError: the state was saved with another task or batch size, or is malformed.
-            StaleIncarnationError, StaleEpochError: the ranks restart, and the partition was cleared or the task reset.
+            StaleIncarnationError, StaleEpochError: the ranks were to restart, but the partition was cleared or the task
+                reset.
         """
         dp_size = state_dict.get("dp_size")
         _require(isinstance(dp_size, int), "state_dict", f"dp_size {dp_size!r}", "an integer number of ranks")
@@ -583,7 +602,7 @@ class StreamingDataset(IterableDataset[Item]):
             raise InvalidArgumentError(
                 f"state_dict: got {dict(state_dict)!r}; expected a value that state_dict() returned", field="state_dict"
             ) from error
-        _require(min(position) >= 0, "state_dict", f"position {position}", "numbers of at least 0")
+        _require(min(position) >= 0, "state_dict", f"position {position}", "non-negative numbers")
         if restarts:
             epoch, position = self._restart_ranks(partition_id, incarnation, epoch, *position), (position[0], 0)
         self.step(partition_id)
@@ -594,7 +613,7 @@ class StreamingDataset(IterableDataset[Item]):
     def _restart_ranks(
         self, partition_id: str, incarnation: bytes, epoch: int, batch_index: int, micro_batch_index: int
     ) -> int:
-        """Restart the task's ranks at a batch with this dataset's `dp_size`; return the new epoch."""
+        """Restart the task's ranks at a batch, with this dataset's `dp_size`, and return the new epoch."""
         request = self._source.request
         if micro_batch_index:
             _log.warning(
@@ -624,12 +643,12 @@ class StreamingDataset(IterableDataset[Item]):
         return int(restarted.epoch)
 
     def _state_must_fit(self) -> dict[str, Any]:
-        """Return the arguments that must equal those of a loaded state, or its position would mean other samples."""
+        """Return the arguments that must match a loaded state; otherwise its position refers to other samples."""
         names = ("task_name", "dp_size", "batch_size", "batch_unit", "micro_batch_size")
         return {name: getattr(self._source.request, name) for name in names}
 
     def reset(self) -> None:
-        """Restart at the first batch; the same batches come from the replay buffer or are fetched again.
+        """Restart at the first batch; the same batches are replayed from the buffer or fetched again.
 
         Fetching a batch again raises `SamplesClearedError` if its samples have been cleared.
         """
@@ -642,7 +661,8 @@ class StreamingDataset(IterableDataset[Item]):
     def step(self, partition_id: str) -> None:
         """Move to the first batch of another partition and clear the replay buffer.
 
-        With the current partition's name, move to its next incarnation, or to the task's next epoch after a reset.
+        If `partition_id` is the current partition, move to its next incarnation or, after a task reset, to the task's
+        next epoch.
         """
         self._source = self._source.of_partition(partition_id)
         self._buffer.clear()
@@ -655,7 +675,7 @@ class StreamingDataset(IterableDataset[Item]):
 
 
 def _noted(micro_batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield micro-batches, and record the time that each takes to create."""
+    """Yield micro-batches, and record how long each takes to create."""
     while True:
         began_at = time.perf_counter()
         found = next(micro_batches, _NONE_LEFT)
@@ -670,13 +690,13 @@ def _noted(micro_batches: Iterator[Any]) -> Iterator[Any]:
 def _dp_rank_and_size(
     dp_rank: int | None, dp_size: int | None, dp_group: Ranks | None, *, is_shared: bool
 ) -> tuple[int, int]:
-    """Return this process's DP rank and the number of DP ranks; `is_shared`: several processes share a rank."""
+    """Return this process's DP rank and the number of DP ranks. `is_shared`: whether several processes share a rank."""
     if dp_rank is not None or dp_size is not None:
-        _require(dp_group is None, "dp_group", "dp_rank or dp_size as well", "only one of the two")
+        _require(dp_group is None, "dp_group", "a group as well as dp_rank or dp_size", "only one of the two")
         return dp_rank or 0, 1 if dp_size is None else dp_size
     if dp_group is None and (dp_group := world_group()) is not None:
         got, expected = (
-            "none, with a replica or context-parallel group",
+            "none, but a replica or context-parallel group",
             "the group of the DP ranks, or dp_rank and dp_size",
         )
         _require(not is_shared, "dp_group", got, expected)
@@ -696,13 +716,13 @@ def _check_data_fields(data_fields: Sequence[str]) -> None:
 
 
 def _require_agreement(pack: PackOptions, options: Mapping[str, Any]) -> None:
-    """Raise InvalidArgumentError if the options of the packs disagree with those of the sampler."""
+    """Raise InvalidArgumentError if the packing options disagree with the sampler's options."""
     planned = options.get("pack_max_length", pack.pack_max_length)
     _require(
         planned == pack.pack_max_length,
         "pack",
         f"pack_max_length {pack.pack_max_length}",
-        f"{planned}, the pack_max_length of the sampler",
+        f"{planned}, the sampler's pack_max_length",
     )
     truncates = options.get("overlong", pack.overlong) == "truncate"
     _require(
@@ -714,14 +734,14 @@ def _require_agreement(pack: PackOptions, options: Mapping[str, Any]) -> None:
 
 
 class ReplayBuffer:
-    """Keeps batches in memory for a replay, from the first batch until a batch does not fit.
+    """A buffer that keeps the first batches in memory for a replay, up to the first batch that does not fit.
 
     A replay starts with the first batch, so the first batches are kept. A buffer of the latest batches would drop each
     batch just before its replay. Batches beyond the limit are fetched again; the service returns the same batches to
     the same ranks.
 
     Args:
-        max_bytes: maximum sum of `FetchedBatch.size_bytes` of the kept batches; 0: no batches are kept.
+        max_bytes: maximum total `FetchedBatch.size_bytes` of the kept batches; 0: no batches are kept.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -734,7 +754,7 @@ class ReplayBuffer:
         return [self._batches[index] for index in indexes]
 
     def add(self, batch: FetchedBatch) -> None:
-        """Keep the batch if it fits. After a batch that does not fit, no batch is kept: a replay could not reach it."""
+        """Keep the batch if it and all earlier batches fit, since a replay stops at the first missing batch."""
         if not self._left_bytes or batch.index in self._batches:
             return
         size_bytes = batch.size_bytes
@@ -763,7 +783,7 @@ class ReplayStream:
 
     @property
     def next_index(self) -> int:
-        """The batch_index of the batch that `read` returns next."""
+        """Index of the batch that `read` returns next."""
         return self._kept[0].index if self._kept else self._rest.next_index
 
     @property
@@ -781,39 +801,40 @@ class ReplayStream:
 
 
 class StreamingDataLoader(Generic[Item]):
-    """Iterates a `StreamingDataset` and prefetches its batches.
+    """Iterates over a `StreamingDataset` and prefetches its batches.
 
     ::
 
         num_workers=0   thread ── batches, in order ──────────────┐
                                                                   ├──> thread that splits them ─> for ... in loader
         num_workers=2   worker 0 ── batches 0, 2, 3, ... ──┐      │
-                        worker 1 ── batches 1, 4, 5, ... ──┴──────┘   (in order, none twice, none lost)
+                        worker 1 ── batches 1, 4, 5, ... ──┴──────┘   (in order, no duplicates, no gaps)
 
-    When an iterator ends, breaks or raises, it stops fetching and drops the prefetched batches. No data is lost,
-    because the next iterator requests the same batches again. Worker processes keep running between iterators, until
-    `close()` or until the loader is garbage-collected.
+    When a loop over the loader ends, breaks or raises, the iterator stops fetching and drops the prefetched batches. No
+    data is lost, because the next iterator requests the same batches again. Worker processes keep running between
+    iterators, until `close()` or until the loader is garbage-collected.
 
-    The length is not known in advance: `len()` raises TypeError.
+    The length is not known in advance, so `len()` raises TypeError.
 
     Args:
         dataset: the dataset to iterate.
-        num_workers: number of worker processes that fetch the batches of the rank; 0: a thread of this process fetches.
-        prefetch_factor: batches to prefetch, per worker or for the thread. 0 with `num_workers=0` fetches in the
-            consumer's thread; use it if fetch_batch_fn takes part in collectives.
+        num_workers: number of worker processes that fetch the rank's batches; 0: a thread of this process fetches them.
+        prefetch_factor: number of batches to prefetch per worker, or in total without workers. 0, only valid without
+            workers: batches are fetched in the consumer's thread, which is required if fetch_batch_fn takes part in
+            collectives.
         multiprocessing_context: how workers are started: "fork", "spawn", "forkserver" or a context. None: forkserver,
-            or fork if fetch_batch_fn cannot be pickled. Each worker has its own sync client. Fork works while clients
-            are open in this process, provided that no other thread is inside a call when the workers start.
-        prefetch_bytes: maximum bytes prefetched or in flight, by the thread or by all workers together. A batch of
-            unknown size counts as the largest so far. If no batch is prefetched or in flight, the next batch is fetched
-            regardless of its size.
+            or fork if fetch_batch_fn cannot be pickled. Each worker has its own sync client. Forking is safe while
+            clients are open in this process, provided that no other thread is inside a call when the workers start.
+        prefetch_bytes: maximum bytes that are prefetched or in flight, in total over all workers. A batch whose size is
+            not known yet is assumed to be as large as the largest batch so far. If no batch is prefetched or in flight,
+            the next batch is fetched regardless of its size.
         persistent_workers: whether worker processes keep running between iterators.
-        device: a CUDA device, such as "cuda:0", for micro-batches and packs; objects stay on the CPU. Each batch is
-            uploaded in one copy from pinned memory, and split on the device, while the current step runs. The current
-            CUDA stream of the iterating thread waits for the tensors that the thread receives. Batches that are
-            prefetched or in the replay buffer occupy device memory. None: the CPU.
-        pin_memory: whether micro-batches that stay on the CPU are in pinned memory, for a trainer that uploads them
-            itself. No effect with `device`.
+        device: CUDA device, such as "cuda:0", for micro-batches and packs; objects stay on the CPU. While the current
+            step runs, the next batch is uploaded in one copy from pinned memory and split on the device. The consumer's
+            current CUDA stream waits for the tensors that the consumer receives. Prefetched batches and the replay
+            buffer occupy device memory. None: batches stay on the CPU.
+        pin_memory: whether micro-batches are copied to pinned memory, for a trainer that uploads them itself. Ignored
+            with `device`.
 
     Raises:
         InvalidArgumentError: an argument is invalid.
@@ -854,7 +875,7 @@ class StreamingDataLoader(Generic[Item]):
             find_device("cuda")  # pinning memory requires CUDA
             self._split = pinned(dataset.split)
         self._stream: BatchStream | None = None
-        # The stream that fetches, and the dataset's move_count when the stream was opened.
+        # The stream that fetches batches, and the dataset's move_count when that stream was opened.
         self._fetching: tuple[InlineStream | PrefetchStream, int] | None = None
         self._pool: WorkerPool | None = None
 
@@ -868,7 +889,8 @@ class StreamingDataLoader(Generic[Item]):
 
         Raises:
             RuntimeError: a worker process died. The next iterator starts new workers and continues.
-            Exception: fetching failed; the error keeps its type, and the next iterator requests the same batch again.
+            Exception: fetching failed. The original error is raised, and the next iterator requests the same batch
+                again.
         """
         try:
             yield from self.dataset.iterate(self._open_stream, self._split)
@@ -880,7 +902,7 @@ class StreamingDataLoader(Generic[Item]):
                 self._end_workers()
 
     def _open_stream(self, dataset: StreamingDataset[Item]) -> BatchStream:
-        """Open this loader's only stream; closes the stream that another iterator opened."""
+        """Open a stream, and close the stream of the previous iterator, if any."""
         if self._stream is not None:
             self._stream.close()
         self._stream = dataset.open_stream(self._open_rest, None if self._ahead is None else self._ahead.device)
@@ -896,7 +918,7 @@ class StreamingDataLoader(Generic[Item]):
 
     @property
     def _ahead(self) -> DeviceFeed | None:
-        """The feed that uploads batches once they are fetched; None: batches stay on the CPU until they are split."""
+        """The feed that uploads batches once they are fetched; None if they stay on the CPU until they are split."""
         return self._feed if self._feed is not None and self.dataset.may_upload_ahead(self._feed.device) else None
 
     def _open_rest(self, source: BatchSource, batch_index: int, identity: StreamIdentity | None) -> BatchStream:
@@ -950,7 +972,7 @@ class StreamingDataLoader(Generic[Item]):
         self.dataset.load_state_dict(state_dict, restart=restart)
 
     def close(self) -> None:
-        """Stop fetching and end the thread or the workers. Idempotent; iterating starts them again.
+        """Stop fetching and end the thread or the workers, which a new iterator starts again. Idempotent.
 
         Logs a warning if prefetched batches were not delivered, since the service counts them as consumed.
         """
@@ -968,7 +990,7 @@ class StreamingDataLoader(Generic[Item]):
         if count > 0:
             _log.warning(
                 "the loader of task %r of partition %r was closed with %s prefetched batches that were not delivered, "
-                "starting with batch %s. They count as consumed: a loader that resumes from the state of this loader "
+                "starting with batch %s. They count as consumed: a loader that resumes from this loader's state "
                 "gets them, but a loader that starts after reset_consumption(keep_consumed=True) does not",
                 self.dataset.source.request.task_name, self.dataset.partition_id, count, self.batch_index,
             )  # fmt: skip

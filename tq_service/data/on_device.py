@@ -46,13 +46,13 @@ class ArrivingItem:
     arrival: Arrival
 
     def receive(self) -> Any:
-        """Let the current stream use the tensors, and return the item; called in the consumer's thread."""
+        """Make the tensors usable in the current stream, and return the item. Called in the consumer's thread."""
         self.arrival.take(self.tensors)
         return self.item
 
 
 def tensors_of(item: Any) -> list[torch.Tensor]:
-    """Return the tensors on a device of a batch, a micro-batch with its meta, or a pack."""
+    """Return all device tensors in a batch, a micro-batch with its meta, or a pack."""
     if isinstance(item, tuple):
         return [tensor for each in item for tensor in tensors_of(each)]
     if isinstance(item, PackedMicroBatch):
@@ -65,7 +65,7 @@ def _parts_of(value: Any) -> list[torch.Tensor]:
 
 
 def upload_batch(flat: FlatBatch, device: torch.device) -> FlatBatch:
-    """Return a batch with its tensors uploaded; the current stream waits for the copies.
+    """Upload a batch's tensors, and return the batch; the current stream waits for the copies.
 
     Columns of objects stay on the CPU, except columns that contain only tensors.
     """
@@ -86,7 +86,7 @@ def _host_bytes(tensor: torch.Tensor) -> Bytes:
 
 
 class DeviceFeed:
-    """Uploads the batches of a loader to a device.
+    """Uploads a loader's batches to a device.
 
     Args:
         device: the device to upload to.
@@ -100,15 +100,15 @@ class DeviceFeed:
         return cuda.new_stream(self.device)
 
     def copying(self) -> AbstractContextManager[Any]:
-        """Make the upload stream the current stream of this thread."""
+        """Return a context in which the upload stream is this thread's current stream."""
         return cuda.using(copy_stream(self.device, "up"))
 
     def splitting(self) -> AbstractContextManager[Any]:
-        """Make the splitting stream the current stream of this thread."""
+        """Return a context in which the splitting stream is this thread's current stream."""
         return cuda.using(self._stream)
 
     def upload(self, batch: FetchedBatch) -> FetchedBatch:
-        """Return the batch on the device, with its arrival. Data that is not a TensorDict is returned unchanged."""
+        """Upload a batch and record its arrival. A batch whose data is not a TensorDict is returned unchanged."""
         if not isinstance(batch.data, TensorDict) or batch.arrival is not None:
             return batch
         flat = flatten(batch.data)
@@ -123,7 +123,7 @@ class DeviceFeed:
         PINNED.tidy()
 
     def split(self, split: Split) -> Split:
-        """Return a function that splits batches on the device, on its thread's current stream."""
+        """Return a function that splits batches on the device, in the calling thread's current stream."""
 
         def split_there(batch: FetchedBatch) -> Iterator[Any]:
             uploaded = self.upload(batch)
@@ -134,7 +134,7 @@ class DeviceFeed:
         return split_there
 
     def split_ahead(self, split: Split) -> Split:
-        """Return a function that splits batches on the feed's stream, into `ArrivingItem`s."""
+        """Return a function that splits batches into `ArrivingItem`s in the feed's stream."""
         split_there = self.split(split)
 
         def split_beside(batch: FetchedBatch) -> Iterator[Any]:
@@ -156,7 +156,7 @@ class DeviceFeed:
 
 
 class UploadingFetcher:
-    """Fetches batches with another fetcher, and uploads them on the copy stream."""
+    """Fetches batches with another fetcher, and uploads them in the copy stream."""
 
     def __init__(self, fetcher: Fetcher, feed: DeviceFeed) -> None:
         self._fetcher = fetcher
@@ -164,11 +164,11 @@ class UploadingFetcher:
 
     @property
     def fetched_until(self) -> int:
-        """The batch_index after the last fetched batch."""
+        """Index after the last fetched batch."""
         return self._fetcher.fetched_until
 
     def request(self, batch_index: int) -> None:
-        """Announce the batch of the next `fetch` call."""
+        """Announce the batch that the next `fetch` call will return."""
         self._fetcher.request(batch_index)
 
     def fetch(self, batch_index: int, is_wanted: Callable[[], bool], batch_count: int) -> FetchedBatch | End:
@@ -182,7 +182,7 @@ class UploadingFetcher:
             return replace(uploaded, spans=(*fetched.spans, Span(Stage.DEVICE, began_at, time.perf_counter())))
 
     def close(self) -> None:
-        """End a `fetch` call in progress in another thread. Idempotent."""
+        """End any `fetch` call in progress in another thread. Idempotent."""
         self._fetcher.close()
 
 
@@ -204,7 +204,7 @@ def _pinned_item(item: Any) -> Any:
 
 
 def _pinned_tensor(tensor: Any) -> torch.Tensor:
-    """Return a copy in torch's pinned memory, which torch does not reuse while the owner's copies are running."""
+    """Return a copy in torch's pinned memory, which torch does not reuse while uploads from it are running."""
     if not tensor.is_nested:
         pinned_copy: torch.Tensor = tensor.pin_memory()
         return pinned_copy

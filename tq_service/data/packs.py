@@ -1,12 +1,12 @@
-"""Packs: samples concatenated into sequences of a fixed number of tokens. Packing options; splitting of batches.
+"""Packs: samples concatenated into sequences of a fixed number of tokens, with packing options and batch splitting.
 
     | sample 0 | its padding to a multiple of `align` | sample 1 | ... | padding sequence | padding sequence |
 
-Padding tokens form short separate sequences. The cost of attention is quadratic in a sequence's length, so one long
-padding sequence would cost as much as a long sample.
+Padding tokens form short separate sequences. Attention cost is quadratic in the sequence length, so one long padding
+sequence would cost as much as a long sample.
 
-The pack of a context-parallel rank contains its chunks of every sequence, concatenated in order: an equal part of the
-full pack. `cu_seqlens` is the same on all ranks of the group.
+A context-parallel rank's pack contains the rank's chunks of every sequence, concatenated in order. The packs of all
+ranks have the same size and the same `cu_seqlens`.
 """
 
 from __future__ import annotations
@@ -53,30 +53,30 @@ _WHOLE: Final = RowSlice(chunks=(0,), chunk_count=1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackOptions(ItemOptions["PackedMicroBatch"]):
-    """Options that determine how the samples of a pack become one sequence.
+    """Options that determine how a pack's samples are combined into one sequence.
 
-    Per-token fields are concatenated; other fields keep one row per sample. These fields are per token:
+    Per-token fields are concatenated; other fields keep one row per sample. The per-token fields are:
 
     - `input_field`, `token_fields` and `position_ids`;
     - any other jagged field;
     - if the input field is dense because all samples have the same length: any other dense field with exactly one
       dimension of that size.
 
-    All other fields are per sample, and so are those in `repeat_fields` and `keep_fields`. An ambiguous field raises an
-    error unless it is listed in `token_fields` or `keep_fields`.
+    All other fields are per sample, including all fields in `repeat_fields` and `keep_fields`. An ambiguous field
+    raises an error unless it is listed in `token_fields` or `keep_fields`.
 
     Attributes:
         pack_max_length: tokens per pack; must equal the `pack_max_length` of the sampler `packed`.
-        input_field: the field whose rows are the tokens of the samples.
+        input_field: field whose rows contain the samples' tokens.
         pad_token_id: padding value of `input_field`.
         label_fields: per-token fields that are padded with -100; fields missing from the data are ignored.
         token_fields: fields with one value per token, even if all their rows have the same shape.
         repeat_fields: dense fields whose value is repeated for each token of the sample, such as an advantage.
-        keep_fields: fields without one value per token, such as prompts, image patches or an embedding. They are kept
-            unchanged, one row per sample.
-        pad_values: padding values of other per-token and repeated fields, by field; default 0 (False).
-        padding_sequence_length: maximum tokens per sequence of the padding after the samples, rounded up to a multiple
-            of `align`.
+        keep_fields: fields that do not have one value per token, such as prompts, image patches or embeddings. They are
+            kept unchanged, one row per sample.
+        pad_values: padding values of other per-token and repeated fields, by field name; default 0 (False).
+        padding_sequence_length: maximum tokens per padding sequence after the samples, rounded up to a multiple of
+            `align`.
         align: each sample is padded to a multiple of this number of tokens within its sequence, so all `cu_seqlens` are
             multiples of it. Must equal the sampler's `align` and divide `pack_max_length`.
         overlong: how to treat a sample of more than `pack_max_length` tokens: "error", or "truncate" to its first
@@ -118,7 +118,7 @@ class PackOptions(ItemOptions["PackedMicroBatch"]):
             raise _invalid(
                 "input_field, label_fields, token_fields, repeat_fields and keep_fields",
                 f"{sorted(twice)[0]!r} twice",
-                "it once",
+                "each field in only one place",
             )
 
     def pad_value(self, name: object) -> bool | int | float:
@@ -147,19 +147,19 @@ class PackedSequences:
     """Samples packed into one sequence of `pack_max_length` tokens; `pack["input_ids"]` returns a tensor by name.
 
     Attributes:
-        tensors: a TensorDict without batch dimensions. The input field, labels and other per-token fields have shape
-            `(pack_max_length, ...)`, or `(..., pack_max_length)` if the rows differ in their last dimension; so has
-            `position_ids`. `cu_seqlens` is `(sequences + 1,)` int32: bounds of the samples, each with its alignment
-            padding, and then of the padding sequences. `padding_mask` is `(pack_max_length,)` bool, true at padding.
-            Fields kept per sample have shape `(n, ...)`.
-        lengths: tokens of each sample in the pack, without padding.
+        tensors: a TensorDict without batch dimensions. The input field, labels, `position_ids` and other per-token
+            fields have shape `(pack_max_length, ...)`, or `(..., pack_max_length)` if the rows differ in their last
+            dimension. `cu_seqlens` (int32, of shape `(sequences + 1,)`) contains the bounds of the samples, each with
+            its alignment padding, followed by those of the padding sequences. `padding_mask` (bool, of shape
+            `(pack_max_length,)`) is true at padding tokens. Fields kept per sample have shape `(n, ...)`.
+        lengths: number of tokens of each sample in the pack, without padding.
         starts: position in the pack of each sample's first token.
-        max_seqlen: tokens of the longest sequence, including padding.
-        num_padding: number of padding tokens, including those that align samples.
+        max_seqlen: number of tokens in the longest sequence, including padding.
+        num_padding: number of padding tokens, including alignment padding.
         uses: how each field of the samples was packed.
 
-    The pack of a context-parallel rank has `pack_max_length / cp_size` tokens: its shares of the sequences. Only
-    `cu_seqlens`, `max_seqlen` and `position_ids` describe the full sequences.
+    A context-parallel rank's pack has `pack_max_length / cp_size` tokens: the rank's shares of all sequences. Only
+    `cu_seqlens`, `max_seqlen` and `position_ids` refer to the full sequences.
     """
 
     tensors: TensorDict
@@ -179,7 +179,7 @@ class PackedSequences:
 
     @property
     def token_count(self) -> int:
-        """Number of tokens of the samples, without padding."""
+        """Number of tokens in the samples, without padding."""
         return sum(self.lengths)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
@@ -212,16 +212,16 @@ class PackedSequences:
 class PackedMicroBatch(PackedSequences):
     """A pack for one forward and backward pass, and its position in the batch's optimizer steps.
 
-    On all ranks a batch has the same steps and the same number of packs per step. So collectives match in each pass and
-    in each optimizer step.
+    A batch has the same number of steps and of packs per step on all ranks, so collectives match in each pass and in
+    each optimizer step.
 
     Attributes:
-        meta: the samples of the pack, for `client.put(pack.meta, new_columns)`; its size may be 0.
-        step: index of the optimizer step in the batch.
+        meta: metadata of the pack's samples, for `client.put(pack.meta, new_columns)`; its size may be 0.
+        step: index of the optimizer step within the batch.
         step_count: number of optimizer steps in the batch.
-        pack: index of the pack in the step.
+        pack: index of the pack within the step.
         pack_count: number of packs in the step.
-        step_token_count: tokens of this DP rank's samples in the step, without padding.
+        step_token_count: number of tokens in this DP rank's samples of the step, without padding.
     """
 
     meta: BatchMeta
@@ -251,24 +251,25 @@ def pack_sequences(
     kept per sample or repeated. All tensors are copies.
 
     `position_ids` restart at each sample and each padding sequence, and continue over a sample's alignment padding. If
-    the data has a field of that name, such as the three rows of vision-language models, that field is concatenated
-    instead. Rows `(3, length)` become `(3, pack_max_length)`; rows `(length, 3)` become `(pack_max_length, 3)`. The
-    token dimension is the ragged one or, if all samples have the same length, the dimension of that size.
+    the data already has a `position_ids` field, such as the three-row positions of vision-language models, that field
+    is concatenated instead. Rows of shape `(3, length)` become `(3, pack_max_length)`, and rows of shape `(length, 3)`
+    become `(pack_max_length, 3)`. The token dimension is the ragged one or, if all samples have the same length, the
+    dimension of that size.
 
     Args:
         data: a batch from `get_data` or the loader.
-        lengths: the planned tokens of each sample; None: the lengths of the rows.
+        lengths: planned number of tokens of each sample; None: the row lengths.
         options: how each field is packed.
-        positions: the rows of `data` that form the pack, in order; None: all rows. An empty sequence makes a pack that
-            contains only padding, with the same fields and dtypes.
-        share: the `RowSlice.share(..., fill=)` of a context-parallel rank with which the per-token fields were fetched.
-            `options.align` must then be `share.chunk_count * share.align`, and `lengths` are those of the full rows.
-            None: `data` has full rows.
+        positions: positions in `data` of the pack's rows, in order; None: all rows. An empty sequence produces a pack
+            that contains only padding, with the same fields and dtypes.
+        share: the `RowSlice.share(..., fill=)` with which a context-parallel rank fetched the per-token fields.
+            `options.align` must then be `share.chunk_count * share.align`, and `lengths` must refer to the full rows.
+            None: `data` contains full rows.
 
     Raises:
-        ValueError: the samples do not fit into the pack; `lengths` differ from those of the rows; a field has other row
-            lengths than the input field, is ambiguous, or holds objects; a listed field is missing or has the wrong
-            layout; or shares are given without `lengths`.
+        ValueError: the samples do not fit into the pack; `lengths` differ from the row lengths; a field's row lengths
+            differ from the input field's; a field is ambiguous or contains objects; a listed field is missing or has
+            the wrong layout; or shares are given without `lengths`.
         InvalidArgumentError: `share` and `options` disagree.
         IndexError: a position is outside the batch.
     """
@@ -292,13 +293,13 @@ def split_packs(
     Args:
         data: the batch, with `meta.size` rows.
         meta: metadata of the samples in `data`. Its packs may come from any sampler if their samples fit.
-        options: how the samples of a pack become one sequence.
-        share: share of a context-parallel rank, see `pack_sequences`; requires a plan with the sample lengths.
+        options: how a pack's samples are combined into one sequence.
+        share: a context-parallel rank's share, see `pack_sequences`; requires a plan with the sample lengths.
         micro_batch_size: samples per pack if the meta has no steps; None: the batch is one pack.
 
     Raises:
-        ValueError: the batch and the meta differ in size, or the plan was made for packs of another length; also for
-            the reasons of `pack_sequences`.
+        ValueError: the batch and the meta differ in size, or the plan is for packs of another length. Also raised for
+            the reasons listed in `pack_sequences`.
         InvalidArgumentError: `share` and `options` disagree.
     """
     packing = _Packing(data, options, share)
@@ -330,20 +331,21 @@ def split_packs(
 def _check_padding(pack: Pack, lengths: NDArray[np.int64], options: PackOptions) -> None:
     tokens = int(lengths.sum())
     expected = options.pack_max_length - tokens
-    # Samplers that do not plan padding also return 0.
+    # 0 may also come from a sampler that does not plan padding.
     if pack.padding_tokens not in (0, expected):
         raise ValueError(
-            f"the plan has a pack of {tokens} tokens and {pack.padding_tokens} padding tokens; expected {expected}, up "
-            f"to pack_max_length = {options.pack_max_length}; give the sampler and PackOptions the same pack_max_length"
+            f"the plan has a pack of {tokens} tokens and {pack.padding_tokens} padding tokens; expected {expected}, to "
+            f"fill pack_max_length = {options.pack_max_length}; give the sampler and PackOptions the same "
+            "pack_max_length"
         )
 
 
 class _Packing:
-    """Packs the samples of a batch; holds the state that the batch's packs share.
+    """Packs a batch's samples; stores the state shared by the batch's packs.
 
     Raises:
-        ValueError: a field holds objects, has the wrong layout, is missing or ambiguous, or is listed as per token but
-            is not.
+        ValueError: a field contains objects, has the wrong layout, is missing or ambiguous, or is listed as per-token
+            although it is not.
         InvalidArgumentError: the share and the options disagree.
     """
 
@@ -355,7 +357,7 @@ class _Packing:
             _check_share(share, options)
         tokens = flat.columns.get(options.input_field)
         self._is_dense = isinstance(tokens, torch.Tensor)
-        # Tokens per sample; None if they differ or the batch is empty.
+        # Number of tokens per sample; None if it differs between samples or the batch is empty.
         self._length: int | None = None
         if isinstance(tokens, torch.Tensor) and tokens.ndim > 1:
             self._length = tokens.shape[1]
@@ -367,12 +369,12 @@ class _Packing:
         self._check_names()
 
     def _token_column(self, key: FieldKey, column: FlatColumn, made: dict[int, RowPattern]) -> FlatColumn:
-        """Return a column, as jagged if it has one value per token, even if all rows have the same shape.
+        """Return a column; a per-token column is returned as jagged even if all its rows have the same shape.
 
         Args:
             key: name of the column.
             column: the column.
-            made: row patterns of columns whose rows have equal sizes, by that size; reused and extended.
+            made: row patterns created so far for equally long rows, by row length; new patterns are added.
         """
         rows: torch.Tensor | None = None
         if isinstance(column, torch.Tensor):
@@ -389,7 +391,7 @@ class _Packing:
         return JaggedColumn(rows.movedim(0, dim).flatten(dim, dim + 1), made[size], dim + 1)
 
     def _token_dim(self, key: FieldKey, row: tuple[int, ...], is_jagged: bool) -> int | None:
-        """Return the token dimension of equally shaped rows; None: the field is per sample, or already jagged.
+        """Return the token dimension of equally shaped rows; None if the field is per sample or already jagged.
 
         Raises:
             ValueError: the field is ambiguous.
@@ -397,7 +399,7 @@ class _Packing:
         options, length = self._options, self._length
         dims = [dim for dim, size in enumerate(row) if size == length]
         if is_jagged:
-            # For equal rows torch makes the first dimension ragged, even if other batches vary in another dimension.
+            # For equal rows, torch makes the first dimension ragged, even if other batches vary in another dimension.
             if key in (options.input_field, *options.keep_fields) or not dims:
                 return None
             return dims[-1] if key == POSITIONS or len(dims) == 1 else None
@@ -409,7 +411,7 @@ class _Packing:
         if len(dims) == 1 and (self._is_dense or is_named):
             return dims[0]
         if is_named and length is None and (len(row) == 1 or not self.row_count):
-            # If there are samples, `lengths` compares the sizes.
+            # If there are samples, `lengths` checks the sizes later.
             return len(row) - 1 if key == POSITIONS else 0
         if is_named and not dims:
             raise ValueError(
@@ -421,8 +423,8 @@ class _Packing:
             raise ValueError(
                 f"field {key!r} has rows of shape {row} in every sample, and each sample of the batch has {length} "
                 f"tokens, so it could have one value per token{', in several dimensions' if dims[1:] else ''}; "
-                "list it in keep_fields if it is per sample, else in token_fields, or declare the token dimension, "
-                "such as FieldSpec(name, layout='jagged', row_shape=(3, -1))"
+                "list it in keep_fields if it is per sample and otherwise in token_fields, or declare the token "
+                "dimension, such as FieldSpec(name, layout='jagged', row_shape=(3, -1))"
             )
         return None
 
@@ -457,7 +459,7 @@ class _Packing:
         for name in (options.input_field, *options.token_fields, *options.repeat_fields, *options.keep_fields):
             if name not in uses:
                 raise ValueError(
-                    f"the samples lack field {name!r} and only have {', '.join(map(repr, uses))}; add it to data_fields"
+                    f"the samples have no field {name!r}, only {', '.join(map(repr, uses))}; add it to data_fields"
                 )
         for name in _MADE:
             if name in uses:
@@ -470,14 +472,14 @@ class _Packing:
             )
 
     def lengths(self, positions: Positions, planned: Lengths | None) -> Lengths:
-        """Return the number of tokens of each sample, `(m,)`, after checking all per-token fields.
+        """Check all per-token fields, and return the number of tokens of each sample, of shape `(m,)`.
 
         Args:
-            positions: the rows `(m,)` that form the pack.
-            planned: the planned tokens per row `(m,)`; None: the lengths of the rows.
+            positions: positions of the pack's rows, of shape `(m,)`.
+            planned: planned number of tokens of each row, of shape `(m,)`; None: the row lengths.
 
         Raises:
-            ValueError: the lengths of a field's rows differ from the plan or from the input field.
+            ValueError: a field's row lengths differ from the plan or from the input field.
             IndexError: a position is outside the batch.
         """
         check_positions(self.row_count, positions)
@@ -507,18 +509,18 @@ class _Packing:
         if (wrong := np.flatnonzero(planned != expected)).size:
             at = wrong[0]
             raise ValueError(
-                f"got length {planned[at]} of sample {at} of the pack; expected {expected[at]}, since "
-                f"{options.input_field!r} has {lengths[at]} tokens; plan with the lengths of its rows (see the "
-                'length_field of the sampler), and if the sampler truncates, pack with overlong="truncate" too'
+                f"got length {planned[at]} for sample {at} of the pack; expected {expected[at]}, since "
+                f"{options.input_field!r} has {lengths[at]} tokens; plan with its row lengths (see the sampler's "
+                'length_field), and if the sampler truncates, pack with overlong="truncate" too'
             )
         return planned
 
     def _whole_lengths(self, got: Lengths, planned: Lengths | None) -> Lengths:
-        """Return the number of tokens of the full rows `(m,)`, given those of the fetched shares `(m,)`."""
+        """Check the lengths of the fetched shares, and return those of the full rows; both have shape `(m,)`."""
         if planned is None:
             raise ValueError(
-                "got shares of rows without the lengths of the rows; expected a plan with the lengths, such as a plan "
-                "of the sampler 'packed'"
+                "got shares of rows without the row lengths; expected a plan with the row lengths, such as a plan "
+                "by the sampler 'packed'"
             )
         share = self._share
         expected = _rounded(planned, self._options.align) // share.chunk_count * len(share.chunks)
@@ -526,12 +528,12 @@ class _Packing:
             raise ValueError(
                 f"got shares of {got.tolist()[:8]} tokens; expected {expected.tolist()[:8]}: chunks {share.chunks} of "
                 f"{share.chunk_count} chunks of rows with {planned.tolist()[:8]} planned tokens; fetch and pack with "
-                "the same share, and plan with the lengths of the rows"
+                "the same share, and plan with the row lengths"
             )
         return planned
 
     def pack(self, positions: Positions, lengths: Lengths) -> PackedSequences:
-        """Return the pack of some rows `(m,)`, with the first `lengths` tokens of each row.
+        """Return a pack of the first `lengths` tokens of each row at `positions`; both arrays have shape `(m,)`.
 
         Raises:
             ValueError: the samples do not fit into the pack, or a field's dtype cannot hold its padding.
@@ -551,13 +553,13 @@ class _Packing:
         sequences = np.concatenate([aligned, np.array(padding, np.int64)])
         sizes = sequences // share.chunk_count
         begins = sizes[:, None] * np.array(share.chunks)
-        # For each token of this rank: its position in the full sequence, and its sample. Padding has the index after
-        # the last sample.
+        # For each token of this rank: its position in the full sequence, and the index of its sample. For padding
+        # tokens, the sample index is the number of samples.
         places = expand_runs(begins.reshape(-1), np.repeat(sizes, len(share.chunks)))
         parts = sizes * len(share.chunks)
         sample_of = np.repeat(np.minimum(np.arange(sequences.size), lengths.size), parts)
         sample_of[places >= np.append(lengths, 0)[sample_of]] = lengths.size
-        # A sample's tokens come before its padding, and therefore first in this rank's part of the sequence.
+        # A sample's tokens precede its padding, also in this rank's part of the sequence.
         taken = np.clip(lengths[:, None] - begins[: lengths.size], 0, sizes[: lengths.size, None]).sum(axis=1)
         bounds = offsets_of(parts[: lengths.size])
         kept = {key: column for key, column in self._columns.items() if self._uses[key].kind == "sample"}
@@ -599,14 +601,15 @@ class _Packing:
         bounds: Lengths,
         places: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the tokens of the samples, each followed by its alignment padding, and then the remaining padding.
+        """Return the samples' tokens, each sample followed by its alignment padding, and then the remaining padding.
 
         Args:
             key: name of the column.
             column: the column.
-            positions: the rows `(m,)` to concatenate.
-            lengths: the number of tokens to take from each row `(m,)`.
-            bounds: start of each sample in the pack, and end of the last one, including alignment padding, `(m + 1,)`.
+            positions: positions of the rows to concatenate, of shape `(m,)`.
+            lengths: number of tokens to take from each row, of shape `(m,)`.
+            bounds: start of each sample in the pack, and end of the last sample's alignment padding, of
+                shape `(m + 1,)`.
             places: position of each token of the pack in its sequence; used to pad position ids.
         """
         dim, values = column.ragged_dim - 1, column.values
@@ -652,13 +655,13 @@ def _common_length(pattern: RowPattern) -> int | None:
 
 
 def padding_sequences(padding_tokens: int, sequence_length: int = PADDING_SEQUENCE_LENGTH) -> list[int]:
-    """Return the lengths of the sequences that hold the padding tokens; only the last one may be shorter."""
+    """Return the lengths of the padding sequences; only the last one may be shorter than `sequence_length`."""
     full, rest = divmod(padding_tokens, sequence_length)
     return [sequence_length] * full + [rest] * (rest > 0)
 
 
 def _filled(like: torch.Tensor, shape: list[int], value: bool | int | float, name: object) -> torch.Tensor:
-    """Return a tensor filled with one value, with the dtype and device of `like`. It expands a single element.
+    """Return a tensor filled with `value`, with the dtype and device of `like`, expanded from a single element.
 
     Raises:
         ValueError: the dtype cannot hold the value.
@@ -679,13 +682,13 @@ def _filled(like: torch.Tensor, shape: list[int], value: bool | int | float, nam
 
 
 def unpack_sequences(packed: PackedSequences) -> TensorDict:
-    """Return the samples of a pack, one row each, without padding.
+    """Return a pack's samples, one row each, without padding.
 
     Per-token fields are jagged; other fields have their original form, bit for bit. Truncated samples contain only
     their first tokens. `position_ids` are returned only if the samples had them.
 
     Raises:
-        ValueError: a sample has no tokens, so its values of repeated fields are lost.
+        ValueError: a sample has no tokens, so its values in repeated fields are lost.
     """
     lengths = np.asarray(packed.lengths, dtype=np.int64)
     if 0 in packed.lengths and any(use.kind == "repeated" for use in packed.uses.values()):

@@ -1,7 +1,8 @@
-"""Ranks of torch.distributed: the DP rank of this process, and replicas that get their batches from the first replica.
+"""Ranks in torch.distributed: this process's DP rank, and replicas that get their batches from the first replica.
 
-Processes that share a DP rank (tensor, pipeline or context parallel) need the same batches. Each may fetch for itself,
-since repeated requests of a rank get the same answer. Or the first process fetches, and broadcasts to the others.
+Processes that share a DP rank (tensor, pipeline or context parallel) need the same batches. Each process may fetch them
+itself, since repeated requests by a rank get the same answer. Alternatively, the first process fetches the batches and
+broadcasts them to the others.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ if TYPE_CHECKING:
 
     Ranks = DeviceMesh | ProcessGroup
 
-# Replicas wait in a collective while the first replica waits for a batch. It sends "waiting" at this interval, since a
-# long wait for data would otherwise exceed the collective's timeout and end the trainer.
+# While the first replica waits for a batch, the other replicas wait in a collective. The first replica sends "waiting"
+# at this interval. Otherwise, a long wait would exceed the collective's timeout and end the trainer.
 _SIGN_OF_WAITING_SECONDS: Final = 10.0
 
 
 def rank_and_size(group: Ranks) -> tuple[int, int]:
-    """Return the rank of this process and the number of ranks, with mesh dimensions in row-major order.
+    """Return this process's rank and the number of ranks; mesh dimensions are flattened in row-major order.
 
     Raises:
         InvalidArgumentError: this process does not belong to the mesh or group.
@@ -63,7 +64,7 @@ def world_group() -> dist.ProcessGroup | None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Placeholder of a tensor whose bytes begin at `start`."""
+    """Placeholder for a tensor whose bytes begin at `start`."""
 
     start: int
     dtype: torch.dtype
@@ -76,7 +77,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatchLayout:
-    """A batch without its tensors, whose bytes are sent from device to device.
+    """A batch without its tensors; the tensors' bytes are sent separately, from device to device.
 
     Attributes:
         index: the batch_index.
@@ -93,7 +94,7 @@ class DeviceBatchLayout:
     batch_bytes: int
 
     def open(self, data: torch.Tensor) -> FetchedBatch:
-        """Return the batch, whose tensors are views of the bytes `(size_bytes,)`."""
+        """Return the batch, with its tensors as views of `data`, which has shape `(size_bytes,)`."""
         content = self.content.replacing(_Place, lambda place: place.tensor(data))
         return FetchedBatch(index=self.index, data=build(content), meta=self.meta, measured_bytes=self.batch_bytes)
 
@@ -103,7 +104,7 @@ def _empty(size_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def lay_out_on(device: torch.device, batch: FetchedBatch) -> tuple[DeviceBatchLayout, torch.Tensor]:
-    """Return the layout of a batch and its bytes on a device; the current stream copies the bytes."""
+    """Return a batch's layout, and its bytes on a device; the current stream copies the bytes."""
     content = flatten(batch.data)
     starts: dict[int, int] = {}
     end = 0
@@ -120,14 +121,13 @@ def lay_out_on(device: torch.device, batch: FetchedBatch) -> tuple[DeviceBatchLa
 
 
 _Message = BatchLayout | DeviceBatchLayout | End | ExceptionWrapper | Literal["waiting", "closed"]
-"""A batch, whose bytes follow; the end marker; an error; "waiting" for a batch; or "closed" if the stream is."""
+"""A batch layout, followed by its bytes; the end marker; an error; "waiting" for a batch; or "closed" for a stream."""
 
 
 class ReplicaGroup:
-    """The replicas of a DP rank, of which the first fetches for all.
+    """The replicas of a DP rank; the first replica fetches for all of them.
 
-    Collectives run in the thread that reads the stream, in the order of the batches. All replicas must make the same
-    reads.
+    Collectives run in the thread that reads the stream, in batch order. All replicas must read in the same sequence.
     """
 
     def __init__(self, group: Ranks) -> None:
@@ -141,7 +141,7 @@ class ReplicaGroup:
             group = group.get_group()
         if dist.get_rank(group) < 0:
             raise InvalidArgumentError(
-                f"this process, rank {dist.get_rank()}, does not belong to replica_group; pass one that contains it",
+                f"this process, rank {dist.get_rank()}, is not in replica_group; pass a group that contains it",
                 field="replica_group",
             )
         self._group = group
@@ -168,7 +168,7 @@ class ReplicaGroup:
         return message.open(data)
 
     def send(self, message: _Message, parts: Sequence[Bytes] = ()) -> None:
-        """Send a message to all other replicas, followed by the parts of the batch if it is a batch layout."""
+        """Send a message to all other replicas; a batch layout is followed by the batch's parts."""
         self._exchange(message)
         if isinstance(message, BatchLayout):
             data = torch.empty(message.size_bytes, dtype=torch.uint8)
@@ -178,7 +178,7 @@ class ReplicaGroup:
             self._broadcast(data.to(self._device))
 
     def receive(self) -> tuple[_Message, Bytes]:
-        """Wait for the first replica's next message, and for the bytes of the batch if it is a batch layout."""
+        """Wait for the first replica's next message and, after a batch layout, for the batch's bytes."""
         message = self._exchange(None)
         data = torch.empty(message.size_bytes if isinstance(message, BatchLayout) else 0, dtype=torch.uint8)
         if isinstance(message, BatchLayout):
@@ -205,13 +205,13 @@ class ReplicaStream:
                                                                   │ broadcast: layout and bytes; "waiting" every 10 s
         others                                           read() <─┘
 
-    An error of the first replica is raised by all replicas.
+    If the first replica fails, all replicas raise its error.
 
     Args:
         group: the replicas.
         open_fetched: opens the inner stream, in the first replica.
         batch_index: batch_index of the first batch.
-        device: device of the inner stream's batches, where other replicas receive them; None: the CPU.
+        device: device of the inner stream's batches, to which the other replicas also receive them; None: the CPU.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class ReplicaStream:
         self.next_index = batch_index
         self._group = group
         self._device = device
-        # Set by `close` of this replica, or when a read learns that the first replica closed the stream.
+        # Set by this replica's `close`, or when a read learns that the first replica has closed the stream.
         self.closed = False
         self._inner = open_fetched() if group.asks else None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="tq-replicas")

@@ -36,15 +36,15 @@ FetchBatch = Callable[..., tuple[Any, Any]]
 """`fetch_batch_fn(**keywords) -> (data, meta)`; see `fetch_batch` for the keywords and the result."""
 
 OnWait = Callable[[WaitReason], object]
-"""Callback that gets the reason of a long wait; it runs in the fetching thread or process."""
+"""Callback that receives the reason for a long wait; it runs in the fetching thread or process."""
 
 ClientFactory = Callable[[Any], Any]
-"""Function that opens the sync client of a fetching thread or worker, given the dataset's `address`."""
+"""Function that opens the sync client for a fetching thread or worker, given the dataset's `address`."""
 
 # Delay before the next call if fetch_batch_fn returned "not yet" immediately.
 _RETRY_SECONDS = 0.05
 
-# Upper limit of max_wait for one call, because the reason of a long wait is requested by a later call.
+# Upper limit of max_wait for one call. It keeps calls short, because only a later call requests the reason for a wait.
 _LONGEST_CALL_SECONDS = 10.0
 _MOST_CLAIMED: Final = 64  # batches per call
 
@@ -79,7 +79,7 @@ class Arrival:
     event: cuda.Event
 
     def take(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Make the current CUDA stream wait for the tensors and keep their memory until the stream's work is done."""
+        """Make the current CUDA stream wait for the tensors, and keep their memory until the stream's work is done."""
         stream = cuda.current_stream(self.device)
         stream.wait_event(self.event)
         for tensor in tensors:
@@ -98,7 +98,7 @@ class FetchedBatch:
         on_consumed: called when the consumer begins the batch; another batch may then be fetched in its place.
         measured_bytes: `size_bytes` if already measured, or None.
         arrival: for tensors on a device, the point after which they may be used; otherwise None.
-        spans: time spans of the stages of fetching the batch.
+        spans: time spans of the batch's fetch stages.
     """
 
     index: int
@@ -112,7 +112,7 @@ class FetchedBatch:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the tensors, arrays, strings and images in `data`, including plain containers; others count 0."""
+        """Bytes of the tensors, arrays, strings and images in `data` and its containers; other objects count as 0."""
         if self.measured_bytes is not None:
             return self.measured_bytes
         return flatten(self.data).size_bytes if isinstance(self.data, TensorDict) else object_bytes(self.data)
@@ -124,8 +124,8 @@ class End:
 
     Attributes:
         identity: the partition's incarnation and the task's epoch.
-        counts: sample counts by outcome, the same for all ranks; None if fetch_batch_fn created the end marker.
-        spans: time spans of the stages of the last call.
+        counts: sample counts by outcome, identical on all ranks; None if fetch_batch_fn created the end marker.
+        spans: time spans of the last call's stages.
     """
 
     identity: StreamIdentity
@@ -142,16 +142,16 @@ class ExceptionWrapper:
 
     @classmethod
     def of(cls, error: Exception) -> ExceptionWrapper:
-        """Return the wrapper of an exception that is being handled."""
+        """Wrap an exception that is being handled."""
         text = "".join(traceback.format_exception(error))
         try:
             ForkingPickler.loads(ForkingPickler.dumps(error))
-        except Exception:  # copying an exception may raise any error
+        except Exception:  # pickling an exception may raise any error
             error = RuntimeError(f"{type(error).__name__}: {error}")
         return cls(error=error, traceback=text)
 
     def with_note(self, origin: str) -> Exception:
-        """Return the error with the traceback as a note, ready to be raised."""
+        """Add the original traceback to the error as a note, and return the error."""
         self.error.add_note(f"raised in {origin}:\n{self.traceback}")
         return self.error
 
@@ -161,7 +161,7 @@ class BatchStream(Protocol):
 
     @property
     def next_index(self) -> int:
-        """The batch_index of the batch that `read` returns next."""
+        """Index of the batch that `read` returns next."""
         ...
 
     @property
@@ -180,7 +180,7 @@ class BatchStream(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
-    """The claim arguments common to all batches of a rank, named as in `Client.claim`.
+    """The claim arguments that all batches of a rank share, named as in `Client.claim`.
 
     Additional attributes:
         read_options: additional arguments of `Client.get_data`, or None.
@@ -218,7 +218,7 @@ class BatchRequest:
     policy: str = DEFAULT_POLICY
 
     def keywords(self, batch_index: int) -> dict[str, Any]:
-        """Return the keyword arguments of fetch_batch_fn that follow from the request and the batch_index."""
+        """Return the keyword arguments for fetch_batch_fn, derived from the request and the batch_index."""
         named = {each.name: getattr(self, each.name) for each in fields(self)}
         lag, first, policy = (named.pop(name) for name in ("version_lag", "first_version", "policy"))
         given = ("layout", "max_uses", "unmatched", "least_members", "refill", "totals", "device", "read_options")
@@ -231,12 +231,12 @@ class BatchRequest:
 
 
 def end_warning(end: End, request: BatchRequest) -> str | None:
-    """Return a warning if uncleared samples were skipped, or samples of earlier epochs were kept; otherwise None.
+    """Return a warning if samples were skipped (except cleared ones) or kept from earlier epochs; otherwise None.
 
-    Cleared samples need no warning, because a late task never gets most samples of a partition that lives for weeks.
-    The decision depends only on the counts in the recorded end, which are the same for all ranks, and not on the
-    samples of this rank. So either all ranks raise or none does. The counts include samples consumed before this loader
-    was created, so a restart after the last batch is not an error.
+    Cleared samples cause no warning, because a task that starts late always misses most samples of a long-lived
+    partition. The decision depends only on the counts in the end marker, which are identical on all ranks. So either
+    all ranks raise an error or none does. The counts include samples consumed before this loader was created, so a
+    restart after the last batch is not an error.
 
     Raises:
         NothingDeliveredError: samples were inserted, but none was delivered to the task.
@@ -247,8 +247,8 @@ def end_warning(end: End, request: BatchRequest) -> str | None:
     why = "; ".join(_reasons(counts, request))
     if not counts.consumed_count and not counts.dead_lettered_count:
         raise NothingDeliveredError(
-            f"task {request.task_name!r} reached the end of partition {request.partition_id!r} without getting a "
-            f"sample, on all ranks; its {counts.skipped_count} samples were skipped: {why}",
+            f"task {request.task_name!r} reached the end of partition {request.partition_id!r}, and no rank received "
+            f"a sample; all {counts.skipped_count} samples were skipped: {why}",
             metadata={
                 "partition_id": request.partition_id,
                 "task_name": request.task_name,
@@ -259,8 +259,8 @@ def end_warning(end: End, request: BatchRequest) -> str | None:
     if counts.kept_count:
         texts.append(
             f"{counts.kept_count} of them in earlier epochs; reset_consumption(keep_consumed=True) does not deliver "
-            "those again. They may include batches that a loader had prefetched but not delivered. To train on these, "
-            "clear the trained samples and reset without keep_consumed"
+            "these samples again. They may include batches that a loader had prefetched but not delivered. To train on "
+            "such batches, clear the trained samples and reset without keep_consumed"
         )
     if not texts:
         return None
@@ -273,7 +273,7 @@ def end_warning(end: End, request: BatchRequest) -> str | None:
 def _reasons(counts: EndCounts, request: BatchRequest) -> list[str]:
     whole = request.batch_size * request.dp_size
     left_over = (
-        f"left over by drop_last, or by the sampler {request.sampler!r}; a batch of all ranks has {whole} "
+        f"left over by drop_last, or by the sampler {request.sampler!r}; a batch across all ranks has {whole} "
         f"{request.batch_unit}s"
         if request.drop_last
         else f"ready, but not planned by the sampler {request.sampler!r}"
@@ -281,7 +281,7 @@ def _reasons(counts: EndCounts, request: BatchRequest) -> list[str]:
     where = f"where={list(request.where)}" if request.where else "the conditions (where) of fetch_batch_fn"
     texts = {
         "in_incomplete_groups_count": "in incomplete groups (a member is missing, failed, cleared or excluded; put "
-        "group_size members, or let the sampler accept the others with incomplete_groups='take')",
+        "group_size members, or let the sampler accept incomplete groups with incomplete_groups='take')",
         "excluded_count": f"excluded by {where}",
         "overlong_count": "longer than the sampler's token limit, and dropped because of overlong='drop'",
         "left_over_count": left_over,
@@ -294,11 +294,11 @@ def _reasons(counts: EndCounts, request: BatchRequest) -> list[str]:
 
 
 class ClaimsAhead:
-    """Batches of a rank that were claimed in the same call as an earlier batch and are not fetched yet.
+    """A rank's batches that were claimed in the same call as an earlier batch and have not been fetched yet.
 
     Attributes:
         batch_count: maximum number of batches that the next call may claim.
-        until: the batch_index after the last claimed batch.
+        until: index after the last claimed batch.
     """
 
     def __init__(self) -> None:
@@ -307,7 +307,7 @@ class ClaimsAhead:
         self._metas: dict[int, BatchMeta] = {}
 
     def claim(self, client: Client, *, batch_index: int, **claim: Any) -> BatchMeta:
-        """Return a batch claimed earlier, or claim it and up to `batch_count - 1` ready batches that follow it."""
+        """Return a batch claimed earlier, or claim the batch and up to `batch_count - 1` ready batches after it."""
         if batch_index in self._metas:
             return self._metas.pop(batch_index)
         if self.batch_count > 1:
@@ -332,8 +332,8 @@ def fetch_batch(
 ) -> tuple[TensorDict | None, BatchMeta]:
     """Claim one batch and fetch its data; the default `fetch_batch_fn`.
 
-    A function that replaces `fetch_batch` is called with keywords only. It should accept `**others`, since keywords may
-    be added:
+    A function that replaces `fetch_batch` is called with keyword arguments only. It should accept `**others`, since
+    later versions may add keywords. The keywords are:
 
     - always: `client` (a sync client of the calling thread or worker), `batch_index`, `partition_id`, `task_name`,
       `data_fields`, `batch_size`, `micro_batch_size`, `dp_rank`, `dp_size`, `sampler`, `sampler_config`, `where`,
@@ -343,13 +343,13 @@ def fetch_batch(
       and `read_options` (additional arguments of `Client.get_data`, including the slices of a context-parallel rank);
     - if the dataset has a `version_lag`: `not_before_version` and `policy`;
     - if the loader has a `device` and fetches in this process: `device`; data returned on the CPU is uploaded;
-    - `explain` (True) in a long wait, if the answer's `waiting_for` should contain the reason.
+    - during a long wait: `explain` (True), which requests the reason as the answer's `waiting_for`.
 
-    Only `fetch_batch` itself gets `ahead`, the batches that it has claimed but not fetched.
+    Only `fetch_batch` itself receives `ahead`, the batches that it has claimed but not fetched.
 
     Returns:
-        The data and its meta. If the meta's status is "batch", the data must not be None. With "not_yet" the function
-        is called again; with "end" the iteration ends. `(None, None)` means "not_yet".
+        The data and its meta. If the meta's status is "batch", the data must not be None. After "not_yet", the function
+        is called again; after "end", iteration ends. `(None, None)` is equivalent to "not_yet".
     """
     ahead = ahead or ClaimsAhead()
     meta = ahead.claim(client, max_wait=max_wait, timeout=timeout, **claim)
@@ -361,13 +361,13 @@ def fetch_batch(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSource:
-    """The service and the request from which batches are fetched; picklable for workers if its functions are.
+    """The service that provides the batches, and the request sent to it; picklable if its functions are.
 
     Attributes:
         address: address of the service.
-        request: claim arguments of the rank.
+        request: the rank's claim arguments.
         fetch_batch_fn: function that fetches a batch.
-        on_wait: called with the reason of a long wait.
+        on_wait: called with the reason for a long wait.
         client_factory: function that opens the client; None: `Client` with `client_options`.
         client_options: token, tls, insecure and namespace.
     """
@@ -401,14 +401,14 @@ class BatchSource:
 
 
 class BatchFetcher:
-    """Fetches batches of a source with its own sync client. Only one thread may use it.
+    """Fetches a source's batches with its own sync client. Only one thread may use it.
 
     All batches must have the incarnation and epoch of the first batch. If the partition is cleared and created again,
-    or the task is reset, the next fetch raises an error. So a stream never continues in the middle of another
+    or the task is reset, the next fetch raises an error. A stream therefore never continues in the middle of another
     incarnation or epoch.
 
     Attributes:
-        fetched_until: the batch_index after the last batch that was fetched or claimed in advance.
+        fetched_until: index after the last batch that was fetched or claimed in advance.
         closed: whether `close` was called.
     """
 
@@ -434,9 +434,9 @@ class BatchFetcher:
 
         Args:
             batch_index: index of the batch.
-            is_wanted: called before each claim; the wait ends once it returns false.
-            batch_count: maximum number of batches that one call may claim, starting with this one. Later calls of
-                `fetch` return the other batches.
+            is_wanted: called before each claim; when it returns false, the wait ends.
+            batch_count: maximum number of batches that one call may claim, starting with this one. Later `fetch` calls
+                return the additional batches.
 
         Raises:
             StreamClosedError: the batch is no longer wanted.
@@ -455,7 +455,7 @@ class BatchFetcher:
             self._client = self._source.open_client()
         reports, request = WaitReports(), self._source.request
         max_wait = min(request.max_wait, _LONGEST_CALL_SECONDS)
-        # With a version lag each batch waits for a different version.
+        # With a version lag, batches are claimed one by one, because each waits for a different version.
         self._ahead.batch_count = min(batch_count, _MOST_CLAIMED) if request.version_lag is None else 1
         claiming = {"ahead": self._ahead} if self._source.fetch_batch_fn is fetch_batch else {}
         while is_wanted():
@@ -494,7 +494,7 @@ class BatchFetcher:
         raise StreamClosedError
 
     def close(self) -> None:
-        """Close the client, which ends a call in progress in another thread. Idempotent."""
+        """Close the client, which ends any call in progress in another thread. Idempotent."""
         self.closed = True
         if self._client is not None:
             self._client.close()
@@ -524,19 +524,19 @@ OnBegun = Callable[[int], None]
 S = TypeVar("S", bound="Fetcher | BatchStream")
 T = TypeVar("T")
 
-# Maximum wait for the threads when a stream is closed. A thread that is still in a call ends after that call.
+# Maximum seconds to wait for the threads when a stream is closed. A thread in a call ends when the call returns.
 _JOIN_SECONDS: Final = 5.0
 _MICRO_BATCHES_AHEAD: Final = 2
 
 
 class PrefetchLimit:
-    """Limits the number and bytes of prefetched batches.
+    """Limits the number and total size of prefetched batches.
 
-    A batch counts as ahead from `begin` to `consume`. Until `arrive` reports its size, a batch is estimated by the
-    largest batch that has arrived. Before the first batch arrives, only one batch may be in flight. So the batches
-    ahead stay within `max_bytes` unless a batch is larger than all earlier batches. Such a batch may exceed the limit
-    by its difference to the largest earlier batch. If no batch is ahead, the next batch is admitted regardless of its
-    size, because the consumer waits for it.
+    A batch counts as ahead from `begin` to `consume`. Until `arrive` reports its size, a batch is assumed to be as
+    large as the largest batch that has arrived. Before the first batch arrives, only one batch may be in flight. The
+    batches ahead therefore stay within `max_bytes` unless a batch is larger than all earlier batches. Such a batch may
+    exceed the limit by the difference between its size and the largest earlier size. If no batch is ahead, the next
+    batch is admitted regardless of its size, because the consumer waits for it.
 
     Not thread-safe; the owner must lock it.
 
@@ -554,11 +554,11 @@ class PrefetchLimit:
         self._largest_bytes: int | None = None
 
     def admits(self) -> bool:
-        """Return whether another batch may be begun."""
+        """Return whether another batch may begin."""
         return self._under_way + self._arrived == 0 or self.further_count() > 0
 
     def further_count(self) -> int:
-        """Return how many more batches may be begun."""
+        """Return how many more batches may begin."""
         if self._largest_bytes is None:
             return 0
         by_number = self._max_batches - self._under_way - self._arrived
@@ -593,11 +593,13 @@ class PrefetchQueue(Generic[T]):
 
     def __init__(self, limit: PrefetchLimit) -> None:
         self._limit = limit
-        # The condition has a reentrant lock: a finalizer may call `close` in a thread that already holds the lock.
+        # The condition's lock is reentrant, because a finalizer may call `close` in a thread that already holds the
+        # lock.
         self._changed = threading.Condition()
         self._items: dict[int, T] = {}
         self._begun_count = self._read_count = 0
-        self._end: tuple[int, BaseException | None] | None = None  # the first number without an item, and its error
+        # Number at which the queue ends, and the error, if any.
+        self._end: tuple[int, BaseException | None] | None = None
         self.closed = False
 
     def begin(self, on_begun: OnBegun = lambda number: None) -> int | None:
@@ -629,14 +631,14 @@ class PrefetchQueue(Generic[T]):
             yield
         except StreamClosedError:
             self.end(number)
-        except BaseException as error:  # the reader raises any error
+        except BaseException as error:  # the error is raised in the reader, whatever its type
             self.end(number, error)
 
     def put(self, number: int, item: T, size_bytes: int = 0, on_begun: OnBegun | None = None) -> int | None:
         """Add a begun item, or drop it if the queue is closed.
 
-        With `on_begun`, also begin the writer's next item, as `begin` does, before other writers can begin theirs.
-        Returns the number of that item, or None if the limit does not admit it now.
+        With `on_begun`, also begin the writer's next item, as `begin` does, before other writers can begin theirs, and
+        return its number; return None if the limit does not admit another item now.
         """
         with self._changed:
             self._limit.arrive(size_bytes)
@@ -690,11 +692,11 @@ class PrefetchQueue(Generic[T]):
 class _QueuedStream(Generic[S, T]):
     """A stream that reads from a queue filled by background threads, one per source.
 
-    The threads refer only to the queue and the sources, never to the stream. So an abandoned stream is
+    The threads refer only to the queue and the sources, never to the stream. An abandoned stream can therefore be
     garbage-collected, which ends its threads.
 
     Attributes:
-        next_index: the batch_index of the batch that `read` returns next.
+        next_index: index of the batch that `read` returns next.
     """
 
     def __init__(
@@ -735,7 +737,7 @@ def _end(queue: PrefetchQueue[Any], sources: Sequence[Fetcher | BatchStream], th
         source.close()
     deadline = time.monotonic() + _JOIN_SECONDS  # one deadline for all threads
     for thread in threads:
-        # A reference cycle with the stream may be collected in one of these threads, which cannot join itself.
+        # The garbage collector may run this finalizer in one of these threads, which cannot join itself.
         if threading.current_thread() is not thread:
             thread.join(max(0.0, deadline - time.monotonic()))
 
@@ -745,11 +747,11 @@ class Fetcher(Protocol):
 
     @property
     def fetched_until(self) -> int:
-        """The batch_index after the last batch that was fetched or claimed in advance."""
+        """Index after the last batch that was fetched or claimed in advance."""
         ...
 
     def request(self, batch_index: int) -> None:
-        """Announce the batch of the next `fetch` call; called in the order of batches. Does not block."""
+        """Announce the batch that the next `fetch` call will return. Called in batch order; does not block."""
         ...
 
     def fetch(self, batch_index: int, is_wanted: Callable[[], bool], batch_count: int) -> FetchedBatch | End:
@@ -760,12 +762,12 @@ class Fetcher(Protocol):
         ...
 
     def close(self) -> None:
-        """End a `fetch` call in progress in another thread. Idempotent."""
+        """End any `fetch` call in progress in another thread. Idempotent."""
         ...
 
 
 class PrefetchStream(_QueuedStream[Fetcher, FetchedBatch | End]):
-    """A stream whose batches are prefetched by one or more fetchers, limited in number and bytes.
+    """A stream whose batches are prefetched by one or more fetchers, up to a maximum number and size.
 
     Lifecycle::
 
@@ -781,7 +783,7 @@ class PrefetchStream(_QueuedStream[Fetcher, FetchedBatch | End]):
 
     @property
     def fetched_until(self) -> int:
-        """The batch_index after the last batch that was fetched."""
+        """Index after the last fetched batch."""
         return max(fetcher.fetched_until for fetcher in self._sources)
 
     def read(self) -> FetchedBatch | End | None:
@@ -808,15 +810,16 @@ def _fetch_ahead(first_index: int, fetcher: Fetcher, queue: PrefetchQueue[Fetche
                     queue.put(number, fetched)
                     queue.end(number + 1)
                 else:
-                    # This fetcher begins the next batch immediately. Otherwise a fetcher of a worker that is still
-                    # starting could begin a batch that the reader needs soon, and delay it.
+                    # This fetcher begins the next batch immediately. Otherwise a fetcher whose worker is still starting
+                    # could begin, and thus delay, a batch that the reader needs soon.
                     size_bytes = fetched.size_bytes
                     fetched = replace(fetched, on_consumed=partial(queue.on_consumed, size_bytes))
                     following = queue.put(number, fetched, size_bytes, request)
-                del fetched  # do not keep it alive while waiting for the limit
+                del fetched  # do not keep the batch alive while waiting for the limit
     finally:
-        # The client may have been opened after the stream was closed. If only the batches have ended, other fetchers of
-        # the same worker may still wait for the end marker; closing the stream later closes this fetcher.
+        # The client may have been opened after the stream was closed. If the queue ended but the stream is open, other
+        # fetchers of the same worker may still wait for the end marker, so this fetcher is closed later, with the
+        # stream.
         if queue.closed:
             fetcher.close()
 
@@ -825,7 +828,7 @@ def _fetch_ahead(first_index: int, fetcher: Fetcher, queue: PrefetchQueue[Fetche
 class _Prefetched:
     """A queue item: a micro-batch (the first one also carries its batch) or the end marker.
 
-    A batch without micro-batches has an item that carries only the batch.
+    A batch without micro-batches is represented by one item that carries only the batch.
     """
 
     micro_batches: tuple[Any, ...]
@@ -842,7 +845,7 @@ class MicroBatchPrefetcher(_QueuedStream[BatchStream, _Prefetched]):
                                                                                             └──> end, error
         close() or garbage collection: the inner stream is closed, the thread ends
 
-    A batch is released with its last micro-batch, before the thread reads the next batch.
+    Each batch is released together with its last micro-batch, before the thread reads the next batch.
     """
 
     def __init__(self, inner: BatchStream, split: Callable[[FetchedBatch], Iterator[Any]]) -> None:
@@ -852,7 +855,7 @@ class MicroBatchPrefetcher(_QueuedStream[BatchStream, _Prefetched]):
         super().__init__(inner.next_index, [inner], limit, partial(_split_ahead, split), "tq-split-ahead")
 
     def read(self) -> FetchedBatch | End | None:
-        """Skip the rest of the previous batch and wait for the next one or the end marker; None after `close`."""
+        """Skip the rest of the previous batch and wait for the next batch or the end marker; None after `close`."""
         while self._begun is None:
             if (item := self._get()) is None:
                 return None
@@ -868,13 +871,13 @@ class MicroBatchPrefetcher(_QueuedStream[BatchStream, _Prefetched]):
 
     def _get(self) -> _Prefetched | None:
         item = self._queue.get()
-        # A batch's first micro-batch counts as ahead until the batch is consumed; others only until they are read.
+        # A batch's first micro-batch counts as ahead until the batch is consumed, later ones only until they are read.
         if item is not None and not isinstance(item.begins, FetchedBatch):
             self._queue.on_consumed()
         return item
 
     def _on_consumed(self, on_inner_consumed: Callable[[], None] | None) -> None:
-        # Notify the inner stream first: the splitting thread competes with this thread once it may continue.
+        # Notify the inner stream first, because the splitting thread competes with this thread once it may continue.
         if on_inner_consumed is not None:
             on_inner_consumed()
         self._queue.on_consumed()
@@ -896,7 +899,7 @@ def _split_ahead(
     split: Callable[[FetchedBatch], Iterator[Any]], inner: BatchStream, queue: PrefetchQueue[_Prefetched]
 ) -> None:
     items = _items_of(inner, split)
-    # Each item counts as ahead before it is created.
+    # Count each item as ahead before it is created.
     while (number := queue.begin()) is not None:
         with queue.filling(number):
             item = next(items, None)
@@ -916,7 +919,8 @@ def _items_of(inner: BatchStream, split: Callable[[FetchedBatch], Iterator[Any]]
         micro_batches = split(batch)
         yield _Prefetched(_next_of(micro_batches), batch, _split_since(began_at))
         del batch  # the iterator keeps the batch alive until the last micro-batch is created
-        yield from iter(partial(_next_item, micro_batches), None)  # unlike a loop, keeps no micro-batch alive
+        # Unlike a loop, this does not keep micro-batches alive.
+        yield from iter(partial(_next_item, micro_batches), None)
 
 
 def _next_item(micro_batches: Iterator[Any]) -> _Prefetched | None:

@@ -8,16 +8,18 @@ Lifecycle::
           close() ──────────────────> the worker ends its call and idles until a fetcher of the next stream uses it
     pool.close() or garbage collection ──> workers end
 
-The parent does all bookkeeping. A worker only receives the requests for its own batches, and is unaware of others.
+The parent does all bookkeeping. A worker receives only the requests for its own batches.
 
-A batch is sent as contiguous bytes. The worker copies it once into a shared buffer, and the parent reads it there
-without a copy. The first replica of a rank broadcasts it to the other replicas. The bytes contain the tensors of the
-columns in sequence, and the receiver's tensors are views of the bytes. The meta and all objects are pickled. Tensors
-within objects are unpickled into separate memory, since a micro-batch does not copy them.
+A batch is sent as contiguous bytes. The worker copies these bytes once into a shared buffer, from which the parent
+reads them without another copy. The first replica of a rank broadcasts a batch to the other replicas in the same form.
+The bytes contain the columns' tensors in sequence, and the receiver's tensors are views of these bytes. The meta and
+all objects are pickled. Tensors within objects are unpickled into separate memory, since a micro-batch does not copy
+them.
 
-A shared buffer is an anonymous file. The worker sends its descriptor once, with the first batch in the buffer, and the
-parent keeps the buffer mapped. After the parent has freed its last tensor in the buffer, the next request reports this,
-and the worker may reuse the buffer. Reuse is faster, because touching new pages costs more than copying data into them.
+A shared buffer is an anonymous file. The worker sends the file descriptor once, with the first batch in the buffer, and
+the parent keeps the buffer mapped. After the parent has freed its last tensor in the buffer, its next request reports
+this, and the worker may then reuse the buffer. Reuse is faster, because touching new pages costs more than copying data
+into them.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ from tq_service.wire.mapping import Bytes, Mapping
 
 _ALIGNMENT: Final = 64
 _GRAIN_BYTES: Final = 1 << 20
-# Maximum ratio of a buffer's size to its content: batches have similar but different sizes.
+# Maximum ratio of a buffer's size to its content's size, since batches are similar in size but not equal.
 _MOST_SLACK: Final = 1.5
 _KEPT_COUNT: Final = 2
 
@@ -79,8 +81,9 @@ class BatchLayout:
 
     Attributes:
         index: the batch_index.
-        places: begin and end of each part in bytes: the pickle, then the tensors of the columns.
-        batch_bytes: `FetchedBatch.size_bytes` of the batch, sent along because computing it visits each object.
+        places: byte positions of the begin and end of each part: first the pickle, then the columns' tensors.
+        batch_bytes: `FetchedBatch.size_bytes` of the batch, which is sent because computing it again would visit every
+            object.
     """
 
     index: int
@@ -114,7 +117,7 @@ def lay_out(batch: FetchedBatch) -> tuple[BatchLayout, list[Bytes]]:
 
 
 def open_batch(layout: BatchLayout, data: Bytes) -> FetchedBatch:
-    """Return the batch. Its tensors are views of the bytes, and keep the buffer from being overwritten."""
+    """Return the batch in `data`. Its tensors are views of `data`, and keep the buffer from being overwritten."""
     pickled, *tensors = (data[begin:end] for begin, end in layout.places)
     meta, content = pickle.loads(pickled.data, buffers=tensors)  # noqa: S301  (from a process of this program)
     return FetchedBatch(
@@ -126,7 +129,7 @@ def open_batch(layout: BatchLayout, data: Bytes) -> FetchedBatch:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a batch with the columns' tensors out of band, and tensors within objects in the pickle."""
+    """A pickler for batches: pickles the columns' tensors out of band, and tensors within objects in band."""
 
     def __init__(self, file: io.BytesIO, columns: Iterable[torch.Tensor | list[Any]]) -> None:
         self.beside: list[pickle.PickleBuffer] = []
@@ -152,7 +155,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _is_inside(beside: list[pickle.PickleBuffer], buffer: pickle.PickleBuffer) -> bool:
-    """Return whether a buffer is stored in the pickle, as the buffer of a NumPy array is."""
+    """Return whether a buffer is stored in the pickle, as the buffers of NumPy arrays are."""
     return not beside or buffer is not beside[-1]
 
 
@@ -162,13 +165,13 @@ def _tensor_of(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.T
 
 @dataclass(frozen=True, slots=True)
 class SharedBatch:
-    """Reply of a worker that has written a batch into a shared buffer.
+    """A worker's reply after writing a batch into a shared buffer.
 
     Attributes:
         layout: layout of the batch in the buffer.
         buffer_id: the buffer's descriptor in the worker.
         buffer_bytes: size of the buffer.
-        is_new: whether the buffer is new, so its descriptor follows for the parent.
+        is_new: whether the buffer is new, in which case its descriptor is sent next.
         retired: ids of buffers that the worker has closed.
     """
 
@@ -180,7 +183,7 @@ class SharedBatch:
 
 
 class SharedBufferWriter:
-    """A worker's side of its shared buffers; used by the worker's main thread only."""
+    """The worker's side of its shared buffers. Only the worker's main thread may use it."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, int] = {}
@@ -213,7 +216,7 @@ class SharedBufferWriter:
         return SharedBatch(layout, buffer, self._sizes[buffer], is_new, retired)
 
     def release(self, buffer_ids: Sequence[int]) -> None:
-        """Make buffers that the parent has released available for writing, the latest one first."""
+        """Make buffers that the parent has released available again; the latest one is reused first."""
         self._idle.extendleft(buffer_ids)
 
 
@@ -221,13 +224,13 @@ class SharedBufferReader:
     """The parent's side of one worker's shared buffers.
 
     Args:
-        device: the device that batches are copied to, for which the buffers are pinned; None: not pinned.
+        device: device that batches are copied to; buffers are pinned for it. None: buffers are not pinned.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
         self._mappings: dict[int, Mapping] = {}
-        # Finalizers append to it at any point in any thread; a deque needs no lock for that.
+        # Finalizers may append at any time, in any thread; a deque needs no lock for this.
         self._released: deque[int] = deque()
 
     def open(self, shared: SharedBatch, descriptor: int | None) -> Bytes:
@@ -235,14 +238,14 @@ class SharedBufferReader:
 
         Args:
             shared: the batch in the buffer.
-            descriptor: descriptor of a new buffer, which is closed here; None: the buffer is mapped already.
+            descriptor: descriptor of a new buffer, which this method closes; None: the buffer is already mapped.
         """
-        # The worker retires only released buffers, so no array uses these mappings any more.
+        # The worker retires only released buffers, so these mappings are no longer used by any array.
         for buffer_id in shared.retired:
             del self._mappings[buffer_id]
         if descriptor is not None:
             try:
-                # Map with all pages populated: a page fault per page would take several times as long.
+                # Populate all pages when mapping, because a page fault per page would take several times as long.
                 self._mappings[shared.buffer_id] = Mapping(descriptor, is_shared=True, is_populated=True)
             finally:
                 os.close(descriptor)
@@ -275,11 +278,11 @@ def _write(descriptor: int, part: Bytes, offset: int) -> None:
 
 
 _OF_MAIN: Final = (
-    "before its first batch. A function of the dataset is defined in __main__, so each worker runs the program again. "
-    'Put the code of the program under `if __name__ == "__main__":`, or move the function into a module'
+    "before its first batch. A function passed to the dataset is defined in __main__, so each worker runs the program "
+    'again. Put the program\'s code under `if __name__ == "__main__":`, or move the function into a module'
 )
 
-# A worker ends immediately unless a fetch_batch_fn blocks it.
+# Maximum seconds to wait for a worker to end; it ends immediately unless a fetch_batch_fn blocks it.
 _JOIN_SECONDS = 5.0
 
 
@@ -320,10 +323,10 @@ class FetchReply:
     """A message from a worker: the result of a request. Each request gets one reply.
 
     Attributes:
-        content: the batch, whose descriptor follows if its buffer is new; an error; the end marker; or None for a batch
-            that is no longer wanted.
+        content: the batch (followed by its buffer's descriptor if the buffer is new), an error, the end marker, or None
+            if the batch is no longer wanted.
         notes: activity of the worker's client since the previous reply, for the parent's probes.
-        spans: time spans of the stages of fetching the batch.
+        spans: time spans of the batch's fetch stages.
     """
 
     content: SharedBatch | ExceptionWrapper | End | None
@@ -342,8 +345,9 @@ class _Worker:
         buffers: shared buffers of the process.
         has_replied: whether the process has replied to a request.
         last_received: set once the reply to the latest request is received, or lost with the process. Replies arrive in
-            the order of requests, including replies to a closed stream.
-        sending: held while a message is sent. Reentrant, because a finalizer may close a fetcher during a request.
+            the order of the requests, including replies for closed streams.
+        sending: lock that is held while a message is sent. Reentrant, because a finalizer may close a fetcher during a
+            request.
     """
 
     process: BaseProcess
@@ -358,7 +362,7 @@ class _Worker:
         self.last_received.set()
 
     def send(self, message: FetchRequest | Stop | None) -> None:
-        with self.sending, suppress(OSError):  # the process died or ended: `receive` raises the error
+        with self.sending, suppress(OSError):  # the process has ended; `receive` raises the error
             self.connection.send(message)
 
     def receive(self) -> tuple[FetchReply, Bytes | None]:
@@ -380,7 +384,7 @@ class _Worker:
         except (EOFError, OSError) as error:
             self.process.join(_JOIN_SECONDS)
             code = self.process.exitcode
-            # Unpickling the source, or the main module, failed before the first reply.
+            # Unpickling the source or running the main module failed before the first reply.
             is_of_main = self.needs_main and code == 1 and not self.has_replied
             why = _OF_MAIN if is_of_main else "(-9 often means out of memory); the next iterator starts new workers"
             raise WorkerDiedError(f"worker process {self.process.pid} died with exit code {code} {why}") from error
@@ -389,14 +393,15 @@ class _Worker:
 class WorkerPool:
     """Worker processes that run until `close`, and fetch for one stream at a time.
 
-    Workers get the source when they start, so with fork its functions need not be picklable. Later streams may change
-    only the partition of the source.
+    Workers receive the source when they start, so its functions need not be picklable with fork. A later stream may
+    change only the source's partition.
     """
 
     def __init__(
         self, source: BatchSource, num_workers: int, context: BaseContext, device: torch.device | None = None
     ) -> None:
-        # Whether the pickled source refers to the main module because a function or class is defined there.
+        # Whether the pickled source refers to the main module, because one of its functions or classes is defined
+        # there.
         needs_main = context.get_start_method() != "fork" and b"__main__" in (_pickled(source) or b"__main__")
         self._workers = [
             _start_worker(source, number, context, SharedBufferReader(device), needs_main=needs_main)
@@ -420,7 +425,7 @@ class WorkerFetcher:
     """Fetches batches in a worker process, as `BatchFetcher` does in this process. Only one thread may use it.
 
     Attributes:
-        fetched_until: the batch_index after the last fetched batch.
+        fetched_until: index after the last fetched batch.
     """
 
     def __init__(
@@ -436,7 +441,7 @@ class WorkerFetcher:
         self.fetched_until = 0
 
     def request(self, batch_index: int) -> None:
-        """Request a batch. The caller must then call `fetch` for it, since each request gets one reply."""
+        """Request a batch. The caller must then call `fetch`, because every reply must be received."""
         worker = self._worker
         with worker.sending:
             self._earlier, self._own = worker.last_received, threading.Event()
@@ -455,12 +460,12 @@ class WorkerFetcher:
     def fetch(self, batch_index: int, is_wanted: Callable[[], bool], batch_count: int = 1) -> FetchedBatch | End:
         """Wait for the requested batch or the end marker, and return it; after `close` the wait ends soon.
 
-        `batch_count` is ignored: the worker does not claim later batches, since other workers may fetch them.
+        `batch_count` is ignored, because the worker claims no later batches, which other workers may fetch.
 
         Raises:
             StreamClosedError: the batch is no longer wanted.
             WorkerDiedError: the worker died.
-            Exception: an error raised in the worker, with its type.
+            Exception: the worker raised this error; its type is preserved.
         """
         try:
             self._earlier.wait()
@@ -487,7 +492,7 @@ def _start_worker(
     source: BatchSource, number: int, context: BaseContext, buffers: SharedBufferReader, *, needs_main: bool
 ) -> _Worker:
     connection, of_worker = context.Pipe()
-    # Each context has `Process`, although the stubs of their base class lack it.
+    # Each context has `Process`, although the base class's type stubs lack it.
     make_process: Callable[..., BaseProcess] = context.Process  # type: ignore[attr-defined]
     process = make_process(target=run_worker, args=(source, of_worker), name=f"tq-worker-{number}", daemon=True)
     if needs_main:
@@ -506,7 +511,7 @@ def _start_without_main(process: BaseProcess) -> None:
 
     With spawn and forkserver, a child imports the main module under another name, since pickled functions may be
     defined there. A script without `if __name__ == "__main__"` then runs a second time. `multiprocessing` has no option
-    to prevent this. So the preparation data of this thread omits the main module while the process starts.
+    to prevent this. Therefore, while the process starts, this thread's preparation data omits the main module.
     """
     with _starting:
         prepare, this_thread = multiprocessing.spawn.get_preparation_data, threading.get_ident()
@@ -537,12 +542,12 @@ def _end_workers(workers: Sequence[_Worker]) -> None:
 
 
 def worker_context(name: str | BaseContext | None, source: BatchSource) -> BaseContext:
-    """Return the multiprocessing context in which worker processes start.
+    """Return the multiprocessing context for starting worker processes.
 
     Args:
         name: "fork", "spawn", "forkserver", or a context. None: forkserver, or fork if forkserver is not available or
-            the functions of the source cannot be pickled. If another thread is inside a gRPC call of any client during
-            a fork, gRPC is broken in the child. Children of a fork server inherit nothing from this process.
+            the functions of the source cannot be pickled. If another thread is inside a client's gRPC call during a
+            fork, gRPC does not work in the child. Children of a fork server do not inherit this process's state.
         source: the source of the batches.
     """
     if isinstance(name, BaseContext):
@@ -569,7 +574,7 @@ def _pickled(source: BatchSource) -> bytes | None:
 def run_worker(source: BatchSource, connection: Connection) -> None:
     """Serve requests until the parent process sends None or ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the trainer's handler, which a fork inherits
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # replaces the trainer's handler, which a forked worker inherits
     torch.set_num_threads(1)
     _Fetching(source, connection).run()
 
@@ -577,8 +582,8 @@ def run_worker(source: BatchSource, connection: Connection) -> None:
 class _Fetching:
     """The two threads of a worker process. The main thread fetches the requested batches in order and replies.
 
-    The other thread receives messages. It interrupts a waiting call once the batch is no longer wanted, and ends the
-    process if the parent ends.
+    The other thread receives messages. It interrupts a waiting call when the batch is no longer wanted, and ends the
+    process if the parent has ended.
     """
 
     def __init__(self, source: BatchSource, connection: Connection) -> None:
@@ -590,7 +595,7 @@ class _Fetching:
         self._step_times: StepTimes | None = None
         # Written by the receiving thread and read by the main thread.
         self._stopped_stream = -1
-        # The current stream and its fetcher. The main thread sets it; the receiving thread closes the fetcher.
+        # The current stream and its fetcher. Set by the main thread; the receiving thread may close the fetcher.
         self._fetching: tuple[int, BatchFetcher] | None = None
 
     def run(self) -> None:
@@ -619,7 +624,7 @@ class _Fetching:
                 return
 
     def _stop(self, stream: int) -> None:
-        # Set the number first: a fetcher that the main thread creates from now on checks it before its first call.
+        # Set the number first, because a fetcher that the main thread creates later checks it before its first call.
         self._stopped_stream = max(self._stopped_stream, stream)  # a late Stop of an earlier stream has no effect
         fetching = self._fetching
         if fetching is not None and fetching[0] <= stream:
@@ -639,7 +644,7 @@ class _Fetching:
             spans = (*fetched.spans, Span(Stage.HOST, began_at, time.perf_counter()))
         except StreamClosedError:
             pass
-        except Exception as error:  # the reader in the parent raises any error
+        except Exception as error:  # the error is raised in the parent's reader, whatever its type
             if self._is_wanted(request):  # otherwise `_stop` caused the error by closing the fetcher
                 content = ExceptionWrapper.of(error)
         self._connection.send(FetchReply(content, self._notes.take(), spans))

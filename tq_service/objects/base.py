@@ -1,26 +1,26 @@
 """The interface of an object store, the settings in its URL, and the lookup of the store for a URL.
 
-Messages and docs/engines.md call an object store an engine. To add one, write a module with a subclass of `ObjectStore`
-if its client uses asyncio, or of `BlockingObjectStore` if the client blocks, and register it as an entry point.
+Messages and docs/engines.md call an object store an engine. To add an engine, subclass `ObjectStore` if its client uses
+asyncio, or `BlockingObjectStore` if the client blocks, and register the module as an entry point.
 
 An object is written once, under a name never used before, and is stored either completely or not at all. It is read
-from its beginning, and removed once. The guarantees of backends are weaker and differ. Every store must meet the
+from its beginning, and removed once. Backends give weaker and differing guarantees, but every store must meet the
 following contract, which `tests/objects/test_contract.py` checks:
 
-- A name is used for one attempt by one writer. So no other writer encounters a partial object or reservation that a
-  killed writer left under that name.
+- A name is used for only one attempt by one writer. No other writer therefore encounters a partial object or a
+  reservation that a killed writer left under that name.
 - Fewer copies than requested are not an error: `put` and `copies` return the number of copies.
-- Nothing is removed by force. An object that a reader has leased is kept, and its name is returned so its removal can
-  be retried (`remover.py`).
-- A checksum covers all bytes: an object is stored sealed, with a header that contains its size and checksum. Reading a
+- Objects are never removed by force. An object that a reader has leased is kept, and its name is returned, so that the
+  removal can be retried (`remover.py`).
+- A checksum covers all bytes: each object is sealed with a header that contains its size and checksum. Reading a
   complete object that does not match its checksum raises an error, so a reader never gets a mix of two objects.
 - Calls do not block the event loop. Each call ends within its time limit, either with a result or with an error from
   `tq_service.errors`.
 
-Most clients block, and `BlockingObjectStore` calls them in daemon threads. Clients written in C++ and Rust release the
-GIL while they work, as do clients that wait for a socket. Checksumming and copying large objects also release the GIL.
-A call that exceeds its time limit occupies its thread until it ends. The caller receives an error, and `Landing`
-prevents the late call from writing to the caller's memory.
+Most clients block, and `BlockingObjectStore` calls them in daemon threads. Clients written in C++ or Rust release the
+GIL while they work, as do clients that are waiting for a socket. Checksumming and copying large objects also release
+the GIL. A call that exceeds its time limit occupies its thread until the call ends. The caller receives an error
+immediately, and `Landing` prevents the late call from writing to the caller's memory.
 """
 
 from __future__ import annotations
@@ -83,10 +83,11 @@ class Abilities:
 
     Attributes:
         survives: the worst failure that an acknowledged object survives: the end of the writer's process, the loss of a
-            node, or a power failure of all nodes.
-        fixed_copies: number of copies of each object if the store itself determines it, so callers cannot require more;
-            None: the caller of `put` determines it.
-        lists_names: whether `list_names` reads only the names with the prefix; if false, it must not be called.
+            node, or a power failure on all nodes.
+        fixed_copies: number of copies per object if the store determines this number, so callers cannot require more;
+            None: the caller of `put` determines the number.
+        lists_names: whether `list_names` is supported and reads only names with the prefix; if false, it must not be
+            called.
     """
 
     survives: Survives
@@ -95,11 +96,11 @@ class Abilities:
 
 
 class ObjectStore(ABC):
-    """A store of objects that are written once, under names never used before. Confined to one event loop.
+    """A store for objects that are written once, under names never used before. Confined to one event loop.
 
-    Names are segments of letters, digits, '.', '_', ':' and '-', joined by '/'. Calls may run concurrently; the store
-    limits how many reach the backend at a time, and the other calls wait. A cancelled call may still take effect: a
-    cancelled put may leave an object, which the remover can then remove by name.
+    Names are segments of letters, digits, '.', '_', ':' and '-', joined by '/'. Calls may run concurrently. The store
+    limits the number of calls that reach the backend at a time; further calls wait. A cancelled call may still take
+    effect. For example, a cancelled put may leave an object, which the remover can remove by name.
 
     Subclass this class if the store's client uses asyncio, or `BlockingObjectStore` if the client blocks.
     """
@@ -107,17 +108,17 @@ class ObjectStore(ABC):
     @property
     @abstractmethod
     def abilities(self) -> Abilities:
-        """The guarantees and capabilities of the store; available before `open`."""
+        """The store's guarantees and capabilities; available before `open`."""
 
     @abstractmethod
     async def open(self, node: str, offered_bytes: int) -> None:
-        """Connect to the store. Call this once, before all other calls.
+        """Connect to the store. Call this method once, before all others.
 
         Args:
             node: name of this process's node. A store that controls placement must not put copies of this process's
                 objects there.
-            offered_bytes: bytes of this node's memory to offer to the store for objects of other nodes; 0: none.
-                Stores with separate memory ignore it.
+            offered_bytes: bytes of this node's memory that the store may use for other nodes' objects; 0: none. Ignored
+                by stores with separate memory.
 
         Raises:
             UnavailableError: the store cannot be reached.
@@ -130,40 +131,40 @@ class ObjectStore(ABC):
 
         Args:
             name: a name that was never used before, not even by a failed attempt.
-            parts: the object's bytes as a sequence of buffers, which must not change until this call returns or raises.
-                A cancelled call raises only once the buffers are no longer being read.
-            copies: number of nodes to store the object on. If the store controls placement, this process's node does
-                not count.
+            parts: the object's bytes, as a sequence of buffers. The buffers must not change until this call returns or
+                raises. A cancelled call raises only after it has stopped reading the buffers.
+            copies: number of nodes that should store the object. If the store controls placement, this process's node
+                is not included.
 
         Returns:
             The number of complete copies: at least 1, and fewer than requested if the store lacks nodes.
 
         Raises:
-            AlreadyExistsError: the name was used before, possibly by this very call if its first response was lost; the
-                stored object is unchanged. (A store that cannot detect this returns the stored object's number of
-                copies.)
-            QuotaExceededError: no other node has capacity for the object. To free capacity, remove objects.
+            AlreadyExistsError: the name was used before, possibly by this very call if its first response was lost. The
+                stored object is unchanged. (A store that cannot detect this case returns the number of copies of the
+                stored object.)
+            QuotaExceededError: no other node has capacity for the object. Remove objects to free capacity.
             InvalidArgumentError: the object is larger than `LARGEST_OBJECT_BYTES`.
-            UnavailableError: the store did not respond, or refused the call. Whether an object is stored is unknown:
-                retry under another name, and pass this name to the remover.
+            UnavailableError: the store did not respond, or refused the call. The object may or may not be stored: retry
+                under another name, and pass this name to the remover.
         """
 
     @abstractmethod
     async def read(self, name: str, into: memoryview) -> None:
-        """Fill `into` with the first bytes of an object. After an error the content of `into` is undefined.
+        """Fill `into` with the first bytes of an object. After an error, the content of `into` is undefined.
 
         Raises:
             ObjectMissingError: no complete object has this name.
-            DataLossError: the object is shorter than `into`, or does not match its checksum (which only a complete read
-                detects).
-            UnavailableError: the object cannot be read now.
+            DataLossError: the object is shorter than `into`, or does not match its checksum. Only a complete read
+                detects a mismatch.
+            UnavailableError: the object cannot be read at the moment.
         """
 
     @abstractmethod
     async def copies(self, names: Sequence[str]) -> list[int]:
         """Return the number of complete copies of each object; 0 if it is missing or only partially written.
 
-        A copy on this process's node counts, since another process may have placed it there.
+        A copy on this process's node is included, since another process may have placed it there.
 
         Raises:
             UnavailableError: the store did not respond.
@@ -174,8 +175,8 @@ class ObjectStore(ABC):
         """Remove objects, including partially written ones, unless they are leased. Never removes by force.
 
         Returns:
-            Names to retry after a second, of objects that are leased or still being written, or whose removal the store
-            did not confirm.
+            The names to retry after a second: their objects are leased or still being written, or the store did not
+            confirm their removal.
 
         Raises:
             UnavailableError: the store did not respond; any of the objects may have been removed.
@@ -202,17 +203,19 @@ class ObjectStore(ABC):
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Disconnect from the store without removing objects. Running calls end with an error. Idempotent."""
+        """Disconnect from the store without removing objects. Running calls fail with an error. Idempotent."""
 
 
 class BlockingObjectStore(ObjectStore):
-    """An object store whose client blocks. Each call runs in a thread of the store, with a time limit.
+    """An object store whose client blocks. Each call runs in one of the store's threads, with a time limit.
 
-    A subclass implements each call as a blocking method of the same name with a leading `_`. The methods run
-    concurrently once `_connect` has returned. `_error` converts exceptions other than `TqError` that they raise.
+    A subclass implements each call as a blocking method with the same name and a leading `_`. The methods run
+    concurrently once `_connect` has returned. If a method raises an exception other than `TqError`, `_error` converts
+    it.
 
     Args:
-        url: URL of the store; its settings `threads` and `timeout_seconds` override the arguments below.
+        url: URL of the store. If it contains the settings `threads` or `timeout_seconds`, they override the arguments
+            below.
         threads: maximum number of concurrent calls; further calls wait.
         timeout_seconds: maximum duration of a call, including its wait for a thread.
 
@@ -221,7 +224,7 @@ class BlockingObjectStore(ObjectStore):
     """
 
     engine: ClassVar[str]
-    """Name of the backend in messages and thread names."""
+    """The backend's name in messages and thread names."""
 
     def __init__(self, url: EngineUrl, *, threads: int = 8, timeout_seconds: float = 30.0) -> None:
         self.place = url.redacted
@@ -232,7 +235,7 @@ class BlockingObjectStore(ObjectStore):
 
     @classmethod
     def from_url(cls, url: str) -> ObjectStore:
-        """Create the store that a URL describes, without opening it."""
+        """Create the store for a URL, without opening it."""
         parsed = EngineUrl(url)
         made = cls(parsed)
         parsed.check_all_used()
@@ -246,19 +249,19 @@ class BlockingObjectStore(ObjectStore):
 
     @abstractmethod
     def _put(self, name: str, sealed: Sequence[memoryview], copies: int) -> int:
-        """Write a sealed object; return the number of its copies."""
+        """Write a sealed object, and return its number of copies."""
 
     @abstractmethod
     def _read(self, name: str, landing: Landing) -> None:
-        """Write the first bytes of an object to `landing`, as many as fit."""
+        """Write as many of an object's first bytes as fit to `landing`."""
 
     @abstractmethod
     def _copies(self, names: Sequence[str]) -> list[int]:
-        """Return the number of complete copies of each object; `names` is not empty."""
+        """Return the number of complete copies of each object. `names` is never empty."""
 
     @abstractmethod
     def _remove(self, names: Sequence[str]) -> list[str]:
-        """Remove objects and return the names to retry; `names` is not empty."""
+        """Remove objects, and return the names to retry. `names` is never empty."""
 
     @abstractmethod
     def _size(self, name: str) -> int:
@@ -268,7 +271,7 @@ class BlockingObjectStore(ObjectStore):
         """Close the client. By default, do nothing, since many clients keep no connection open."""
 
     def _error(self, error: Exception) -> TqError:
-        """Convert an exception raised by the client to an error of the service."""
+        """Convert an exception raised by the client to a service error."""
         return self._unavailable(f"{type(error).__name__}: {error}")
 
     # Calls, each of which runs in a thread
@@ -300,9 +303,9 @@ class BlockingObjectStore(ObjectStore):
         if not self._is_open:
             return
         self._is_open = False
-        # Closing a C++ client during a call crashes the process, so a client with a hanging call is not closed.
+        # Closing a C++ client during a call crashes the process, so the client is not closed while a call hangs.
         if not self._running or not (await asyncio.wait(self._running, timeout=_CLOSE_SECONDS))[1]:
-            with contextlib.suppress(TqError):  # the backend may already be gone
+            with contextlib.suppress(TqError):  # the backend may already be unavailable
                 await self._in_thread(self._close)
 
     async def _run(self, call: Callable[[], T]) -> T:
@@ -311,7 +314,7 @@ class BlockingObjectStore(ObjectStore):
         return await self._in_thread(call)
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
-        """Run a call and return its result. A cancelled caller still waits, since the call may use its memory."""
+        """Run a call and return its result. A cancelled caller still waits, because the call may use its memory."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self.timeout_seconds
         try:
@@ -347,7 +350,7 @@ class BlockingObjectStore(ObjectStore):
         return UnavailableError(f"{self.engine} did not respond within {self.timeout_seconds:g} s ({detail})")
 
     def _unavailable(self, detail: str) -> UnavailableError:
-        """Return the error for a call that the store refused or did not respond to."""
+        """Return the error for a call that the store refused or left unanswered."""
         return UnavailableError(f"{self.engine} at {self.place}: {detail[:_MESSAGE_CHARACTERS]}")
 
     def _full(self, detail: str) -> QuotaExceededError:
@@ -359,7 +362,7 @@ class BlockingObjectStore(ObjectStore):
 
 
 class Landing:
-    """Memory of a caller, filled by a thread while the caller waits."""
+    """A caller's memory, filled by a thread while the caller waits."""
 
     def __init__(self, name: str, into: memoryview) -> None:
         self._name = name
@@ -384,7 +387,7 @@ class Landing:
                 check(self._name, header, self._into)
 
     def close(self) -> None:
-        """Prevent further writes, after waiting for a running copy."""
+        """Wait for any running copy, and prevent further writes."""
         with self._lock:
             self._is_closed = True
 
@@ -399,7 +402,7 @@ def seal(name: str, parts: Sequence[Buffer]) -> list[memoryview]:
     size = sum(map(len, views))
     if size > LARGEST_OBJECT_BYTES:
         raise InvalidArgumentError(
-            f"object {name} has {size} bytes, expected at most {LARGEST_OBJECT_BYTES}; split it into several objects",
+            f"object {name} has {size} bytes; expected at most {LARGEST_OBJECT_BYTES}; split it into several objects",
             field="parts",
         )
     return [memoryview(_HEADER.pack(_MAGIC, size, _checksum(views))), *views]
@@ -422,10 +425,10 @@ def fill(into: memoryview, views: Sequence[memoryview]) -> None:
 
 
 def size_of(name: str, header: Buffer) -> int:
-    """Return the size of the object that a header describes, excluding the header.
+    """Return the size of the object described by a header, excluding the header itself.
 
     Raises:
-        ObjectMissingError: the object is shorter than a header, so it is only partially written.
+        ObjectMissingError: the object is shorter than a header, and therefore only partially written.
         DataLossError: `header` is not the header of an object.
     """
     return _parse(name, header)[0]
@@ -436,7 +439,7 @@ def check(name: str, header: Buffer, data: memoryview) -> None:
 
     Raises:
         ObjectMissingError: the header is incomplete.
-        DataLossError: the object is shorter than `data`, or `data` is the complete object and does not match its
+        DataLossError: the object is shorter than `data`, or `data` is the complete object but does not match its
             checksum.
     """
     size, checksum = _parse(name, header)
@@ -469,20 +472,20 @@ def _checksum(views: Sequence[memoryview]) -> int:
 class EngineUrl:
     """A URL such as `s3://bucket/prefix?region=us-east-1`.
 
-    The URL may contain a password, so messages show `redacted` instead.
+    Since the URL may contain a password, messages show `redacted` instead.
 
     Attributes:
         scheme: name of the backend.
         host: the part between `//` and the next `/`, without user and password.
         path: the part after the host, without the leading `/`.
-        username, password: user and password in the URL, or None.
+        username, password: the URL's user and password, or None.
     """
 
     def __init__(self, url: str) -> None:
         """Parse a URL.
 
         Raises:
-            InvalidArgumentError: the text is not a URL, or the URL sets a setting twice.
+            InvalidArgumentError: the text is not a URL, or the URL contains a setting twice.
         """
         parts = urlsplit(url)
         if not parts.scheme or "://" not in url:
@@ -511,21 +514,21 @@ class EngineUrl:
         return self._options.get(name, default)
 
     def choice(self, name: str, default: str, choices: tuple[str, ...]) -> str:
-        """Return a setting that must be one of the choices."""
+        """Return a setting after checking that it is one of the choices."""
         value = self.text(name, default)
         if value not in choices:
             raise self._wrong(name, value, f"one of {', '.join(choices)}")
         return value
 
     def count(self, name: str, default: int, *, least: int = 1) -> int:
-        """Return a setting that is an integer."""
+        """Return a setting as an integer of at least `least`."""
         value = self.text(name, str(default))
         if not value.isascii() or not value.isdigit() or int(value) < least:
             raise self._wrong(name, value, f"a whole number of at least {least}")
         return int(value)
 
     def seconds(self, name: str, default: float) -> float:
-        """Return a setting that is a positive number of seconds."""
+        """Return a setting as a positive number of seconds."""
         value = self.text(name, str(default))
         try:
             seconds = float(value)
@@ -536,14 +539,14 @@ class EngineUrl:
         return seconds
 
     def flag(self, name: str, *, default: bool) -> bool:
-        """Return a setting that is true or false."""
+        """Return a setting as a boolean."""
         value = self.text(name, str(default)).lower()
         if value not in _TRUE | _FALSE:
             raise self._wrong(name, value, "true or false")
         return value in _TRUE
 
     def secret(self, name: str, variable: str) -> str | None:
-        """Return a secret from the file named by the setting `<name>_file`, or else from an environment variable.
+        """Return a secret from the file that `<name>_file` names or, if that is unset, from an environment variable.
 
         Raises:
             InvalidArgumentError: the file cannot be read.
@@ -566,10 +569,10 @@ class EngineUrl:
             ) from error
 
     def check_all_used(self) -> None:
-        """Raise an error if the URL has unknown settings, that is, settings that the store has not read.
+        """Raise an error if the URL contains unknown settings, which are those that the store has not read.
 
         Raises:
-            InvalidArgumentError: the URL has unknown settings.
+            InvalidArgumentError: the URL contains unknown settings.
         """
         unknown = sorted(self._options.keys() - self._asked)
         if unknown:
@@ -583,7 +586,7 @@ class EngineUrl:
 
 
 ENTRY_POINT_GROUP: Final = "tq_service.object_stores"
-"""Entry point group for packages: each name is a scheme, each value a callable that creates a store from a URL."""
+"""Entry point group for third-party stores: each name is a URL scheme, each value a callable that creates a store."""
 
 _BUILT_IN: Final[dict[str, tuple[str, str, str]]] = {
     # scheme: module, class, and the extra that installs the packages imported by the module
@@ -595,7 +598,7 @@ _BUILT_IN: Final[dict[str, tuple[str, str, str]]] = {
 
 
 def make_object_store(url: str) -> ObjectStore:
-    """Create the object store that a URL names, without opening it.
+    """Create the object store for a URL, without opening it.
 
     Args:
         url: a URL such as `file:///mnt/shared/tq`; docs/engines.md describes the available settings.
@@ -626,7 +629,7 @@ def _factory(url: EngineUrl) -> Callable[[str], Any]:
             factory: Callable[[str], Any] = getattr(importlib.import_module(module), name).from_url
         except ImportError as error:
             raise InvalidArgumentError(
-                f"{url.redacted}: the engine needs a package that cannot be imported here ({error}); install "
+                f"{url.redacted}: could not import a package that the engine needs ({error}); install "
                 f"tq-service[{extra}]"
             ) from error
         return factory
@@ -636,12 +639,12 @@ def _factory(url: EngineUrl) -> Callable[[str], Any]:
                 loaded: Callable[[str], Any] = point.load()
             except Exception as error:  # third-party code may raise any error
                 raise InvalidArgumentError(
-                    f"{url.redacted}: the engine {point.value} cannot be loaded: {type(error).__name__}: {error}"
+                    f"{url.redacted}: could not load the engine {point.value}: {type(error).__name__}: {error}"
                 ) from error
             return loaded
     raise InvalidArgumentError(
-        f"{url.redacted}: no engine has the scheme {url.scheme!r}; install one as an entry point of "
-        f"{ENTRY_POINT_GROUP!r}; {nearest(url.scheme, object_store_schemes(), all_known=True)}"
+        f"{url.redacted}: no engine has the scheme {url.scheme!r}; install a package that provides one as an entry "
+        f"point of {ENTRY_POINT_GROUP!r}; {nearest(url.scheme, object_store_schemes(), all_known=True)}"
     )
 
 

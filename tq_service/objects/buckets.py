@@ -1,4 +1,4 @@
-"""Objects in S3, Google Cloud Storage or Azure buckets, in directories, or in memory, accessed through `obstore`.
+"""Objects in S3, Google Cloud Storage or Azure buckets, in directories or in memory, accessed through `obstore`.
 
 An object is written with one conditional put, which fails if its name exists (`If-None-Match` or similar), so it is
 stored either completely or not at all. The store determines the number of copies. Files in directories are written by
@@ -39,7 +39,7 @@ Store: TypeAlias = AzureStore | GCSStore | LocalStore | MemoryStore | S3Store
 
 _TIMEOUT_SECONDS: Final = 30.0
 _FULL: Final = ("507 ", "QuotaExceeded", "StorageFull", "InsufficientStorage", "no writable volumes")
-"""Parts of the error messages of full stores; S3 never returns such an error."""
+"""Substrings of error messages that indicate a full store; S3 never returns such an error."""
 _REFUSED: Final = (FileNotFoundError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 _REFUSALS: Final = ("<Code>NoSuchBucket<", "<Code>ContainerNotFound<", "403 Forbidden", "401 Unauthorized")
 _CODE: Final = re.compile("<Code>([A-Za-z0-9]+)</Code>")
@@ -53,7 +53,7 @@ class BucketObjects(BlockingObjectStore):
     engine = "obstore"
 
     def __init__(self, url: EngineUrl, *, threads: int = 16) -> None:
-        """Create the store that a URL describes; `open` opens it."""
+        """Create the store for a URL; `open` connects to it."""
         super().__init__(url, threads=threads, timeout_seconds=_TIMEOUT_SECONDS)
         self._open_store = self._opener(url)
         self._store: Store
@@ -65,7 +65,7 @@ class BucketObjects(BlockingObjectStore):
         self._mode: Literal["create", "overwrite"] = "create" if is_conditional else "overwrite"
 
     def _opener(self, url: EngineUrl) -> Callable[[], Store]:
-        """Return a function that opens the store of a URL."""
+        """Return a function that opens the store for a URL."""
         if not url.host:
             raise InvalidArgumentError(
                 f"got {url.redacted}, expected {url.scheme}://NAME or {url.scheme}://NAME/PREFIX"
@@ -151,14 +151,15 @@ class BucketObjects(BlockingObjectStore):
 class DirectoryObjects(BucketObjects):
     """Objects as files in a directory, either shared by nodes (NFS, Lustre, GPFS) or on a local disk.
 
-    An object is written to a temporary file, synced, and linked to its name. The link fails if the name is taken, even
-    on network file systems. `survives` in the URL describes the file system; `process` disables the syncs.
+    An object is written to a temporary file, which is synced and then linked to the object's name. Linking fails if the
+    name is taken, even on network file systems. The URL's `survives` describes the file system; `process` disables
+    syncing.
     """
 
     engine = "file system"
 
     def __init__(self, url: EngineUrl) -> None:
-        """Create the store that a URL describes; `open` creates the directory."""
+        """Create the store for a URL; `open` creates the directory."""
         super().__init__(url, threads=4)
 
     def _opener(self, url: EngineUrl) -> Callable[[], Store]:
@@ -202,14 +203,14 @@ class DirectoryObjects(BucketObjects):
         return super()._remove(names)
 
     def _part(self, name: str) -> Path:
-        """Return the temporary path of an object; its suffix is one that `obstore` does not list."""
-        if not _NAME.fullmatch(name):  # other names must not become paths
+        """Return an object's temporary path, with a suffix that `obstore` does not list."""
+        if not _NAME.fullmatch(name):  # any other name must not become a path
             raise InvalidArgumentError(f"object name is {name!r}, expected letters, digits, '.', '_', ':', '-' and '/'")
         return self._directory / f"{name}#0"
 
 
 _MEMORY: Final[dict[str, MemoryStore]] = {}
-"""In-memory stores by location; services of one process that name the same location share a store."""
+"""In-memory stores by location. Services in the same process that use the same location share a store."""
 
 
 def _cloud_store(url: EngineUrl) -> Store:
@@ -230,7 +231,7 @@ def _cloud_store(url: EngineUrl) -> Store:
     make: Any
     settings: dict[str, Any]
     match url.scheme:
-        case "s3":  # as in the AWS SDKs, missing settings are looked up in the environment
+        case "s3":  # missing settings are looked up in the environment, as in the AWS SDKs
             make = S3Store
             settings = {
                 "endpoint": endpoint,
@@ -271,7 +272,7 @@ def _sync(directory: Path) -> None:
 
 
 def _summary(error: Exception) -> str:
-    """Return a store's error message without the HTTP client's details that follow it."""
+    """Return a store's error message without the HTTP details that follow it."""
     text = str(error)
     code = _CODE.search(text)
     return f"{text.partition(chr(10))[0][:200]}{f' ({code[1]})' if code else ''}"

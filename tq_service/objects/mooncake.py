@@ -1,18 +1,18 @@
 """Objects in the memory of other nodes, stored by Mooncake Store (extra `mooncake`) over TCP or RDMA.
 
-The URL is `mooncake://MASTER:50051?host=ADDRESS`. Mooncake has the following pitfalls, all observed in tests, which
-this module avoids:
+The URL is `mooncake://MASTER:50051?host=ADDRESS`. This module avoids the following pitfalls of Mooncake, all of which
+were observed in tests:
 
 - A put may return 0 (success) with fewer copies than requested. A put also returns 0 if a killed writer left the name
-  without a copy, or if the name has an old value. So existence is checked before a put, and copies are counted per node
-  after it.
-- Copies requested with `replica_num` may be placed in the writer's own memory. So segments of other nodes are
-  preferred, and a copy on the writer's own node does not count.
-- A forced removal may let a reader get a mix of two objects. So removals are never forced, and the names of leased
-  objects are returned.
-- A checksum does not cover a partial read. So the object must still exist after the read, which shows that its memory
-  was not reused.
-- Calls block for seconds if no master is available. So they run in threads, and registered memory is reused across
+  without a copy, or if an old value is stored under the name. Therefore, existence is checked before each put, and the
+  copies on each node are counted afterwards.
+- Copies requested with `replica_num` may be placed in the writer's own memory. Therefore, other nodes' segments are
+  preferred, and a copy on the writer's own node is not counted.
+- A forced removal may cause a reader to get a mix of two objects. Therefore, removals are never forced, and the names
+  of leased objects are returned.
+- A checksum does not cover a partial read. Therefore, the object must still exist after the read, which shows that its
+  memory was not reused.
+- Calls block for seconds if no master is available. Therefore, they run in threads. Registered memory is reused across
   calls.
 """
 
@@ -42,8 +42,8 @@ from tq_service.objects.base import (
     fill,
 )
 
-# The library reads these variables when it is loaded. By default it opens one connection per transfer, which costs more
-# than a small transfer.
+# The library reads these variables when it is loaded. By default, it opens one connection per transfer, which takes
+# longer than a small transfer itself.
 for _variable, _value in {"MC_TCP_ENABLE_CONNECTION_POOL": "1", "GLOG_minloglevel": "2"}.items():
     os.environ.setdefault(_variable, _value)
 
@@ -95,7 +95,7 @@ class MooncakeObjects(BlockingObjectStore):
         self._host = url.text("host", "")
         self._protocol = url.choice("protocol", "tcp", ("tcp", "rdma"))
         self._devices = url.text("devices", "")
-        self._staged: list[_Staging] = []  # registered memory that no call is using
+        self._staged: list[_Staging] = []  # registered memory that is not used by any call
         self._store: Any = MooncakeDistributedStore()
 
     @property
@@ -127,7 +127,7 @@ class MooncakeObjects(BlockingObjectStore):
         config.replica_num = copies
         config.with_hard_pin = True
         others = [name for name in self._admin.segments() if host_of(name) != self._host]
-        random.shuffle(others)  # Mooncake fills the first segments first
+        random.shuffle(others)  # because Mooncake fills the first segments first
         config.preferred_segments = others
         size = sum(map(len, sealed))
         with self._staging(size) as buffer:
@@ -140,7 +140,7 @@ class MooncakeObjects(BlockingObjectStore):
         made = len(self._nodes([name])[name] - {self._host})
         if not made:
             raise UnavailableError(
-                f"{self.place}: object {name} was acknowledged, but no other node has it; put it again"
+                f"{self.place}: object {name} was acknowledged, but no other node stores it; put the object again"
             )
         return made
 
@@ -150,7 +150,7 @@ class MooncakeObjects(BlockingObjectStore):
             landing.write(buffer.view[: min(size, HEADER_BYTES)], buffer.view[HEADER_BYTES : max(size, HEADER_BYTES)])
 
     def _fetch(self, name: str, buffer: _Staging, size: int) -> int:
-        """Read up to `size` leading bytes of a sealed object into `buffer`; return the number of bytes read."""
+        """Read up to `size` bytes from the start of a sealed object into `buffer`; return the number of bytes read."""
         for _ in range(_READS):
             code = self._store.get_into(name, buffer.address, size)
             if code == _TOO_SMALL:
@@ -181,8 +181,8 @@ class MooncakeObjects(BlockingObjectStore):
         return [len(nodes[name]) for name in names]
 
     def _nodes(self, names: Sequence[str]) -> dict[str, set[str]]:
-        """Return the hosts that have complete copies of each object."""
-        # The result omits names without replicas, and is empty if the master does not respond.
+        """Return the hosts that store complete copies of each object."""
+        # The master's result omits names without replicas; an empty result may mean that the master did not respond.
         existing = [name for name, exists in zip(names, self._exists(names), strict=True) if exists]
         replicas = self._store.batch_get_replica_desc(existing) if existing else {}
         if existing and not replicas:
@@ -208,7 +208,7 @@ class MooncakeObjects(BlockingObjectStore):
 
     @contextmanager
     def _staging(self, size: int) -> Iterator[_Staging]:
-        """Provide registered memory for a call. A hanging call occupies its memory until it ends."""
+        """Provide registered memory for a call. A hanging call occupies its memory until the call ends."""
         buffer = self._staged.pop() if self._staged else None
         if buffer is None or len(buffer.view) < size:
             if buffer is not None:
@@ -235,7 +235,7 @@ _MOST_STAGED_BYTES: Final = LARGEST_OBJECT_BYTES + HEADER_BYTES
 
 
 class _Staging:
-    """Memory that Mooncake's transfer engine reads and writes."""
+    """A memory block that Mooncake's transfer engine reads and writes."""
 
     def __init__(self, size: int) -> None:
         memory = mmap.mmap(-1, size)
@@ -256,7 +256,7 @@ class MooncakeAdmin:
         self._segments: tuple[float, list[str]] = (float("-inf"), [])
 
     def segments(self) -> list[str]:
-        """Return the memory segments offered by processes, each as `HOST:PORT`; the list may be some seconds old.
+        """Return the memory segments that processes offer, each as `HOST:PORT`. The list may be some seconds old.
 
         Raises:
             UnavailableError: no master responded.
@@ -278,7 +278,8 @@ class MooncakeAdmin:
             except (OSError, HTTPException) as error:
                 failures.append(f"{address}: {error}")
         raise UnavailableError(
-            f"no Mooncake master responds on its metrics_port ({'; '.join(failures)}); set it with admin=HOST:PORT"
+            f"no Mooncake master responds on its metrics_port ({'; '.join(failures)}); set that port with "
+            "admin=HOST:PORT"
         )
 
     def _ask(self, address: str, path: str) -> str:

@@ -1,4 +1,4 @@
-"""Removes objects in the background. Objects that are leased or could not be removed are retried every second."""
+"""Removes objects in the background. Failed removals, such as of leased objects, are retried every second."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ _MOST_FAILURES: Final = 8
 class Remover:
     """A queue of objects to remove, processed by `run`. Confined to one event loop.
 
-    Objects whose removal is pending when the process ends stay in the store.
+    Objects whose removal is still pending when the process ends stay in the store.
 
     Args:
         objects: the store that contains the objects.
         interval_seconds: time to wait before a retry.
-        may_remove: returns whether objects may be removed now. If not, it is called again after the interval.
+        may_remove: returns whether objects may be removed now. If it returns false, it is called again after the
+            interval.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class Remover:
 
     @property
     def pending_count(self) -> int:
-        """Number of objects that have not been removed."""
+        """Number of queued objects that have not been removed yet."""
         return len(self._names)
 
     def remove(self, names: Iterable[str]) -> None:
@@ -54,9 +55,9 @@ class Remover:
                 self._wanted.set()
 
     async def _remove_all(self) -> bool:
-        """Try once to remove all pending objects; return whether all of them were removed.
+        """Try once to remove all pending objects, and return whether all of them were removed.
 
-        A failed call does not prevent the removal of other objects. After several failures, the attempt ends, because
+        If a call fails, the removal continues with the other objects. After several failures, the attempt ends, because
         the store is probably down.
         """
         names, failure_count, is_done = list(self._names), 0, True
@@ -69,7 +70,7 @@ class Remover:
                 failure_count += 1
             for name in asked:
                 self._names.pop(name, None)
-            self._names.update(dict.fromkeys(again))  # at the end, so other names are tried first
+            self._names.update(dict.fromkeys(again))  # at the end of the queue, so that other names are tried first
             is_done &= not again
             if failure_count >= _MOST_FAILURES:
                 break

@@ -1,8 +1,8 @@
 """Objects stored as values in Valkey or Redis (extra `valkey`), on one server with replicas or in a cluster.
 
 The URL is `valkey://HOST:PORT`, or `valkeys://` with TLS; add `?cluster=true` for a cluster. An object is written with
-one SET, which fails if its name exists. WAIT returns the number of replicas that have the object. The server needs
-`maxmemory` with the policy `noeviction`. Any other policy may evict acknowledged objects, so `open` rejects it.
+one SET, which fails if the name exists. WAIT returns the number of replicas that store the object. The server needs
+`maxmemory` with the policy `noeviction`. Since any other policy may evict acknowledged objects, `open` rejects it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from tq_service.objects.base import (
 
 _DEFAULT_PORT: Final = 6379
 _NAMES_PER_CALL: Final = 500
-_PROBE: Final = "!probe-"  # object names cannot contain it
+_PROBE: Final = "!probe-"  # object names cannot contain this text
 
 
 class ValkeyObjects(BlockingObjectStore):
     """Objects in Valkey or Redis.
 
-    The password comes from the URL, otherwise from the file `password_file`, otherwise from VALKEY_PASSWORD.
+    The password is read from the URL, otherwise from `password_file`, and otherwise from VALKEY_PASSWORD.
     """
 
     engine = "Valkey"
@@ -119,7 +119,7 @@ class ValkeyObjects(BlockingObjectStore):
             for name in some:
                 pipeline.exists(self._prefix + name)
             if replica_count:
-                # A replica that has acknowledged this write also has all earlier writes.
+                # A replica that has acknowledged this write has also received all earlier writes.
                 pipeline.set(_probe_beside(self._prefix + some[0]), b"", px=1000)
                 pipeline.wait(replica_count, self._wait_ms)
             answers = pipeline.execute()
@@ -139,7 +139,7 @@ class ValkeyObjects(BlockingObjectStore):
         if isinstance(error, redis.OutOfMemoryError) or str(error).startswith("OOM "):
             return self._full(f"{str(error)[:100]}; raise its maxmemory")
         if isinstance(error, redis.exceptions.MovedError) and self._is_cluster:
-            self._client.nodes_manager.initialize()  # so the next attempt reaches the right server
+            self._client.nodes_manager.initialize()  # so that the next attempt reaches the right server
         return super()._error(error)
 
     def _server(self, name: str) -> Any:
@@ -160,7 +160,7 @@ class ValkeyObjects(BlockingObjectStore):
 
 
 def _probe_beside(key: str) -> str:
-    """Return a probe key in the slot of `key`, since keys in other slots may be on other servers."""
+    """Return a probe key in the same slot as `key`, since other slots may be on other servers."""
     tagged = key if "{" in key else f"{{{key}}}"
     return f"{tagged}{_PROBE}{secrets.token_hex(8)}"
 

@@ -1,7 +1,7 @@
 """The storage engine: stores puts under a quota, and reads and frees their cells. It handles bytes and rows, not gRPC.
 
-The engine combines two layers. The index tracks puts, rows, the quota and confirmations; the blob store below it
-contains the bytes. All state of the engine is changed on one event loop, between awaits, so no locks are needed.
+The engine combines two layers. The index tracks puts, rows, the quota and confirmations; the blob store below it stores
+the bytes. All engine state is changed on one event loop, between awaits, so no locks are needed.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ from tq_service.wire.metadata import CellRuns
 _log = logging.getLogger(__name__)
 _MOST_WORK: Final = 4096  # puts examined (a few milliseconds) before other tasks get a turn
 _LOOKED_AT_ONCE: Final = 256  # puts with dead cells examined before other tasks get a turn
-_DROP_WORK: Final = 8  # cost of dropping one put, in examined puts
-_FILLED_AT_ONCE: Final = 1 << 15  # tables of puts with fewer rows are filled on the event loop, others in a thread
+_DROP_WORK: Final = 8  # cost of dropping one put, expressed in examined puts
+_FILLED_AT_ONCE: Final = 1 << 15  # tables of puts with fewer rows are filled on the event loop, not in a thread
 # A single thread copies one put at a time, so at most one copy exceeds the quota.
 _COPIER: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-compact")
 
@@ -82,11 +82,11 @@ class EngineStat:
         max_bytes: quota in bytes; None: unlimited.
         used_bytes: bytes stored and reserved, including the extents of jagged and object rows.
         pooled_bytes: bytes of memory kept for reuse, in addition to `used_bytes`.
-        put_count: complete puts in the engine.
-        uncommitted_put_count: complete puts that are not confirmed yet.
-        damaged_put_count: puts whose bytes are known to be lost.
-        written_bytes: bytes of all puts completed since the start.
-        read_bytes: bytes of all reads opened since the start.
+        put_count: number of complete puts.
+        uncommitted_put_count: number of complete puts that are not confirmed yet.
+        damaged_put_count: number of puts whose bytes are known to be lost.
+        written_bytes: bytes of all puts completed since the engine started.
+        read_bytes: bytes of all reads opened since the engine started.
         mirror: status of the engine's mirror; None: the engine has no mirror.
     """
 
@@ -103,10 +103,10 @@ class EngineStat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptPut:
-    """A put pinned for a recording. Its bytes do not change until `release`, even if the put is freed.
+    """A put pinned for a recording. The put's bytes do not change until `release`, even if the put is freed.
 
     Attributes:
-        record: layout of the tables and values. Its checksum is 0 unless they are in a file.
+        record: layout of the tables and values. Its checksum is 0 unless the tables and values are in a file.
         file: file that starts with the tables and values and is never written again; None: `parts` contains them.
         parts: the tables and values in memory.
         blob: the pinned blob that contains the values.
@@ -125,8 +125,8 @@ class KeptPut:
 class StorageEngine:
     """Stores puts: tracks which puts exist, and stores their bytes in its backing's blob store.
 
-    A put is reserved, written, flushed and finished; its commit then confirms it. A put that is not confirmed in time
-    expires. Cells are freed individually or all at once, and the put's memory shrinks accordingly.
+    A put is reserved, written, flushed and finished, and is then confirmed by its commit. A put that is not confirmed
+    in time expires. Cells are freed individually or all at once, and the put's memory shrinks accordingly.
 
     Each put has an owner: the controller that commits it. Only the owner can confirm the put, or report it as unknown.
 
@@ -143,8 +143,8 @@ class StorageEngine:
         backing: owns the blob store, and preserves puts beyond the process; None: puts are lost with the process.
         quota_of: engine whose quota and memory limit this engine shares; None: it has separate limits.
         memory_bytes: memory limit in bytes, not counting puts being received or read. Above the limit, the least
-            recently used puts leave memory, provided that no cell was freed and the mirror has copies. Reads fetch such
-            puts again. The quota still covers all puts. None: all puts stay in memory.
+            recently used puts leave memory, provided that none of their cells was freed and the mirror stores copies.
+            Reads fetch such puts again. The quota still covers all puts. None: all puts stay in memory.
 
     Attributes:
         puts: the complete puts by id.
@@ -173,7 +173,7 @@ class StorageEngine:
         self.storage_id = storage_id
         self.put_ttl_seconds = put_ttl_seconds
         self._clock = clock
-        # Puts taken over may exceed the quota: they are in the mirror even if this process fails.
+        # Puts that were taken over may exceed the quota, because they stay in the mirror even if this process fails.
         self._admission: Admission = (
             Admission(
                 max_bytes, reserve_share, clock, self._relieve, max_bytes if memory_bytes is None else memory_bytes
@@ -196,7 +196,7 @@ class StorageEngine:
             store.on_freed = self._admission.release
         self.puts = PutTable(put_ttl_seconds, clock, self._backing)
         self._pending: dict[bytes, PendingPut] = {}
-        self._holed: dict[bytes, None] = {}  # puts with at least an eighth of their bytes dead
+        self._holed: dict[bytes, None] = {}  # puts of which at least an eighth of the bytes are dead
         self._due: dict[bytes, None] = {}  # puts to compact next
         self._move: Move | None = None  # the compaction in progress
         self._compaction: asyncio.Task[None] | None = None
@@ -303,7 +303,7 @@ class StorageEngine:
         return self.regions if is_own_user else self.memfds
 
     def _bound_pools(self) -> None:
-        """Limit stored plus pooled bytes to the quota, by releasing pooled regions."""
+        """Release pooled regions until the stored and pooled bytes fit into the quota."""
         if (most := self._admission.max_bytes) is not None:
             pooled_bytes = self._store.pooled_bytes + self.regions.pooled_bytes
             self.regions.give_up(self._admission.used_bytes + pooled_bytes - most)
@@ -328,7 +328,8 @@ class StorageEngine:
         """Record that a complete put is committed and must be kept; return whether the put exists. Idempotent."""
         if put_id not in self.puts:
             return False
-        if self.puts.state_of(put_id) is not PutState.COMMITTED:  # a committed put is listed or about to be freed
+        # A put that is already committed is on its owner's list, or is about to be freed.
+        if self.puts.state_of(put_id) is not PutState.COMMITTED:
             if (state := self._reconciliations.get(self.puts.owner_of(put_id))) is not None:
                 state.staying.add(put_id)
             self.puts.confirm(put_id)
@@ -358,8 +359,8 @@ class StorageEngine:
         """Return the timestamp of a complete put's receipt, or None if the put is committed and needs no receipt.
 
         Raises:
-            PutNotFoundError: some of the put's cells were freed, so the put was committed before. The controller may
-                have restarted since then, and no longer know the put.
+            PutNotFoundError: some of the put's cells were freed, so the put must have been committed before. The
+                controller may have restarted since then and lost track of the put.
         """
         given_at = self.puts.receipt_time(put_id)
         was_freed = put_id in self._when_fetched or not (put_id in self.damaged or self.puts[put_id].is_whole())
@@ -376,7 +377,7 @@ class StorageEngine:
 
         Args:
             asked: the result of `PutTable.overdue` that was sent to the controller.
-            unknown: ids of puts that are not committed and never will be. All other puts are or may be committed.
+            unknown: ids of puts that are not committed and never will be. All other puts are, or may be, committed.
         """
         dropped = self.puts.on_answer(asked, frozenset(unknown))
         for put_id in dropped:
@@ -414,7 +415,7 @@ class StorageEngine:
     # Reconciliation with a controller's list of known puts
 
     def begin_reconciliation(self, owner: bytes = b"") -> Reconciliation:
-        """Start a reconciliation with an owner's list of known puts; abandon the owner's earlier one if unfinished.
+        """Start a reconciliation with an owner's list of known puts; an unfinished one for this owner is abandoned.
 
         Next, call `reconcile` for each part of the owner's list, then `finish_reconciliation`; other calls may run in
         between. The owner lists its puts after this call, so a put confirmed after this call is kept even if unlisted.
@@ -433,8 +434,8 @@ class StorageEngine:
 
         Args:
             state: the result of `begin_reconciliation`.
-            cells: known cells; all other cells of their puts are freed. List the cells of a put consecutively.
-            staying: puts that are kept unchanged.
+            cells: known cells; all other cells of their puts are freed. List each put's cells consecutively.
+            staying: puts to keep unchanged.
 
         Raises:
             CallCancelledError: another reconciliation has begun.
@@ -486,7 +487,7 @@ class StorageEngine:
         self.end_reconciliation(state)
 
     def end_reconciliation(self, state: Reconciliation) -> None:
-        """Discard a reconciliation, finished or not."""
+        """Discard a reconciliation, whether finished or not."""
         if self._reconciliations.get(state.owner) is state:
             del self._reconciliations[state.owner]
 
@@ -495,7 +496,7 @@ class StorageEngine:
             raise CallCancelledError("another reconciliation of this owner's puts has begun; this one is abandoned")
 
     def _know(self, state: Reconciliation, put_id: bytes) -> None:
-        if put_id in state.freed:  # the listed put is gone; a put that has this id now was stored later
+        if put_id in state.freed:  # the listed put is gone; any current put with this id was stored later
             return
         state.staying.add(put_id)
         if self._has(state, put_id):
@@ -543,7 +544,7 @@ class StorageEngine:
             if some.put_id in self.damaged:
                 continue
             self._when_here(some.put_id, partial(self._free_some, some))
-        self._admission.admit()  # while puts wait, this compacts puts with only a few dead cells too
+        self._admission.admit()  # while puts wait, this also compacts puts with only a few dead cells
 
     def _free_some(self, cells: PutCells) -> None:
         """Free some cells of a put whose tables are in memory."""
@@ -558,7 +559,7 @@ class StorageEngine:
     def keep(self, put_id: bytes) -> KeptPut | None:
         """Pin a put's bytes until a recording releases them; return None if the put is missing or damaged.
 
-        Nothing is copied: memory stays pinned, and a file is not reused for another put.
+        No bytes are copied: memory stays pinned, and a file is not reused for another put.
         """
         if put_id not in self.puts or put_id in self.damaged:
             return None
@@ -625,7 +626,7 @@ class StorageEngine:
         return reading
 
     def _on_unreadable(self, put_id: bytes, blob: Blob, error: OSError) -> TqError:
-        """Record that the blob of a put cannot be read, unless that is temporary; return the error for the read."""
+        """Record that a put's blob cannot be read, unless the failure is temporary; return the error for the reader."""
         if is_temporary(error):
             return UnavailableError(f"put {put_id.hex()} cannot be read now ({error}); try again")
         reason = f"its bytes cannot be read: {error}"
@@ -656,13 +657,13 @@ class StorageEngine:
     # Recovery and spilling
 
     def _on_recovered(self, puts: Mapping[bytes, RecoveredPut | PackedPut]) -> None:
-        """Add puts of an earlier process, or of an engine that is gone."""
+        """Add the puts of an earlier process, or of an engine that is gone."""
         self.puts.recover(puts)
         self._admission.add(sum(put.charge for put in puts.values()))
 
     async def check(self, put_ids: Collection[bytes]) -> None:
         """Load recovered and spilled puts before they are read, and verify the bytes of recovered puts."""
-        self._residents.use(put_ids)  # keep the puts that are in memory there while the others are fetched
+        self._residents.use(put_ids)  # keep these puts in memory while the missing ones are fetched
         await self._backing.check(put_ids)
 
     async def scrub(self) -> None:
@@ -704,7 +705,7 @@ class StorageEngine:
     # Memory
 
     def _spill(self) -> None:
-        """Remove mirrored puts from memory, least recently used first, until memory use is below its limit."""
+        """Remove mirrored puts from memory, least recently used first, until memory use is below the limit."""
         excess = self._admission.to_spill()
         if not excess:
             return
@@ -726,7 +727,7 @@ class StorageEngine:
                 return
 
     def _note_replaced(self, put: StoredPut | RecoveredPut) -> None:
-        """Record that a spilled put was removed or is in memory again."""
+        """Record that a spilled put was removed, or was loaded into memory again."""
         if isinstance(put, RecoveredPut):
             self._count_spilled(-put.spilled_bytes)
 
@@ -736,7 +737,7 @@ class StorageEngine:
 
     @property
     def damaged(self) -> Mapping[bytes, str]:
-        """Damaged puts, with the reason for each. Puts not yet verified since the start may be damaged too."""
+        """Damaged puts, with the reason for each. Puts not verified since the start may also be damaged."""
         return self._backing.damaged
 
     # Helpers
@@ -784,7 +785,7 @@ class StorageEngine:
     # Compaction
 
     def _note_hole(self, put_id: bytes) -> None:
-        """Schedule compaction of a put with dead cells: now if it is mostly dead, else once puts wait for capacity."""
+        """Schedule compaction of a put with dead cells: now if it is mostly dead, else when puts wait for capacity."""
         put = self.puts[put_id]
         if put.dead_bytes() * 8 < put.values.charge:
             return
@@ -857,7 +858,7 @@ class StorageEngine:
         except UnreadableError as error:
             _log.warning(LogMessage("could not compact a put", put_id=put_id, error=error.cause))
             self._on_unreadable(put_id, error.blob, error.cause)
-        except (OSError, TqError) as error:  # such as a full disk; the dead cells remain until the put is freed
+        except (OSError, TqError) as error:  # for example, a full disk; dead cells remain until the put is freed
             _log.debug(LogMessage("could not compact a put", put_id=put_id, error=error))
             if blob is not None:
                 blob.is_damaged = True

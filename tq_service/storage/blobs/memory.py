@@ -10,7 +10,7 @@ file, select it in `server/app.py`, and test it in `tests/storage/test_blob_stor
 Each blob declares whether its bytes are in this process's memory (`is_local`). If so, the event loop reads and writes
 the bytes through `view`. Otherwise, threads read the bytes and `BlobStore.write` writes them.
 
-Memory is reused, because mapping new memory costs more than copying into it.
+Memory is reused, because mapping new memory is more expensive than copying into existing memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PIECE_BYTES: Final = 1 << 20
 """Number of text bytes checked in one step, which blocks all other threads for at most 2 ms."""
 
 UNMAPPED_IN_BACKGROUND_FROM_BYTES: Final = 8 << 20
-"""Size from which mappings are unmapped in a thread, because the system takes at least 20 ms to free a GiB."""
+"""Minimum size of mappings to unmap in a thread, because the system takes at least 20 ms to free a GiB."""
 
 BACKGROUND: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-close")
 _TEMPORARY: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR})
@@ -65,7 +65,7 @@ class SharedMemory:
 
     Args:
         fd: file descriptor of the memory, owned by this object.
-        size: size of the memory. The creator maps it over the address range that the constructor reserves.
+        size: size of the memory. The creator maps the memory over the address range that the constructor reserves.
 
     Attributes:
         fd: file descriptor of the memory.
@@ -95,7 +95,7 @@ class SharedMemory:
 
     def __del__(self) -> None:
         if getattr(self, "fd", NO_FD) != NO_FD:
-            os.close(self.fd)  # the service stopped while puts were in memory
+            os.close(self.fd)  # the service stopped while a put was still in this memory
 
 
 class Blob:
@@ -105,16 +105,16 @@ class Blob:
         store: the store that allocates the blob.
         size: allocated size in bytes.
         memory: memory of at least `size` bytes that contains the blob; empty if the blob is not local.
-        backing: object that returns to the store's pool when the blob is freed; None: no such object.
+        backing: object that is returned to the store's pool when the blob is freed; None if there is none.
 
     Attributes:
         is_local: whether the bytes are in this process's memory.
         number: identifies the blob after a restart; 0 if the blob does not outlive the process.
         checksum: XXH3 checksum of all bytes written and filled so far if the blob has a number; otherwise 0.
-        store, size, memory, backing: as above.
+        store, size, memory, backing: the constructor's arguments.
         charge: bytes of the quota that the blob uses until it is freed; may be changed by the blob's owner.
         is_damaged: whether the backing must not be reused.
-        shared: memory that clients on this host map; None: they cannot map it.
+        shared: memory that clients on this host can map; None if they cannot map the blob.
         tables: tables of the put; None if a local blob begins with them, or if a recovered blob has not been read yet.
         copy: copy of the blob that outlives the process and is freed with the blob.
     """
@@ -160,7 +160,7 @@ class Blob:
         target[:] = self.view()[start : start + len(target)]
 
     def read_slices(self, slices: Iterable[tuple[int, memoryview]]) -> None:
-        """Fill several targets, each from its own start; see `read_into`."""
+        """Fill several targets with bytes, each from a different start; see `read_into`."""
         for start, target in slices:
             self.read_into(target, start)
 
@@ -186,7 +186,7 @@ class Blob:
         receive(self.view()[start:end])
 
     def read_back(self, start: int) -> Iterator[tuple[int, memoryview]]:
-        """Read all filled bytes from `start` on, in a thread. The checksum includes filled bytes only once read back.
+        """Read back all filled bytes starting at `start`, in a thread. Until then, the checksum does not include them.
 
         Yields:
             The start and the bytes of each chunk, in order.
@@ -218,11 +218,11 @@ class Blob:
             self.store.free(self)
 
     def close(self) -> None:
-        """Drop the reference to the memory, since the store frees the blob; remaining views keep the memory alive."""
+        """Drop the reference to the memory when the store frees the blob. Remaining views keep the memory alive."""
         self.memory = b""
 
     def release(self) -> None:
-        """Free the bytes, now or when the last pin ends; further calls do nothing."""
+        """Free the bytes, either now or when the last pin ends. Further calls do nothing."""
         if not self._is_released:
             self._is_released = True
             if not self._pin_count:
@@ -269,7 +269,7 @@ class BlobStore(ABC):
 
     @abstractmethod
     def free(self, blob: Blob) -> None:
-        """Free a blob that is no longer read, now or soon, and then call `on_freed`. Called only by the blob."""
+        """Free a blob that is no longer read, now or soon, and then call `on_freed`. Only the blob calls this."""
 
     def trim(self, elapsed_seconds: float) -> None:  # noqa: B027  (most stores have nothing to trim)
         """Free some of the pooled bytes that were not needed during the elapsed time."""
@@ -330,7 +330,7 @@ RemovableT = TypeVar("RemovableT", bound=Removable)
 
 
 class PooledStore(BlobStore, Generic[BackingT]):
-    """A store that recycles the backings of its blobs, in size classes.
+    """A store that recycles its blobs' backings, in size classes.
 
     Used plus pooled bytes never exceed the high-water mark of used bytes. Every `trim` lowers the mark, so unused
     memory or disk space is released over time.
@@ -422,7 +422,7 @@ class PooledStore(BlobStore, Generic[BackingT]):
 
 
 class ThreadedStore(PooledStore[RemovableT]):
-    """A pooled store that creates its backings in threads, because that takes a long time."""
+    """A pooled store that creates its backings in threads, because creating a backing takes a long time."""
 
     _executor: ThreadPoolExecutor
 
@@ -481,18 +481,18 @@ class MemoryBlobs(PooledStore[mmap.mmap]):
         return Blob(self, size, backing, backing)
 
     def _drop(self, backing: mmap.mmap) -> None:
-        if len(backing) >= UNMAPPED_IN_BACKGROUND_FROM_BYTES:  # a smaller mapping is unmapped with its last reference
+        if len(backing) >= UNMAPPED_IN_BACKGROUND_FROM_BYTES:  # dropping the last reference unmaps a smaller mapping
             BACKGROUND.submit(unmap, backing)
 
 
 def size_class(size: int) -> int:
-    """Return the capacity of a backing for `size` bytes. It is at most an eighth larger, rounded up to pages."""
+    """Return the backing capacity for `size` bytes, which is at most an eighth larger, rounded up to pages."""
     step = 1 << max((size - 1).bit_length() - _CLASSES_PER_DOUBLING.bit_length(), 12)
     return -(-size // step) * step
 
 
 def unmap(memory: mmap.mmap) -> None:
-    """Unmap memory now or, if views of it remain, with the last view."""
+    """Unmap memory now or, if views of it remain, when the last view is freed."""
     with suppress(BufferError):
         memory.close()
 

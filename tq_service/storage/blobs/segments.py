@@ -1,7 +1,7 @@
 """Segments: reusable files, each containing the bytes of one put.
 
-A file is created with its full capacity allocated, so a full disk fails only the put that needs a new file. Threads
-read and write the files, which are never mapped. An unreadable page or a truncated file then fails a single read,
+A file is created with its full capacity allocated, so on a full disk only puts that need a new file fail. Threads read
+and write the files, which are never mapped. An unreadable page or a truncated file therefore fails a single read,
 whereas with a mapping it would kill the process (SIGBUS). The tables of puts are also kept in memory. File names are
 numbers assigned by this service, never text chosen by a client.
 """
@@ -41,7 +41,7 @@ MIN_FREE_BYTES: Final = 256 << 20
 
 _READ_BYTES: Final = 4 << 20
 _COPY_BYTES: Final = 1 << 20
-_FILL_BYTES: Final = 128 << 10  # buffer of a connection that fills a segment; not included in any quota
+_FILL_BYTES: Final = 128 << 10  # buffer size per connection that fills a segment; not included in any quota
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NAME: Final = re.compile(r"(?:\d{8}|[1-9]\d{8,})\.seg")
 # The system takes about 0.1 ms per MiB to delete a file, which is too long for the event loop.
@@ -52,7 +52,7 @@ class Segment:
     """A segment file.
 
     Attributes:
-        number: number that determines the file's name.
+        number: number used in the file's name.
         capacity: size of the file in bytes.
         is_new: whether the file's directory entry may not be on disk yet.
         is_kept: whether a recording has linked the file under another name, so its bytes must never change.
@@ -170,7 +170,7 @@ class SegmentBlob(Blob):
                 yield at, part
 
     def refusal(self, error: OSError) -> TqError:
-        """Return the error for a put that cannot be written. Unless it is temporary, the file is not reused."""
+        """Return the error for a put that cannot be written. Unless the error is temporary, the file is not reused."""
         self.is_damaged |= not is_temporary(error)
         return _refusal(self.size, error)
 
@@ -372,12 +372,12 @@ def _copy(target: Blob, head: memoryview, source: Blob, spans: Sequence[Span]) -
         for done in range(0, size, _COPY_BYTES):
             part = buffer[: size - done]
             source.read_into(part, start + done)
-            target.write_from(part, at)  # while the bytes are in the CPU cache
+            target.write_from(part, at)  # now, while the bytes are still in the CPU cache
             at += len(part)
 
 
 def _look_at(blob: SegmentBlob, tables_bytes: int) -> tuple[int, bytearray]:
-    """Return the checksum of a blob, and the tables at its start."""
+    """Return a blob's checksum, and the tables at its start."""
     checksum, tables = blob.backing.checksum(blob.size), bytearray(tables_bytes)
     blob.read_into(memoryview(tables), 0)
     return checksum, tables
@@ -401,7 +401,7 @@ def _name(number: int) -> str:
 
 
 def sync_directory(directory: Path) -> None:
-    """Wait until the entries of a directory are on disk."""
+    """Wait until a directory's entries are on disk."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -1,13 +1,13 @@
-"""Blobs that clients on this host map: regions, which the service creates and reuses, and sealed memfds of clients.
+"""Blobs that clients on this host map: regions created and reused by the service, and sealed memfds from clients.
 
 A region stays warm: its pages, and the page tables of the processes that map it, already exist for the next put. A
-region is reused only if no process may still read or write its bytes. Leases of sessions ensure this:
+region is reused only if no process may still read or write its bytes. Session leases ensure this:
 
     blob allocated -> region in use -> blob freed, no lease left ---------------------------------> pooled -> used again
                                     -> blob freed, leased -> last lease released ------------------> pooled, or dropped
-                                                          -> memory needed -> abandoned until then -> dropped
+                                                          -> memory needed -> abandoned, then dropped
 
-If a session ends while it has leases, a process may still map the leased regions. They are then dropped instead of
+If a session ends while it has leases, a process may still map the leased regions. Such regions are dropped instead of
 reused.
 """
 
@@ -35,7 +35,7 @@ from tq_service.storage.blobs.memory import (
 from tq_service.wire import shared_memory
 
 _THREAD_COUNT: Final = 2
-# A step of reinforcement learning takes minutes and begins with an empty store. If regions were dropped between steps,
+# A reinforcement learning step takes minutes and begins with an empty store. If regions were dropped between steps,
 # each step would begin with new pages, which take 5 to 20 times as long to fill as existing pages.
 _KEPT_SECONDS: Final = 300.0
 # Because batch sizes vary, a region may be larger than requested by this factor, and twice the used bytes are kept.
@@ -67,7 +67,7 @@ class SharedStore(BlobStore):
 
     @property
     def fd_count(self) -> int:
-        """Number of file descriptors that the store has open."""
+        """Number of the store's open file descriptors."""
         return self.blob_count
 
 
@@ -106,7 +106,7 @@ class Region(SharedMemory):
         self._sessions: WeakSet[Session] = WeakSet()
 
     def note_dropped(self) -> None:
-        """Notify the sessions that may have mapped the region that it will not be used again."""
+        """Notify all sessions that may have mapped the region, because it will not be used again."""
         for session in self._sessions:
             session.note_dropped(self.number)
 
@@ -133,7 +133,7 @@ class RegionBlobs(ThreadedStore[Region], SharedStore):
     """Blobs in regions.
 
     A leased region whose blob was freed counts as used until its leases have ended. If `max_bytes` would be exceeded
-    before that, the region whose blob was freed first is abandoned, so its memory no longer counts as used.
+    before then, the region whose blob was freed first is abandoned, so its memory no longer counts as used.
 
     Args:
         max_bytes: limit on the bytes of used regions, above which regions are abandoned; None: unlimited.
@@ -143,7 +143,7 @@ class RegionBlobs(ThreadedStore[Region], SharedStore):
         super().__init__()
         self._max_bytes = math.inf if max_bytes is None else max_bytes
         self._numbers = itertools.count(1)
-        self._seconds = 0.0  # since the start, as counted by `trim`
+        self._seconds = 0.0  # elapsed since the start, as reported to `trim`
         self._freed: dict[Region, None] = {}  # leased regions, in the order in which their blobs were freed
         self._in_use: set[Region] = set()
         self._executor = ThreadPoolExecutor(_THREAD_COUNT, thread_name_prefix="tq-region")
@@ -202,10 +202,10 @@ class RegionBlobs(ThreadedStore[Region], SharedStore):
         super().recycle(backing, capacity)
 
     def trim(self, elapsed_seconds: float) -> None:
-        """Drop regions that were not needed for some minutes, and lower the high-water mark accordingly."""
+        """Drop regions that have not been needed for some minutes, and lower the high-water mark accordingly."""
         self._seconds += elapsed_seconds
         for capacity, pooled in list(self._pool.items()):
-            due = sum(each.pooled_at <= self._seconds - _KEPT_SECONDS for each in pooled)  # the oldest come first
+            due = sum(each.pooled_at <= self._seconds - _KEPT_SECONDS for each in pooled)  # oldest regions first
             for region in pooled[:due]:
                 self._drop(region)
             del pooled[:due]
@@ -235,7 +235,7 @@ class RegionBlobs(ThreadedStore[Region], SharedStore):
 
 
 class MemfdBlob(SharedBlob):
-    """Sealed memory of a client. `allocate` reserves its address range; `map_fd` then maps the memfd there."""
+    """A client's sealed memory. `allocate` reserves its address range; `map_fd` then maps the memfd there."""
 
     __slots__ = ()
 
@@ -259,7 +259,7 @@ class MemfdBlob(SharedBlob):
 
 
 class MemfdBlobs(SharedStore):
-    """Blobs in memory that was created and sealed by clients that run as other users."""
+    """Blobs in memory created and sealed by clients that run as other users."""
 
     async def allocate(self, size: int) -> MemfdBlob:
         try:

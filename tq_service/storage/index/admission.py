@@ -18,19 +18,19 @@ _SPARE_SHARE: Final = 16  # spilling frees an extra sixteenth of the memory limi
 class Admission:
     """Counts stored and reserved bytes, and queues puts that wait for capacity.
 
-    A put that fits is admitted before earlier puts that do not fit: it may complete a group, which a trainer can then
-    consume and clear. Tokens take turns, and so do the partitions of each token, so a token or partition with many puts
-    does not delay the others. `AdmissionTurn` prevents starvation of large puts.
+    A put that fits is admitted before earlier puts that do not fit, because it may complete a group, which a trainer
+    can then consume and clear. Tokens take turns, as do each token's partitions, so a token or partition with many puts
+    does not delay other producers. `AdmissionTurn` prevents starvation of large puts.
 
-    Puts of new rows leave a reserve for columns of existing rows, so a full store can always drain. If puts of both
-    kinds fit, columns for existing rows are admitted first. Confined to one event loop.
+    Puts of new rows must leave a reserve for columns of existing rows, so that a full store can always drain. If puts
+    of both kinds fit, columns for existing rows are admitted first. Confined to one event loop.
 
     Args:
         max_bytes: quota in bytes; None: unlimited.
-        reserve_share: share of the quota that new rows leave free.
+        reserve_share: share of the quota that new rows must leave free.
         clock: time source for deadlines.
         on_shortage: called when the first put in the queue lacks capacity; may `release` bytes.
-        memory_bytes: bytes of the quota that may be in memory; None: all.
+        memory_bytes: bytes of the quota that may be in memory; None: the full quota.
 
     Attributes:
         spilled_bytes: bytes of the quota that are stored only in a mirror.
@@ -53,8 +53,8 @@ class Admission:
         self._is_relieving = False
         # Waiting puts by token and partition, both in the order of their turns; within a partition, by arrival.
         self._waiting: OrderedDict[str, OrderedDict[str, dict[_Waiter, None]]] = OrderedDict()
-        self._first: _Waiter | None = None  # first waiter at the last check; None: check again
-        self._fits_at = 0  # used bytes at or below which one of the waiting puts fits
+        self._first: _Waiter | None = None  # first waiter at the last check; None: the queue must be checked again
+        self._fits_at = 0  # one of the waiting puts fits if at most this many bytes are used
         self._turn = AdmissionTurn(clock)
         self._timer: asyncio.TimerHandle | None = None
         self._is_draining = False
@@ -67,12 +67,12 @@ class Admission:
         for_existing_rows: bool,
         deadline: float | None,
     ) -> None:
-        """Count `size` bytes as used, waiting for capacity until the deadline; `producer` is a token and a partition.
+        """Reserve `size` bytes, waiting for capacity until the deadline. `producer`: a token and a partition.
 
         Raises:
             QuotaExceededError: the put is larger than the quota (raised without waiting), or no capacity became
                 available by the deadline (raised with `retry_after_seconds`).
-            UnavailableError: capacity is lacking, and the service is draining.
+            UnavailableError: there is not enough capacity, and the service is draining.
         """
         limit = self.max_bytes if for_existing_rows else self._new_rows_limit
         if limit is not None and size > limit:
@@ -111,7 +111,7 @@ class Admission:
         self._set_timer()
 
     def release(self, size: int) -> None:
-        """Count bytes as free, and admit the puts that fit now."""
+        """Count bytes as free, and admit waiting puts that now fit."""
         self.used_bytes -= size
         self.admit()
 
@@ -121,12 +121,12 @@ class Admission:
         return bool(self._waiting)
 
     def has_memory(self) -> bool:
-        """Return whether some of the quota and some memory are left."""
+        """Return whether neither the quota nor the memory limit is exhausted."""
         limits = ((self.max_bytes, self.used_bytes), (self._memory_bytes, self.used_bytes - self.spilled_bytes))
         return all(limit is None or used < limit for limit, used in limits)
 
     def to_spill(self) -> int:
-        """Return the number of bytes that should leave memory."""
+        """Return the number of bytes to spill from memory."""
         if self._memory_bytes is None:
             return 0
         excess = self.used_bytes - self.spilled_bytes - self._memory_bytes
@@ -160,7 +160,7 @@ class Admission:
         if self._first is not None and self.used_bytes > self._fits_at:
             return False
         for waiter in [each for each in self._waiters() if each.granted.done()]:
-            self._leave(waiter)  # the wait has ended, but the task has not run since then
+            self._leave(waiter)  # the wait has ended, but its task has not resumed yet
         by_kind = sorted(self._waiters(), key=lambda waiter: not waiter.for_existing_rows)  # stable
         holder = self._turn.begin(waiter for waiter in by_kind if self._lacking(waiter) > 0)
         for waiter in by_kind:
@@ -178,7 +178,7 @@ class Admission:
         return self._first is None or self._lacking(self._first) <= 0
 
     def _lacking(self, waiter: _Waiter) -> int:
-        """Return the number of bytes that a put lacks; 0 or less: the put fits."""
+        """Return how many bytes a waiting put lacks; the put fits if the result is 0 or less."""
         return 0 if waiter.limit is None else self.used_bytes + waiter.size - waiter.limit
 
     def _waiters(self) -> Iterator[_Waiter]:
@@ -198,7 +198,7 @@ class Admission:
             self._first = None
 
     def _set_timer(self) -> None:
-        """Schedule a check of the other puts at the end of the current turn."""
+        """Schedule a check of the other waiting puts for the end of the current turn."""
         over_at = self._turn.over_at if self._waiting else None
         if self._timer is not None:
             self._timer.cancel()
@@ -236,7 +236,7 @@ class Admission:
             ) from None
 
     def _in_front_of(self, waiter: _Waiter) -> str:
-        """Describe the put that this put waited behind, for an error message; "" if this put lacks capacity."""
+        """Describe, for an error message, the put that a put waited for; "" if the put itself lacks capacity."""
         holder = self._turn.holder
         if self._lacking(waiter) > 0 or not isinstance(holder, _Waiter) or holder is waiter:
             return ""

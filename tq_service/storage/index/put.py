@@ -1,12 +1,12 @@
 """One put: receiving it, its columns with their live cells, and the location of their bytes.
 
 The int64 tables that divide jagged and object columns into rows (offsets and extents) are stored in the index. The
-values are stored separately in one blob, column after column as received. A blob that outlives the process begins with
-a copy of the tables, so a recovered put has one file and one checksum. `place_columns` lays out values in memory that
-is shared with a client.
+values are stored separately in one blob, one column after another, as received. A blob that outlives the process begins
+with a copy of the tables, so a recovered put has one file and one checksum. `place_columns` lays out values in memory
+that is shared with a client.
 
-Text rows are validated as UTF-8 when they arrive. Msgpack rows are not validated, because that would take a step in
-Python per row, and readers decode them anyway.
+Text rows are validated as UTF-8 when they arrive. Msgpack rows are not validated, because that would require a Python
+step per row, and readers decode the rows anyway.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from tq_service.wire.shared_memory import close_all
 Rows = NDArray[np.int64]
 Tables = bytearray | memoryview
 _NO_TABLES: Final = bytearray()
-_CONTINUES: Final = 0x80  # the two highest bits of a byte that continues a character
+_CONTINUES: Final = 0x80  # the two highest bits of a UTF-8 continuation byte
 _HIGHEST_BITS: Final = 0xC0
-_SIZE_BYTES: Final = 4  # of the value size of a column in a packed put
-_MARKED_SHARE: Final = 16  # from a sixteenth of a put's rows on, marking is faster than sorting
+_SIZE_BYTES: Final = 4  # bytes per value size in a packed put
+_MARKED_SHARE: Final = 16  # for at least a sixteenth of a put's rows, marking is faster than sorting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,24 +63,24 @@ class PutCells:
     rows: Rows | None = None
 
     def rows_of(self, row_count: int) -> Rows:
-        """Return the rows that exist in a put of `row_count` rows."""
+        """Return the row indices that exist in a put of `row_count` rows."""
         if self.rows is None:
             return np.arange(row_count, dtype=np.int64)
         return self.rows[(self.rows >= 0) & (self.rows < row_count)]
 
     @property
     def is_whole(self) -> bool:
-        """Whether these are all cells of the put."""
+        """Whether all cells of the put are included."""
         return self.rows is None and not self.field_names
 
 
 class RowSet:
-    """The rows stored for columns of a put, shared by columns in which the same rows were freed.
+    """The rows stored for a put's columns. Columns in which the same rows were freed share a row set.
 
     Attributes:
         rows: indices of the stored rows in ascending order; None: all rows of the put.
         stored_count: number of stored rows.
-        live: whether each stored row is live, `(stored_count,)`; None: all are live.
+        live: whether each stored row is live, of shape `(stored_count,)`; None: all rows are live.
         live_count: number of live rows.
     """
 
@@ -100,7 +100,7 @@ class RowSet:
         return twin
 
     def compacted(self) -> RowSet:
-        """Return the set of live rows; at least one row must be live."""
+        """Return a row set that contains only the live rows; at least one row must be live."""
         if self.live is None:
             return RowSet(self.stored_count, self.rows)
         live = self.live_positions()
@@ -154,7 +154,7 @@ def _ascending(positions: NDArray[np.intp], bound: int) -> NDArray[np.intp]:
 
 
 class StoredColumn:
-    """A stored column: the table starts at `table_at` in the put's tables, the values at `values_at` in its blob."""
+    """A stored column. Its table starts at `table_at` in the put's tables, its values at `values_at` in the blob."""
 
     __slots__ = ("row_set", "spec", "table_at", "value_bytes", "values_at")
 
@@ -170,16 +170,16 @@ class StoredColumn:
         return np.frombuffer(tables, np.int64, stored + 1 + stored * extent_count(self.spec), self.table_at)
 
     def offsets(self, tables: Tables) -> Rows:
-        """Return the start of each row in the values, and the end: `(stored + 1,)`. Not for dense columns."""
+        """Return each row's start in the values, and the last row's end: `(stored + 1,)`. Not for dense columns."""
         return self.table(tables)[: self.row_set.stored_count + 1]
 
     def extents(self, tables: Tables) -> Rows:
-        """Return the extents of the stored rows, `(stored, extents per row)`. Not for dense columns."""
+        """Return the extents of the stored rows, of shape `(stored, extents per row)`. Not for dense columns."""
         stored = self.row_set.stored_count
         return self.table(tables)[stored + 1 :].reshape(stored, extent_count(self.spec))
 
     def bytes_of(self, put: StoredPut, positions: Rows) -> int:
-        """Return the number of bytes used by rows, including their share of the tables."""
+        """Return the number of bytes used by the given rows, including their share of the tables."""
         fixed = fixed_row_bytes(self.spec)
         if fixed is not None:
             return fixed * len(positions)
@@ -198,12 +198,12 @@ def table_bytes(spec: FieldSpec) -> int:
 
 
 class StoredPut:
-    """The cells of one put: the concatenated tables of its columns, and their concatenated values.
+    """The cells of one put: its columns' concatenated tables and concatenated values.
 
     Attributes:
         values: the blob that contains the values, set when the put is placed.
         tables_bytes: size of the tables in bytes.
-        columns: the columns by name; None: the column was freed. Similar puts without freed cells share this dict.
+        columns: the columns by name, with None for freed columns. Similar puts without freed cells share this dict.
         row_count: number of rows that were put.
         partition_id: the put's partition.
         live_bytes: bytes of live cells, including their share of the tables.
@@ -256,7 +256,7 @@ class StoredPut:
         return self.charge_in(store) - (0 if store.is_durable else self.tables_bytes)
 
     def place(self, values: Blob, *, is_recovered: bool = False) -> None:
-        """Place the put in a blob of `blob_bytes` bytes whose `charge` is that of the put.
+        """Place the put in a blob of `blob_bytes` bytes, whose `charge` must be the put's charge.
 
         The tables must be filled next, except those of a recovered put, whose blob already contains them.
         """
@@ -269,7 +269,7 @@ class StoredPut:
             column.values_at = self.values_at + start
 
     def share_columns(self) -> None:
-        """Share columns with similar puts; separate columns would use several times the memory of a small put."""
+        """Share columns with similar puts; separate columns would use several times as much memory as a small put."""
         columns = self.left_columns()
         key = [(each.spec, each.value_bytes, each.table_at, each.values_at) for each in columns]
         self.columns = _shared_columns(self.row_count, *key)
@@ -283,7 +283,7 @@ class StoredPut:
 
     @property
     def may_be_packed(self) -> bool:
-        """Whether the put is small, on Python's heap, and without freed cells."""
+        """Whether the put is small, is on Python's heap, and has no freed cells."""
         return self._has_shared_columns and self.values.backing is None and self.values.copy is None
 
     def packed(self) -> PackedPut | None:
@@ -318,7 +318,7 @@ class StoredPut:
                     raise _wrong_row(shape.spec.name, int(empty.argmax()), "has no bytes; expected one msgpack value")
 
     def _place_values(self, store: BlobStore) -> tuple[list[int], int]:
-        """Return the start of each column within the values, and the end of the last column."""
+        """Return each column's start within the values, and the last column's end."""
         sizes = [column.value_bytes for column in self.left_columns()]
         if store.is_shared:
             return place_columns(sizes)
@@ -327,29 +327,29 @@ class StoredPut:
 
     @property
     def values_at(self) -> int:
-        """Start of the values in their blob."""
+        """Position in the blob at which the values start."""
         return self.tables_bytes if self.values.store.is_durable else 0
 
     def tables(self) -> Tables:
         """Return the tables that divide the columns into rows.
 
         Raises:
-            UnavailableError: the tables are in a file that has not been read since the start.
+            UnavailableError: the tables are in a file that has not been read since the service started.
         """
         values = self.values
         if values.tables is not None:
             return values.tables
         if values.is_local:
             return values.view()
-        raise UnavailableError(f"segment {values.number} has not been read since the start; try again")
+        raise UnavailableError(f"segment {values.number} has not been read since the service started; try again")
 
     def table_views(self) -> list[memoryview]:
-        """Return the tables of the remaining columns, which a copy of the put concatenates."""
+        """Return the remaining columns' tables, in the order in which a copy concatenates them."""
         tables = memoryview(self.tables())
         return [tables[column.table_at :][: column.tables_size()] for column in self.left_columns()]
 
     def value_spans(self) -> list[Span]:
-        """Return the span of each remaining column's values in the blob, which a copy of the put concatenates."""
+        """Return the remaining columns' value spans in the blob, in the order in which a copy concatenates them."""
         return [(column.values_at, column.value_bytes) for column in self.left_columns()]
 
     def left_columns(self) -> list[StoredColumn]:
@@ -357,7 +357,7 @@ class StoredPut:
         return [column for column in self.columns.values() if column is not None]
 
     def shapes(self) -> list[ColumnShape]:
-        """Return the columns as they were put. Valid only if no cells were freed."""
+        """Return the shapes of the columns as they were put. Valid only if no cells were freed."""
         return [
             ColumnShape(
                 spec=column.spec,
@@ -406,7 +406,7 @@ class StoredPut:
         return any(self.columns.values())
 
     def is_whole(self) -> bool:
-        """Return whether no cell was freed."""
+        """Return whether no cell has been freed."""
         return all(column and column.row_set.live_count == self.row_count for column in self.columns.values())
 
     def dead_bytes(self) -> int:
@@ -420,7 +420,7 @@ class StoredPut:
         return self.dead_bytes() * 2 > self.values.charge
 
     def snapshot(self) -> StoredPut:
-        """Return a snapshot that a thread can read while cells are freed; its state never changes."""
+        """Return a snapshot whose state never changes, so that a thread can read it while cells are freed."""
         twin = copy(self)
         row_sets = {id(row_set): row_set.copy() for row_set in self.row_sets()}
         twin.columns = {}
@@ -439,7 +439,7 @@ class StoredPut:
         return {name: column for name, column in self.columns.items() if column and column.row_set is row_set}
 
     def _split(self, names: set[str]) -> list[RowSet]:
-        """Return row sets used only by these columns; a row set shared with other columns is copied first."""
+        """Return the row sets of these columns; a row set that other columns also use is first replaced by a copy."""
         touched = []
         for row_set in self.row_sets():
             members = self.members(row_set)
@@ -464,7 +464,7 @@ class StoredPut:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PutKind:
-    """The properties that puts with the same columns in a partition share; cached, and compared by identity."""
+    """Properties shared by puts with the same columns in the same partition. Cached, and compared by identity."""
 
     specs: tuple[FieldSpec, ...]
     row_count: int
@@ -476,9 +476,9 @@ class PutKind:
 _kind: Final = lru_cache(maxsize=256)(PutKind)
 
 
-@dataclass(slots=True, eq=False)  # a named tuple takes 16 more bytes, and a frozen dataclass is slower to create
+@dataclass(slots=True, eq=False)  # a named tuple uses 16 more bytes, and a frozen dataclass is slower to create
 class PackedPut:
-    """A small put without freed cells, in a form that takes a quarter of the memory and is unpacked for each access.
+    """A small put without freed cells, in a form that uses a quarter of the memory and is unpacked for each access.
 
     Attributes:
         kind: properties shared with other puts.
@@ -499,12 +499,12 @@ class PackedPut:
         return len(self.content) - _SIZE_BYTES * len(self.kind.specs)
 
     def parts(self) -> tuple[bytes, bytes]:
-        """Return the packed sizes of the columns, and the bytes of the tables and values."""
+        """Return the columns' packed value sizes, and the bytes of the tables and values."""
         start = _SIZE_BYTES * len(self.kind.specs)
         return self.content[:start], self.content[start:]
 
     def unpacked(self, store: BlobStore) -> StoredPut:
-        """Return the put in its original form, as a put of `store`."""
+        """Return the put unpacked, with a blob that belongs to `store`."""
         kind, (sizes, content) = self.kind, self.parts()
         columns = _packed_columns(kind, sizes, is_durable=store.is_durable)
         put = StoredPut(
@@ -537,7 +537,7 @@ def packed_put(
 
 
 def unpack_sizes(sizes: bytes) -> tuple[int, ...]:
-    """Return the value size of each column of a packed put, in bytes."""
+    """Unpack the value size in bytes of each column in a packed put."""
     return _sizes(len(sizes) // _SIZE_BYTES).unpack(sizes)
 
 
@@ -548,7 +548,7 @@ def _sizes(count: int) -> struct.Struct:
 
 @lru_cache(maxsize=256)
 def _packed_columns(kind: PutKind, sizes: bytes, *, is_durable: bool) -> dict[str, StoredColumn | None]:
-    """Return the columns of packed puts of this kind and size. In a durable store, values follow the tables."""
+    """Return the columns of packed puts of one kind and size. In a durable store, values follow the tables."""
     row_set, columns = RowSet(kind.row_count), list[StoredColumn]()
     for spec, value_bytes in zip(kind.specs, unpack_sizes(sizes), strict=True):
         columns.append(StoredColumn(spec, row_set, value_bytes))
@@ -561,13 +561,13 @@ def _packed_columns(kind: PutKind, sizes: bytes, *, is_durable: bool) -> dict[st
 
 @lru_cache(maxsize=64)
 def _one_of(owner: bytes) -> bytes:
-    """Return the same bytes object for all puts of an owner."""
+    """Return one shared bytes object for all puts of an owner."""
     return owner
 
 
 @lru_cache(maxsize=256)
 def _shared_columns(row_count: int, *columns: tuple[FieldSpec, int, int, int]) -> dict[str, StoredColumn | None]:
-    """Return the columns of a put, each given by its spec, value size, table position and value position."""
+    """Return a put's columns, each specified by its spec, value size, table position and value position."""
     row_set, shared = RowSet(row_count), dict[str, StoredColumn | None]()
     for spec, value_bytes, table_at, values_at in columns:
         shared[spec.name] = column = StoredColumn(spec, row_set, value_bytes)
@@ -576,11 +576,11 @@ def _shared_columns(row_count: int, *columns: tuple[FieldSpec, int, int, int]) -
 
 
 class TextCheck:
-    """Checks that a text column is valid UTF-8, part by part in order.
+    """Checks that a text column is valid UTF-8, one part after another.
 
     Args:
         name: name of the field.
-        offsets: start of each row in the column's values, and end of the last row: `(n + 1,)`.
+        offsets: start of each row in the column's values, and end of the last row, of shape `(n + 1,)`.
         values_at: start of the column's values in the put's blob.
 
     Attributes:
@@ -594,12 +594,12 @@ class TextCheck:
         self._name = name
         self._offsets = offsets
         self._values_at = values_at
-        self._rest = b""  # start of a character that the next part completes
+        self._rest = b""  # first bytes of a character that the next part completes
         self.next = values_at
         self.end = values_at + int(offsets[-1])
 
     def look_at(self, data: memoryview | bytes, at: int) -> None:
-        """Check the column's bytes in a part of the blob that starts at `at`.
+        """Check the column's bytes within a part of the blob; the part starts at position `at`.
 
         Raises:
             InvalidArgumentError: a row is not UTF-8; the error names the first such row.
@@ -610,10 +610,11 @@ class TextCheck:
         part, start = memoryview(data)[self.next - at : end - at], self.next - self._values_at
         first, last = np.searchsorted(self._offsets[:-1], (start, start + len(part))).tolist()
         rows = self._offsets[first:last]
-        rows = rows[self._offsets[first + 1 : last + 1] > rows]  # an empty row has no first byte
+        rows = rows[self._offsets[first + 1 : last + 1] > rows]  # skip empty rows, which have no first byte
         inside = (np.frombuffer(part, np.uint8)[rows - start] & _HIGHEST_BITS) == _CONTINUES
         piece, piece_start = (self._rest + part, start - len(self._rest)) if self._rest else (part, start)
-        # A row that begins within a character is wrong, unless the previous row, with the lead byte, is wrong already.
+        # A row that begins within a character is invalid, unless the previous row, with the lead byte, is already
+        # invalid.
         wrong_at = int(rows[int(inside.argmax())]) if inside.any() else None
         looked_at = piece if wrong_at is None else piece[: wrong_at - piece_start]
         try:
@@ -630,8 +631,8 @@ class TextCheck:
         return _wrong_row(
             self._name,
             row,
-            f"has invalid UTF-8 at byte {at - int(self._offsets[row])}; encode text as UTF-8, or put it with the "
-            "encoding bytes",
+            f"has invalid UTF-8 at byte {at - int(self._offsets[row])}; encode text as UTF-8, or put the field with "
+            "encoding 'bytes'",
         )
 
 
@@ -643,19 +644,19 @@ def _wrong_row(name: str, row: int, what: str) -> InvalidArgumentError:
 
 
 class PendingPut:
-    """Receives the bytes of a put; ends with `finish` or `abort`.
+    """A put whose bytes are being received, until `finish` or `abort` is called.
 
     The bytes arrive in one of three ways: in order, through `write`; all at once, through `map_fd`; or written to the
     blob by threads or other processes, followed by `end_filling`.
 
-    States: waiting for capacity → open → done, or aborted from any state but done. The call that reserved the put
-    aborts it unless the put is done. A newer stream of the same put aborts the older stream, whose next call raises an
-    error.
+    States: waiting for capacity → open → done. A put can be aborted in any state except done. The call that reserved
+    the put aborts it unless the put is done. A newer stream for the same put aborts the older stream, whose next call
+    raises an error.
 
     Args:
         put_id: id of the put.
         on_finish: called with the put when all bytes have arrived.
-        on_abort: called once with the put as stored so far, or with None if no memory was allocated yet.
+        on_abort: called once with the partially stored put, or with None if no memory was allocated yet.
 
     Attributes:
         put_id: id of the put.
@@ -689,7 +690,7 @@ class PendingPut:
         self.end_transfer: Callable[[], object] = lambda: None
 
     def begin(self, stored: StoredPut) -> None:
-        """Set the put to receive. The put's tables are already written; its values arrive next.
+        """Start receiving the values of a put whose tables are already written.
 
         Raises:
             CallCancelledError: a retry of this put took over while this call waited; the blob is released.
@@ -722,7 +723,7 @@ class PendingPut:
             )
         for check in self._text_checks:
             check.look_at(data, start)
-        blob.pin()  # so its memory is kept if the put is aborted during the write
+        blob.pin()  # keep the memory even if the put is aborted during the write
         try:
             await blob.store.write(blob, start, data)
         finally:
@@ -731,7 +732,7 @@ class PendingPut:
         self._filled = end
 
     async def map_fd(self, fd: int) -> None:
-        """Receive all bytes at once as the file descriptor of sealed memory. Takes ownership of the descriptor.
+        """Receive all bytes at once, as a file descriptor for sealed memory. Takes ownership of the descriptor.
 
         Raises:
             InvalidArgumentError: the descriptor is not sealed memory of the declared size, the put does not use sealed
@@ -783,7 +784,7 @@ class PendingPut:
         return stored
 
     def finish(self) -> None:
-        """Complete the put. If it must outlive this process, call `StorageEngine.flush` first.
+        """Complete the put. If the put must outlive this process, call `StorageEngine.flush` first.
 
         Raises:
             InvalidArgumentError: bytes are missing.

@@ -1,8 +1,8 @@
-"""The complete puts of an engine: their ids, whether each is committed, and how they outlive the process.
+"""An engine's complete puts: their ids, whether each is committed, and how puts are preserved beyond the process.
 
 Lifecycle of a put in its storage service:
 
-    written -> waiting ------------- committed -> freed, row by row or whole
+    written -> waiting ------------- committed -> freed, row by row or at once
                  | overdue               |
                  |  (controller asked;   | the process restarts
                  |   dropped if unknown) v
@@ -10,20 +10,20 @@ Lifecycle of a put in its storage service:
                           not listed -> waiting
 
 A controller in another process commits a put when it receives the put's receipt, and confirms the put shortly
-afterwards. An overdue put may therefore be committed, so the storage service asks the controller before dropping it.
-A controller that has answered that it does not know a put must not commit that put. Two timestamps ensure this:
-a receipt contains the time when it was issued, and the question contains the time from which receipts are valid. If a
-client retries a put after half of its waiting time, the put starts waiting again with a new receipt. `server/puts.py`
-describes the controller's side, and why puts are not lost.
+afterwards. An overdue put may therefore already be committed, so the storage service asks the controller before
+dropping it. After a controller has answered that it does not know a put, it must not commit that put. Two timestamps
+ensure this: a receipt contains the time when it was issued, and the question contains the time from which receipts are
+valid. If a client retries a put after half of its waiting time, the put starts waiting again with a new receipt.
+`server/puts.py` describes the controller's side, and explains why no put is lost.
 
 With a store that outlives the process (`PutJournal`):
 
     blob written -> (copied, flushed) -> record appended to the journal -> the put is complete
-    put dropped -> the drop is appended -> once that is durable: the blob is released
+    put dropped -> record of the drop appended to the journal -> record durable -> blob released
 
-After a restart, the bytes of a put are verified before they are first read. A background task slowly verifies all puts.
-The record of a small put includes its bytes. The bytes of a put in shared memory are copied to a blob of the store
-before the put is complete, but reads use the shared memory while the process runs.
+After a restart, a put's bytes are verified before they are first read. A background task slowly verifies all puts. A
+small put's record includes its bytes. Before a put in shared memory is complete, its bytes are copied to a blob in the
+store, but reads use the shared memory while the process runs.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ from tq_service.storage.index.put import (
 
 _log = logging.getLogger(__name__)
 _SHARDS: Final = 1024
-_KEPT_SECONDS: Final = 10.0  # in memory after a read, which may be one of several parts that need their puts at once
+_KEPT_SECONDS: Final = 10.0  # in memory after a read, which may be part of a larger read that needs all its puts
 _LOOKED_AT: Final = 256
 _MOST_NAMED: Final = 5
-_MOST_LISTED: Final = 100  # the metadata of a response can contain about twice as many
+_MOST_LISTED: Final = 100  # a response's metadata can contain about twice as many
 _SCRUB_BYTES_PER_SECOND: Final = 100e6
 _LEAST_PAUSE_SECONDS: Final = 0.001
 _RETRY_SECONDS: Final = 1.0
 SourceT = TypeVar("SourceT", bound=Hashable)
 AnyPut: TypeAlias = "StoredPut | RecoveredPut | PackedPut"
-_ANY_ID: Final = bytes(16)  # the id comes first in a record, so its first match is the id
+_ANY_ID: Final = bytes(16)  # a record starts with the put id, so the first match of this placeholder is the put id
 _spec: Final = lru_cache(maxsize=1024)(FieldSpec)  # puts share a small number of specs
 
 
@@ -87,7 +87,7 @@ class PutState(Enum):
 
 
 class Overdue(NamedTuple):
-    """A storage service's question to a controller: which overdue puts does it know?
+    """A storage service's question to a controller: which of these overdue puts does the controller know?
 
     Attributes:
         put_ids: ids of the overdue puts.
@@ -104,7 +104,7 @@ class RecoveredPut(NamedTuple):
     Attributes:
         values: the put's blob.
         owner: the controller that owns the put.
-        spilled_bytes: bytes of the put that left memory.
+        spilled_bytes: bytes of the put that were spilled from memory.
     """
 
     values: Blob
@@ -120,10 +120,10 @@ class RecoveredPut(NamedTuple):
 class PutTable(Mapping[bytes, StoredPut]):
     """Complete puts by id, and the set of puts not known to be committed.
 
-    Recovered puts are loaded when needed, since many are never read. They become overdue only after their controller
-    has listed its puts, because the controller may be down for a long time. Packed puts are unpacked for each access,
-    but remain packed in the table. Puts are spread over many small dicts, so they can be visited in slices while others
-    are added and removed.
+    Recovered puts are loaded when needed, since many are never read. A recovered put becomes overdue only after its
+    controller has listed its puts, because the controller may be down for a long time. Packed puts are unpacked for
+    each access, but remain packed in the table. Puts are spread over many small dicts, so that they can be visited in
+    slices while other puts are added and removed.
 
     Args:
         ttl_seconds: how long a put waits for its confirmation.
@@ -138,8 +138,9 @@ class PutTable(Mapping[bytes, StoredPut]):
         backing.kept_puts = self._kept
         self._shards: list[dict[bytes, AnyPut]] = [{} for _ in range(_SHARDS)]
         self._owned: Counter[bytes] = Counter()  # number of puts by owner
-        self._absent_since: dict[bytes, float] = {}  # owners without a running controller
-        self._waiting: dict[bytes, float] = {}  # start of each wait, ascending; receipts contain the same time
+        self._absent_since: dict[bytes, float] = {}  # by owner, if its controller is not running
+        # Start of each put's wait, ascending; the put's receipt contains the same time.
+        self._waiting: dict[bytes, float] = {}
         self._recovered: set[bytes] = set()
 
     def recover(self, puts: Mapping[bytes, RecoveredPut | PackedPut]) -> None:
@@ -163,7 +164,7 @@ class PutTable(Mapping[bytes, StoredPut]):
             shard[put_id] = packed
 
     def unpack(self, put_id: bytes) -> StoredPut:
-        """Replace a packed put that is about to change with its unpacked form, and return it."""
+        """Unpack a put that is about to change, keep it unpacked in the table, and return it."""
         shard = self._shard(put_id)
         if isinstance(packed := shard[put_id], PackedPut):
             self._backing.unpack(put_id, packed)
@@ -171,7 +172,7 @@ class PutTable(Mapping[bytes, StoredPut]):
         return put
 
     def _kept(self) -> Iterator[tuple[bytes, AnyPut]]:
-        """Return an iterator over all puts in their current form, for use in any thread."""
+        """Return an iterator over all puts in their current form. Any thread may use the iterator."""
         names = list(chain.from_iterable(self._shards))
         return zip(names, list(chain.from_iterable(map(dict.values, self._shards))), strict=True)
 
@@ -233,22 +234,23 @@ class PutTable(Mapping[bytes, StoredPut]):
 
     @property
     def valid_from(self) -> float:
-        """Time from which receipts are valid: the start of the oldest wait that is not overdue."""
+        """Time from which receipts are valid: the start of the oldest wait that is not overdue yet."""
         now = self.clock()
         overdue_until = now - self._ttl_seconds
         return next((since for since in self._waiting.values() if since > overdue_until), now)
 
     def overdue(self, owner: bytes, most: int | None = None) -> Overdue:
-        """Return up to `most` overdue puts of an owner; if `most` is None, return all of them."""
+        """Return up to `most` of an owner's overdue puts, or all of them if `most` is None."""
         valid_from = self.valid_from
         overdue = takewhile(lambda put_id: self._waiting[put_id] < valid_from, self._waiting)
         own = (put_id for put_id in overdue if self.owner_of(put_id) == owner)
         return Overdue(list(islice(own, most)), valid_from)
 
     def on_answer(self, asked: Overdue, unknown: Collection[bytes]) -> list[bytes]:
-        """Return the puts to drop, which the controller does not know; the other puts start waiting again.
+        """Return the puts to drop, because the controller does not know them; the other puts start waiting again.
 
-        A put that has received a new receipt since then is unaffected, because it may be committed with that receipt.
+        A put that has received a new receipt since the question is unaffected, because it may be committed with that
+        receipt.
         """
         old = [put_id for put_id in asked.put_ids if self._waiting.get(put_id, math.inf) < asked.valid_from]
         for put_id in old:
@@ -263,7 +265,7 @@ class PutTable(Mapping[bytes, StoredPut]):
         return self._shard(put_id)[put_id].owner
 
     def absent_owners(self, controllers: Collection[bytes]) -> list[bytes]:
-        """Return the owners that have not been among the controllers for as long as a put waits.
+        """Return the owners that have been missing from `controllers` for at least a put's waiting time.
 
         An owner that is an earlier run of one of the controllers is returned immediately, because that run persisted no
         state.
@@ -307,13 +309,13 @@ class PutTable(Mapping[bytes, StoredPut]):
 
 
 class Residents:
-    """The puts of an engine that are in memory and may leave it, least recently used first.
+    """An engine's puts that are in memory and may be spilled, least recently used first.
 
     complete -> in memory -> spilled (its bytes are only in the mirror) -> fetched when it is read -> in memory
 
     Args:
         clock: time source, in seconds.
-        can_spill: whether puts may leave memory.
+        can_spill: whether puts may be spilled.
     """
 
     def __init__(self, clock: Callable[[], float], *, can_spill: bool) -> None:
@@ -322,28 +324,28 @@ class Residents:
         self._kept_until: dict[bytes, float] = {}  # least recently used first
 
     def add(self, put_id: bytes) -> None:
-        """Add a put that is in memory now; it may leave memory immediately."""
+        """Add a put that is now in memory. The put may be spilled immediately."""
         if self._can_spill:
             self._kept_until[put_id] = 0.0
 
     def use(self, put_ids: Iterable[bytes]) -> None:
-        """Keep puts that are about to be read in memory for some seconds. Puts not in memory are ignored."""
+        """Keep puts in memory for some seconds, because they are about to be read. Puts not in memory are ignored."""
         if self._can_spill:
             for put_id in put_ids:
                 if self._kept_until.pop(put_id, None) is not None:
                     self._kept_until[put_id] = self._clock() + _KEPT_SECONDS
 
     def remove(self, put_id: bytes) -> None:
-        """Remove a put that has left memory or is gone."""
+        """Remove a put that was spilled or dropped."""
         self._kept_until.pop(put_id, None)
 
     def coldest(self) -> list[bytes]:
-        """Return some puts that may leave memory, least recently used first; call `put_off` if a put cannot leave."""
+        """Return some puts that may be spilled, least recently used first; call `put_off` for a put that cannot be."""
         now = self._clock()
         return [put_id for put_id, until in islice(self._kept_until.items(), _LOOKED_AT) if until <= now]
 
     def put_off(self, put_id: bytes) -> None:
-        """Move a put that cannot leave memory now behind all others."""
+        """Move a put behind all other puts, because it cannot be spilled now."""
         self._kept_until[put_id] = self._kept_until.pop(put_id)
 
 
@@ -352,17 +354,18 @@ class Residents:
 
 @dataclass(slots=True, eq=False)
 class Reconciliation:
-    """Progress of comparing an engine's puts with a controller's list, while other calls may confirm and free puts.
+    """Progress of comparing an engine's puts with a controller's list. Other calls may meanwhile confirm and free puts.
 
     Attributes:
         owner: the controller that lists its puts.
-        staying: puts that were listed, or confirmed during the comparison; other confirmed puts are dropped at the end.
-        freed: puts freed during the comparison. They may still be listed, but do not count as missing. A put stored
-            later under the same id is a different put, which the list does not cover.
-        partial: puts with only some of their cells listed.
+        staying: puts that were listed, or confirmed during the comparison; all other confirmed puts are dropped at the
+            end.
+        freed: puts freed during the comparison. The list may still contain them, but they do not count as missing. A
+            put stored later under the same id is a different put, which the list does not cover.
+        partial: puts of which only some cells were listed.
         put_id: the put whose cells are being listed.
         parts: cells of that put listed so far.
-        missing_put_ids: ids of some of the listed puts that do not exist or are damaged.
+        missing_put_ids: ids of listed puts that do not exist or are damaged, up to a maximum number.
         missing_count: number of listed puts that do not exist or are damaged.
         dropped_count: number of confirmed puts dropped because they were not listed.
     """
@@ -385,7 +388,7 @@ class Reconciliation:
 
 
 def cells_besides(put_id: bytes, put: StoredPut, parts: Sequence[PutCells]) -> list[PutCells]:
-    """Return the cells of a put that none of the parts include."""
+    """Return the cells of a put that are not included in any of the parts."""
     kept: dict[str, np.ndarray[tuple[int], np.dtype[np.bool_]]] = {
         name: np.zeros(put.row_count, np.bool_) for name, column in put.columns.items() if column is not None
     }
@@ -411,7 +414,7 @@ def check_sound(put_ids: Iterable[bytes], damaged: Mapping[bytes, str], storage_
     """Raise DataLossError if any of the puts is damaged.
 
     Raises:
-        DataLossError: a put is damaged; the error names all damaged puts.
+        DataLossError: a put is damaged; the error lists the damaged puts.
     """
     lost = [put_id for put_id in put_ids if put_id in damaged] if damaged else []
     if lost:
@@ -419,7 +422,7 @@ def check_sound(put_ids: Iterable[bytes], damaged: Mapping[bytes, str], storage_
 
 
 def lost_error(put_ids: Sequence[bytes], reason: str, storage_id: str) -> DataLossError:
-    """Return the error for reading damaged puts; `reason` explains the damage of the first one."""
+    """Return the error for reading damaged puts; `reason` explains the damage to the first put."""
     names = ", ".join(put_id.hex() for put_id in put_ids[:_MOST_NAMED])
     more = f" and {len(put_ids) - _MOST_NAMED} more" if len(put_ids) > _MOST_NAMED else ""
     return DataLossError(
@@ -439,12 +442,13 @@ class Backing(Generic[SourceT]):
 
     Attributes:
         store: store for the bytes of puts, except for puts in shared memory.
-        damaged: puts whose bytes are lost, with the reason for each. Puts not verified yet may be damaged too.
-        may_fetch: returns whether memory is available for puts that no reader has requested.
+        damaged: puts whose bytes are lost, with the reason for each. Puts that have not been verified yet may also be
+            damaged.
+        may_fetch: returns whether memory is available for fetching puts that no reader has requested.
         fetch_error: reason why the last fetch failed.
-        on_recovered: called with puts of an earlier process, or of an engine that is gone, which the engine then adds.
-        on_fetched: called with the record and the bytes of each fetched put. It retains the bytes and returns the put,
-            or None if all cells of the put were freed.
+        on_recovered: called with puts to add to the engine: those of an earlier process, or of an engine that is gone.
+        on_fetched: called with the record and the bytes of each fetched put. The callback retains the bytes and returns
+            the put, or None if all cells of the put were freed.
         on_looked_at: called with each recovered put after it has been verified.
         kept_puts: returns all puts in the form in which the engine stores them.
         is_volatile: whether puts are lost with the process.
@@ -484,7 +488,7 @@ class Backing(Generic[SourceT]):
         return put.packed()
 
     def unpack(self, put_id: bytes, packed: PackedPut) -> None:
-        """Record that a put is stored unpacked from now on."""
+        """Record that the engine now stores a put unpacked."""
 
     def delete(self, put_id: bytes, blob: Blob) -> None:
         """Remove a put, and release its blob once that is safe."""
@@ -515,11 +519,11 @@ class Backing(Generic[SourceT]):
         raise TypeError(f"put {put_id.hex()} has no record")
 
     def spill(self, put_id: bytes) -> bool:
-        """Mark a put as unfetched, so only this backing has its bytes; return False if that is not possible."""
+        """Mark a put as unfetched, so that only this backing stores its bytes; return False if that is not possible."""
         return False
 
     def partition_of(self, put_id: bytes) -> str | None:
-        """Return the partition of a put that has only its id and owner in memory, or None for other puts."""
+        """Return the partition of a put of which only id and owner are in memory, or None for all other puts."""
         return None
 
     def stat(self, spilled_bytes: int = 0) -> MirrorStatus | None:
@@ -553,7 +557,7 @@ class Backing(Generic[SourceT]):
                 raise UnavailableError(f"put {put_id.hex()} cannot be read now ({self.fetch_error}); try again")
 
     async def scrub(self) -> None:
-        """Load and verify all recovered puts at a limited rate. Puts with cells to free come first, without pauses."""
+        """Load and verify all recovered puts at a limited rate, first those with cells to free, without pauses."""
         while waiting := self._to_free or self._to_scrub:
             self._has_to_free.clear()
             put_id = next(iter(waiting))
@@ -583,7 +587,7 @@ class Backing(Generic[SourceT]):
         return task
 
     async def _fetch(self, put_id: bytes, source: SourceT) -> None:
-        """Fetch the puts of a source. On a temporary failure, they stay unfetched and `fetch_error` is set."""
+        """Fetch a source's puts. On a temporary failure, the puts stay unfetched and `fetch_error` is set."""
 
     def _forget_unfetched(self, put_id: bytes) -> bool:
         self._to_free.pop(put_id, None)
@@ -596,7 +600,7 @@ class Backing(Generic[SourceT]):
             self.damaged[put_id] = reason
 
     def clear_damage(self, put_id: bytes) -> bool:
-        """Remove a put from the damaged and unfetched puts; return whether it was damaged."""
+        """Remove a put from the damaged and unfetched puts, and return whether the put was damaged."""
         self._forget_unfetched(put_id)
         return self.damaged.pop(put_id, None) is not None
 
@@ -605,7 +609,7 @@ class Backing(Generic[SourceT]):
 
 
 class ColumnRecord(NamedTuple):
-    """A column of a put: its spec, the total size of its values, and the index of its row set in the put."""
+    """The record of a put's column: its spec, the total size of its values, and the index of its row set in the put."""
 
     name: str
     dtype: str
@@ -625,10 +629,10 @@ class PutStored:
         partition_id: the put's partition.
         row_count: number of rows that were put.
         columns: the remaining columns.
-        row_sets: the distinct sets of rows stored for columns, ascending; None: all rows.
+        row_sets: the columns' distinct row sets, each as ascending row indices; None: all rows.
         freed_names: names of the freed columns.
         size_bytes: size of the tables and values.
-        segment: number of the file that contains the tables and values; 0: they follow the record.
+        segment: number of the file that contains the tables and values; 0: the tables and values follow the record.
         checksum: XXH3 checksum of the file's contents.
         for_existing_rows: whether the put must not create new samples.
         owner: the controller that owns the put.
@@ -659,7 +663,7 @@ _KINDS: Final[dict[str, type[PutRecord]]] = {kind.__name__: kind for kind in (Pu
 _SIZE: Final = struct.Struct("<I")
 
 EncodedPut: TypeAlias = tuple[bytes, bytes | bytearray]
-"""The bytes of a record, and for a small put the values that follow them. Neither may change."""
+"""The bytes of a record and, for a small put, the values that follow the record. Neither may change."""
 
 
 class PutLog(Protocol):
@@ -667,11 +671,11 @@ class PutLog(Protocol):
 
     @property
     def fatal(self) -> Callable[[str, BaseException], None]:
-        """Function to call with a reason and its cause if the log may differ from memory."""
+        """Function to call, with a reason and its cause, if the log may no longer match the state in memory."""
         ...
 
     def append_put(self, record: bytes, values: bytes | bytearray = b"") -> None:
-        """Append a record in memory. Records become durable in order. The values must not change afterwards."""
+        """Append a record to the log's buffer. Records become durable in order. `values` must not change afterwards."""
         ...
 
     def after_durable(self, callback: Callable[[], None]) -> None:
@@ -680,7 +684,7 @@ class PutLog(Protocol):
 
 
 class PutJournal(Backing[Blob]):
-    """Stores puts on disk: records in a journal, bytes in segment files. Puts are accepted only after `recover`.
+    """Stores puts on disk: records in a journal, and bytes in segment files. Accepts puts only after `recover`.
 
     Confined to the engine's event loop.
 
@@ -694,7 +698,7 @@ class PutJournal(Backing[Blob]):
     def __init__(self, store: SegmentBlobs) -> None:
         super().__init__(store)
         self._store = store
-        # Contains only puts that the engine stores unpacked: a packed put includes the contents of its record.
+        # Contains only puts that the engine stores unpacked, because a packed put includes the contents of its record.
         self._records: dict[bytes, EncodedPut | PackedPut] = {}
 
     # Accepting puts
@@ -742,20 +746,20 @@ class PutJournal(Backing[Blob]):
         return kept
 
     def unpack(self, put_id: bytes, packed: PackedPut) -> None:
-        """Keep the record of a put, which still describes all its rows."""
+        """Keep a put's packed record, which still describes all its rows."""
         self._records[put_id] = packed
 
     # Dropping puts
 
     def delete(self, put_id: bytes, blob: Blob) -> None:
-        """Append the record of a dropped put, and release its blob once the record is durable."""
+        """Append a record that a put was dropped, and release its blob once the record is durable."""
         self._records.pop(put_id, None)
         (blob.copy or blob).is_damaged = self.clear_damage(put_id)
         self._log.append_put(encode_put(PutDropped(put_id=put_id)))
         self._log.after_durable(blob.release)
 
     def move(self, put_id: bytes, old: Blob, moved: StoredPut) -> None:
-        """Append the record of a put that was compacted and flushed, and release its old blob once that is durable."""
+        """Append a compacted and flushed put's new record, and release the old blob once the record is durable."""
         try:
             self.record(put_id, moved)
         except Exception as error:  # the put has already been moved in memory
@@ -764,7 +768,7 @@ class PutJournal(Backing[Blob]):
         self._log.after_durable(old.release)
 
     def records(self) -> Iterator[bytes]:
-        """Return an iterator over the current record of each put, for use in any thread."""
+        """Return an iterator over each put's current record. Any thread may use the iterator."""
         own = zip(list(self._records), list(self._records.values()), strict=True)
         packed = ((put_id, each) for put_id, each in self.kept_puts() if isinstance(each, PackedPut))
         return (
@@ -794,8 +798,8 @@ class PutJournal(Backing[Blob]):
                 self._records[put_id] = encoded
             else:
                 recovered[put_id] = packed
-        # Newest first: if the end of the journal was lost, with it the record of a dropped put, that put's blob may
-        # contain the bytes of a later put.
+        # Newest first: if the end of the journal was lost, including the record that a put was dropped, that put's blob
+        # may contain the bytes of a later put.
         puts = [
             (put_id, record, values)
             for put_id, (record, (_, values)) in reversed(left.items())
@@ -854,7 +858,7 @@ class PutJournal(Backing[Blob]):
 
 
 def encode_put(record: PutRecord) -> bytes:
-    """Encode a record with its size (uint32) in front. The values of a small put must follow."""
+    """Encode a record, prefixed with its size (uint32). The values of a small put must follow."""
     encoded = codec.encode_named(record)
     return _SIZE.pack(len(encoded)) + encoded
 
@@ -868,7 +872,7 @@ def encode_packed(put_id: bytes, put: PackedPut) -> EncodedPut:
 
 @lru_cache(maxsize=256)
 def _around_id(kind: PutKind, sizes: bytes, size_bytes: int) -> tuple[bytes, bytes]:
-    """Return the bytes before and after the put id in a record, which are the same for puts of one kind and size."""
+    """Return the record bytes before and after the put id, which are identical for all puts of one kind and size."""
     columns = zip(kind.specs, unpack_sizes(sizes), strict=True)
     record = PutStored(
         put_id=_ANY_ID,
@@ -921,7 +925,7 @@ def left_puts(records: Iterable[bytes]) -> dict[bytes, tuple[PutStored, EncodedP
 
 
 def describe_put(put_id: bytes, put: StoredPut) -> PutStored:
-    """Return a record of the put's current state."""
+    """Return a record that describes a put's current state."""
     blob = put.values.copy or put.values
     row_sets = put.row_sets()
     return PutStored(
@@ -952,7 +956,7 @@ def _spec_of(column: ColumnRecord) -> FieldSpec:
 
 
 def put_of(record: PutStored) -> StoredPut:
-    """Return the put that a record describes; it is not in a blob yet."""
+    """Return the put that a record describes; the put is not placed in a blob yet."""
     row_sets = [RowSet(record.row_count if rows is None else rows.size, rows) for rows in record.row_sets]
     columns: dict[str, StoredColumn | None] = dict.fromkeys(record.freed_names)
     for column in record.columns:

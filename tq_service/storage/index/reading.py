@@ -3,10 +3,10 @@
     runs of rows -> spans of blobs, with a header for each column -> views of local blobs, bytes copied by threads, or
     slices of shared memory that a client on the same host maps
 
-A read may touch thousands of puts of one row each. The work per put is therefore limited to collecting a few attributes
-in a list. All puts whose columns have the same spec are then processed together, after joining their small tables.
+A read may touch thousands of single-row puts. The work per put is therefore limited to collecting a few attributes in a
+list. All puts whose columns have the same spec are then processed together, after joining their small tables.
 
-Compaction of a put: planned -> a blob allocated -> copied -> replaces the put, without the cells freed during the copy.
+Compaction: planned -> blob allocated -> live cells copied -> old put replaced, without the cells freed during the copy.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from tq_service.wire.slices import RowCut, cut_rows
 
 _FEW_CELLS: Final = 1 << 16
 _SMALL_BYTES: Final = 1024
-_FEW_UNITS: Final = 128  # up to this size, numpy copies many slices unit by unit faster than Python copies each
+_FEW_UNITS: Final = 128  # up to this many units per slice, NumPy copies units faster than Python copies slices
 _FEW_SLICES: Final = 16
-_BLOCK_BYTES: Final = 256 << 10  # of scattered slices, which take about 2 ms to copy
+_BLOCK_BYTES: Final = 256 << 10  # block size for scattered slices; copying a block takes about 2 ms
 _PIECE_BYTES: Final = 1 << 20
 _READ_BYTES: Final = 8 << 10  # reading this many extra bytes costs about as much as a separate read
 _LARGEST_WINDOW_BYTES: Final = 8 << 20
@@ -65,7 +65,7 @@ Runs: TypeAlias = Rows | slice
 
 Octets: TypeAlias = NDArray[np.uint8]
 Unreadable: TypeAlias = Callable[[bytes, Blob, OSError], TqError]
-"""Records that the blob of a put cannot be read, and returns the error for the read."""
+"""Records that a put's blob cannot be read, and returns the error for the reader."""
 
 _ALL: Final = slice(None)
 
@@ -91,7 +91,7 @@ async def open_reading_in_thread(
     unreadable: Unreadable,
     slices: Sequence[RowSlice] = (),
 ) -> Reading:
-    """Do the same as `open_reading`, but in a thread, so other tasks get a turn.
+    """Do the same as `open_reading`, but in a thread, so that other tasks get a turn.
 
     Cells that are freed during this call are still read.
     """
@@ -110,9 +110,9 @@ async def open_reading_in_thread(
 
 
 def is_light_read(runs: Sequence[CellRuns], slices: Sequence[RowSlice] = ()) -> bool:
-    """Return whether a read has few enough cells to find them on the event loop."""
+    """Return whether a read has so few cells that they can be found on the event loop."""
     if any(part.HasField("second") for part in slices):
-        return False  # each token becomes a separate slice
+        return False  # such a slice creates a separate piece for each token
     range_count = sum(max(len(part.starts), len(part.chunks)) for part in slices)
     row_count = sum(fields.row_count * len(fields.field_names) for fields in runs)
     return row_count * max(range_count, 1) <= _FEW_CELLS
@@ -200,7 +200,9 @@ def _count_rows(fields: CellRuns, put_count: int) -> int:
     if int(puts.min()) < 0 or int(puts.max()) >= put_count:
         raise InvalidArgumentError(f"{what} refer to a put that is not among the {put_count} listed puts", field="runs")
     if int(counts.min()) < 1 or int(counts.max()) > MAX_ROWS or int(counts.sum()) > MAX_ROWS:
-        raise InvalidArgumentError(f"{what} must have 1 to {MAX_ROWS} rows, both each and in total", field="runs")
+        raise InvalidArgumentError(
+            f"{what} must have 1 to {MAX_ROWS} rows each, and at most that many in total", field="runs"
+        )
     return _count_cells(fields, what) if fields.extent_counts.size else int(counts.sum())
 
 
@@ -211,14 +213,14 @@ def _count_cells(fields: CellRuns, what: str) -> int:
     if int(counts.min()) < 1 or int(counts.sum()) != row_count or len(lengths) != row_count:
         raise InvalidArgumentError(
             f"{what} have extent_counts of {int(counts.sum())} extents and {len(lengths)} extent_lengths; expected "
-            f"{row_count} of both, the number of rows, and at least 1 extent per cell",
+            f"{row_count} of each (the number of rows), and at least 1 extent per cell",
             field="runs",
         )
     return len(counts)
 
 
 def _owners(put_indexes: Rows) -> tuple[list[int], Rows]:
-    """Return the distinct puts of the runs and, for each run, the index of its put in that list."""
+    """Return a list of the runs' distinct puts and, for each run, the index of its put in this list."""
     if (put_indexes == put_indexes[0]).all():
         return [int(put_indexes[0])], np.zeros(len(put_indexes), np.int64)
     used, owners = np.unique(put_indexes, return_inverse=True)
@@ -252,7 +254,7 @@ class Reading(AbstractContextManager["Reading"]):
             blob.pin()
 
     async def parts(self, without: Collection[int] = ()) -> AsyncIterator[Iterable[memoryview]]:
-        """Yield the bytes of all columns except `without`, in order. A part is valid only until the next one.
+        """Yield the bytes of all columns except `without`, in order. Each part is valid only until the next one.
 
         If all blobs are in memory and there are few slices, a single part is yielded without waiting. Otherwise,
         threads read the parts.
@@ -279,7 +281,7 @@ class Reading(AbstractContextManager["Reading"]):
             yield part
 
     def chunks(self, without: Collection[int] = ()) -> Iterator[memoryview]:
-        """Yield the bytes of all columns except `without`, valid until `close`. Blocks if a blob is in a file."""
+        """Yield the bytes of all columns except `without`, valid until `close`. Blocks while reading blobs in files."""
         for index, span in enumerate(self._spans):
             if index not in without:
                 yield from self._column_chunks(span)
@@ -297,7 +299,7 @@ class Reading(AbstractContextManager["Reading"]):
         return await asyncio.shield(work)
 
     def note_unreadable(self, error: UnreadableError) -> TqError:
-        """Record that the bytes of a put could not be read, and return the error for the read."""
+        """Record that a put's bytes could not be read, and return the error for the reader."""
         put_id = next(self._put_ids[index] for index, blob in self._blobs.items() if blob is error.blob)
         return self._unreadable(put_id, error.blob, error.cause)
 
@@ -310,7 +312,7 @@ class Reading(AbstractContextManager["Reading"]):
         Returns:
             The memory of the columns, pinned until `close`, and the positions of the columns in that memory.
         """
-        memories: dict[SharedMemory, int] = {}  # each with its index
+        memories: dict[SharedMemory, int] = {}  # the index of each memory in the result
         columns = []
         for index, span in enumerate(self._spans):
             if span.column.value_bytes >= max(_LEAST_COLUMN_BYTES, _LEAST_MEAN_SLICE_BYTES * len(span.sizes)):
@@ -330,7 +332,7 @@ class Reading(AbstractContextManager["Reading"]):
         return list(memories), columns
 
     def close(self) -> None:
-        """Unpin the blobs of the cells; further calls do nothing."""
+        """Unpin the blobs that contain the cells. Idempotent."""
         blobs, self._blobs, self._spans = self._blobs, {}, ()
 
         def unpin(work: asyncio.Future[Any] | None = None) -> None:
@@ -360,7 +362,7 @@ class Reading(AbstractContextManager["Reading"]):
 
 
 class GatherList:
-    """The slices of memory or files that make up the concatenated columns. Any byte range maps to some slices.
+    """The slices of memory or files that make up the concatenated columns. Any byte range can be looked up.
 
     May be used in any thread while the blobs are pinned.
 
@@ -426,7 +428,7 @@ def _next_part(chunks: Iterator[memoryview]) -> list[memoryview]:
 
 
 def _gathered(blobs: Mapping[int, Blob], puts: Rows, starts: Rows, sizes: Rows, unit: int) -> memoryview:
-    """Return slices gathered into one buffer. The slices are copied put by put, then reordered if necessary."""
+    """Gather slices into one buffer. The slices are copied put by put, then reordered if necessary."""
     together = np.empty(int(sizes.sum()), np.uint8)
     by_put = np.argsort(puts, kind="stable")
     bounds = np.flatnonzero(np.diff(puts[by_put])) + 1
@@ -444,7 +446,7 @@ def _gathered(blobs: Mapping[int, Blob], puts: Rows, starts: Rows, sizes: Rows, 
 
 
 def _join_neighbours(puts: Rows, starts: Rows, sizes: Rows) -> tuple[Rows, Rows, Rows]:
-    """Return the put, start and size of each slice to read, with adjacent slices joined."""
+    """Join adjacent slices, and return the put, start and size of each resulting slice."""
     if not sizes.all():
         full = sizes > 0
         puts, starts, sizes = puts[full], starts[full], sizes[full]
@@ -508,7 +510,7 @@ class SpanFinder:
         Raises:
             FieldNotFoundError: a put never had the field.
             PutNotFoundError: a cell was freed.
-            FieldMismatchError: the field has different kinds in different puts.
+            FieldMismatchError: the field's specs in different puts are incompatible.
             InvalidArgumentError: the field's rows cannot be sliced as requested.
         """
         columns = [put.column(name, put_id) for put, put_id in zip(self._puts, self._put_ids, strict=True)]
@@ -604,7 +606,7 @@ class SpanFinder:
         return begins, sizes, joined[expand_runs(extents_at, counts * width)].reshape(-1, width)
 
     def _of_runs(self, values: list[int]) -> Rows | int:
-        """Return the value of each run's put; a single number if all runs are in one put."""
+        """Return the value for each run's put, or a single number if all runs are in one put."""
         return values[0] if len(values) == 1 else _integers(values)[self._owners]
 
     def _runs_of(self, numbers: Sequence[int]) -> Rows:
@@ -615,14 +617,14 @@ class SpanFinder:
 
     @cached_property
     def _by_put(self) -> tuple[Rows, list[int]]:
-        """The positions of all runs ordered by put, and the bounds of each put in this order."""
+        """The positions of all runs, ordered by put, and the bounds of each put's runs in this order."""
         order = np.argsort(self._owners, kind="stable")
         bounds = np.searchsorted(self._owners[order], np.arange(len(self._puts) + 1))
         return order, bounds.tolist()
 
 
 def _alike(columns: Sequence[StoredColumn]) -> list[list[int]]:
-    """Return groups of put numbers; columns in a group have the same spec, and a large table has its own group."""
+    """Group the put numbers: columns in a group have the same spec, and each large table forms its own group."""
     groups: dict[tuple[int, int], list[int]] = {}
     for number, column in enumerate(columns):
         is_large = column.row_set.stored_count > _SMALL_TABLE_ROWS and fixed_row_bytes(column.spec) is None
@@ -634,7 +636,7 @@ def _integers(values: list[int]) -> Rows:
     return np.array(values, np.int64)
 
 
-# Copying slices of blobs, which is done in threads for files and for many or scattered slices
+# Copying blob slices. Slices in files, and many or scattered slices, are copied in threads.
 
 
 class UnreadableError(Exception):
@@ -647,13 +649,13 @@ class UnreadableError(Exception):
 
 
 def _unit_of(spec: FieldSpec) -> int:
-    """Return a number of bytes that divides the sizes and starts of all rows of a field."""
+    """Return a number of bytes that divides the size and start of each of a field's rows."""
     row_bytes = fixed_row_bytes(spec)
     return row_bytes if row_bytes and row_bytes <= _SMALL_BYTES else spec.itemsize
 
 
 def _are_scattered(sizes: Rows, unit: int) -> bool:
-    """Return whether slices are many and small, so gathering them costs less than creating a view of each."""
+    """Return whether slices are so many and so small that gathering them is cheaper than creating a view of each."""
     mean_most = min(_SMALL_BYTES, _FEW_UNITS * unit)
     return len(sizes) >= _FEW_SLICES and int(sizes.sum()) < mean_most * len(sizes)
 
@@ -665,7 +667,7 @@ def _blocks(puts: Rows, starts: Rows, sizes: Rows, unit: int) -> Iterator[tuple[
         puts: the put of each slice.
         starts: start of each slice in its put's blob.
         sizes: size of each slice in bytes.
-        unit: bytes that divide each size, see `gather`.
+        unit: number of bytes that divides each size, see `gather`.
 
     Yields:
         The puts, starts and sizes of the slices in each block.
@@ -711,7 +713,7 @@ def gather(blob: Blob, starts: Rows, sizes: Rows, target: Octets, unit: int = 1)
         ends = np.cumsum(sizes)
         targets = (target.data[end - size : end] for end, size in zip(ends.tolist(), sizes.tolist(), strict=True))
         blob.read_slices(zip(starts.tolist(), targets, strict=True))
-    except TqError:  # a TqError may be an OSError too
+    except TqError:  # a TqError may also be an OSError
         raise
     except OSError as error:
         raise UnreadableError(blob, error) from error
@@ -723,7 +725,7 @@ def _gather_from(source: Octets, starts: Rows, sizes: Rows, target: Octets, unit
         base = int(starts[0]) % unit
         table = source[base : base + (source.size - base) // unit * unit].reshape(-1, unit)
         rows = expand_runs((starts - base) // unit, sizes // unit)
-        # mode "raise" would create another copy of the rows
+        # with mode "raise", NumPy would create another copy of the rows
         np.take(table, rows, axis=0, out=target.reshape(-1, unit), mode="clip")
         return
     at = 0
@@ -745,7 +747,7 @@ class Move:
     Attributes:
         put_id: id of the put.
         freed: cells of the put that were freed during the move.
-        is_given_up: whether the copy is cancelled, because the put is gone or the engine is closed.
+        is_given_up: whether copying must stop, because the put is gone or the engine is closed.
     """
 
     def __init__(self, put_id: bytes, put: StoredPut) -> None:

@@ -55,7 +55,7 @@ async def find_left(
         objects: the object store to search.
         names: names of the instance's objects.
         copies: number of copies that each object should have; objects with fewer copies are mirrored again.
-        clock: returns seconds since the epoch, as the clocks of storage services do.
+        clock: returns seconds since the epoch, like the storage services' clocks.
 
     Raises:
         NotFoundError: the instance left nothing, or its last list is older than 6 hours.
@@ -67,8 +67,9 @@ async def find_left(
     newest = max((number for number, count in enumerate(begun, 1) if count), default=0)
     found: dict[tuple[int, int], PutObject] = {}
     has_list = False
-    # Search all generations: an earlier generation's writer may have continued after a later one began. For each
-    # object, the latest list wins. Puts dropped since that list are dropped again once the controller is asked.
+    # Search all generations, because an earlier generation's writer may have continued after a later generation began.
+    # The latest list that contains an object wins. Puts dropped since that list was written are dropped again once the
+    # controller is asked.
     for generation in range(newest + 1):
         some = await search.of_generation(generation, int(clock()))
         has_list |= some is not None
@@ -93,14 +94,14 @@ class _Search:
         self._listed: set[str] | None = None
 
     async def copies(self, names: Sequence[str], *, counted: bool = False) -> list[int]:
-        """Return the number of copies of each object, 0 if missing. `counted` asks the store, not the listed names."""
+        """Return each object's number of copies, 0 if missing; `counted`: ask the store, not the listed names."""
         if counted or not self._objects.abilities.lists_names:
             starts = range(0, len(names), _NAMES_A_CALL)
             calls = [self._objects.copies(names[start : start + _NAMES_A_CALL]) for start in starts]
             return [count for counts in await _at_a_time(calls) for count in counts]
         if self._listed is None:
             self._listed = {name async for name in self._objects.list_names(self._names.prefix)}
-        await asyncio.sleep(0)  # let other tasks run, since the caller checks many names
+        await asyncio.sleep(0)  # let other tasks run, because the caller checks many names
         return [int(name in self._listed) * (self._objects.abilities.fixed_copies or 1) for name in names]
 
     async def of_generation(self, generation: int, now: int) -> list[PutObject] | None:
@@ -167,7 +168,8 @@ class _Search:
     async def complete(self, found: Sequence[PutObject], copies: int) -> list[PutObject]:
         """Return the objects that exist, and mark those that must be mirrored again.
 
-        If the object store does not report the locations of copies, a copy may be on the calling service's node.
+        If the object store does not determine the number of copies, an object is always mirrored again, because a copy
+        may be on the calling service's node.
         """
         are_fixed = self._objects.abilities.fixed_copies is not None
         counts = await self.copies([self._names.pieces(each)[0] for each in found], counted=not are_fixed)

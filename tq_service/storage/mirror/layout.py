@@ -5,19 +5,19 @@
     tq/<storage_id>/<boot>/successor/1          marks that a successor has taken over the puts
     tq/<storage_id>/<boot>/g1-3/0               puts that this successor has mirrored again
 
-A name consists of the storage service, its instance id (`boot_id` in messages, as hex digits), the object, and the
-number of the chunk. Numbers and seconds are never reused, so a name never refers to an object left by a killed writer.
+A name consists of the storage service's name, its instance id (`boot_id` in messages, as hex digits), the object, and
+the chunk number. Numbers and seconds are never reused, so a new name never refers to an object left by a killed writer.
 
-An object contains complete puts of one owner and partition: the number of puts, the sizes of each put, their records,
-and their tables and values. An object that is too large for the object store is split into chunks. The first chunk is
-written last, so if it exists, all chunks do.
+An object contains complete puts of one owner and partition: the number of puts, each put's sizes, all records, and all
+tables and values. An object that is too large for the object store is split into chunks. The first chunk is written
+last, so if it exists, all chunks do.
 
 Objects are found through lists, because few object stores can find names by prefix without scanning all names. Objects
-are numbered. A list contains the existing objects and the number of the next object. At most `WINDOW` objects are
-written between two lists. So a list, plus a check of that many names, covers all objects ever acknowledged. Lists are
-named after the second in which they were written, and a search runs backwards from now. Every takeover begins a
-generation, which has separate lists. The next successor searches all generations, since the writer of an earlier
-generation may have continued.
+are numbered. A list contains the existing objects and the next object's number. At most `WINDOW` objects are written
+between two lists, so a list plus a check of the next `WINDOW` names covers all acknowledged objects. Each list is named
+after the second in which it was written, and a search runs backwards from the current second. Every takeover begins a
+generation, which has separate lists. The next successor searches all generations, since an earlier generation's writer
+may have continued.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _STORAGE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 @dataclass(slots=True, eq=False)
 class PutObject:
-    """An object with puts of one owner and partition.
+    """An object that contains puts of one owner and partition.
 
     Attributes:
         generation: number of takeovers before the object was written; see the module docstring.
@@ -75,7 +75,7 @@ class PutObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """The names of all objects of one storage service instance.
+    """The names of one storage service instance's objects.
 
     Raises:
         InvalidArgumentError: the storage service's name contains characters not allowed in object names.
@@ -119,7 +119,7 @@ class Names:
 
 
 def pack_puts(puts: Sequence[tuple[bytes, Sequence[Buffer]]]) -> list[Buffer]:
-    """Return the bytes of an object, in parts.
+    """Return an object's bytes, in parts.
 
     Args:
         puts: the record of each put, and its tables and values in parts.
@@ -177,7 +177,7 @@ def pack_list(next_number: int, objects: Iterable[PutObject]) -> bytes:
     """Encode a list of objects.
 
     Args:
-        next_number: the first number of this generation that is not in the list.
+        next_number: the generation's first object number that the list does not cover.
         objects: objects that exist or are being written.
     """
     rows = [
@@ -189,7 +189,7 @@ def pack_list(next_number: int, objects: Iterable[PutObject]) -> bytes:
 
 
 def list_bytes(head: Buffer) -> int:
-    """Return the size of a list that begins with `head`, in bytes."""
+    """Return the size in bytes of a list that begins with `head`."""
     return int(_SIZES.unpack_from(head)[1]) + _SIZES.size
 
 

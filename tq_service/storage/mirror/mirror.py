@@ -3,12 +3,12 @@
     bytes written -> mirrored with the required number of copies -> the put is complete
     put dropped -> its memory is freed immediately, its object is removed soon
 
-Freeing rows and compaction only change memory; an object is removed with the last of its puts. So a storage service
-that was wrongly declared dead cannot destroy data that its successor has taken over.
+Freeing rows and compaction only change memory; an object is removed with the last of its puts. Therefore, a storage
+service that was wrongly declared dead cannot destroy data that its successor has taken over.
 
 Puts that were taken over are unfetched: only their id, owner and partition are known. They are fetched on first read,
-or later in the background. Spilled puts, which have left memory, are fetched when they are read, or when some of their
-cells must be freed.
+or later in the background. Spilled puts, whose bytes are no longer in memory, are fetched when they are read or when
+some of their cells must be freed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Copy:
         parts: the put's bytes, until they are written.
         blob: the blob of these bytes, pinned until they are written.
         size: size of the put's bytes.
-        is_needed: whether the put still exists.
+        is_needed: whether the put still exists and still needs this copy.
         batch: the batch that writes the put, until it is written.
         replaces: an older copy of the put, dropped once this copy is written.
     """
@@ -89,11 +89,12 @@ class _Batch:
 
 
 class Mirror(Backing[PutObject]):
-    """Mirrors the puts of an engine in an object store. Confined to the engine's event loop.
+    """Mirrors an engine's puts in an object store. Confined to the engine's event loop.
 
     Args:
         writer: writes the objects.
-        required: number of copies that a put needs to be complete; 0: a put is complete first and mirrored afterwards.
+        required: number of copies that must exist before a put is complete; 0: puts are mirrored after they are
+            complete.
         url: URL of the object store, for display.
         clock: time source for deadlines.
     """
@@ -118,7 +119,7 @@ class Mirror(Backing[PutObject]):
         self._gathered: dict[_Kind, _Batch] = {}
         self._small_count = 0  # batches of small puts being written
         self._tasks: set[asyncio.Task[None]] = set()
-        # Puts taken over are fetched even without a reader, while memory is available.
+        # Puts that were taken over are fetched even if no reader requests them, while memory is available.
         self._to_scrub: dict[bytes, None] = {}
         self._unmirrored_bytes = self._short_put_count = 0
         self._is_closed = False
@@ -148,7 +149,7 @@ class Mirror(Backing[PutObject]):
                 await self.scrub()
 
     async def flush_all(self, seconds: float) -> int:
-        """Wait up to `seconds` until all puts have their copies; return the number of bytes not yet mirrored."""
+        """Wait up to `seconds` for all puts to have their copies; return the number of bytes not yet mirrored."""
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
         for batch in list(self._gathered.values()):
@@ -216,7 +217,7 @@ class Mirror(Backing[PutObject]):
         batch = self._gathered.get(kind) if is_small else None
         if batch is None:
             batch = _Batch(kind, loop.create_future())
-            if is_small:  # sent immediately if no small puts are being written, otherwise soon
+            if is_small:  # start immediately if no small puts are being written, otherwise after a short delay
                 self._gathered[kind] = batch
                 loop.call_later(_GATHER_SECONDS if self._small_count else 0.0, self._send, batch)
         copy.batch = batch
@@ -278,7 +279,7 @@ class Mirror(Backing[PutObject]):
                 copy.replaces = None
 
     def _abandon(self, copy: _Copy) -> None:
-        """Record that a copy is no longer needed. A copy in a batch is removed after the batch is written."""
+        """Record that a copy is no longer needed. A copy whose batch is being written is removed afterwards."""
         if not copy.is_needed:
             return
         copy.is_needed = False
@@ -303,7 +304,7 @@ class Mirror(Backing[PutObject]):
         self._copies[put_id] = self._flushed.pop(put_id)
 
     def pack(self, put_id: bytes, put: StoredPut) -> PackedPut | None:
-        """Return None: puts stay unpacked, because they are mirrored from their blobs, spilled and fetched."""
+        """Return None. Puts stay unpacked, because their blobs are mirrored, spilled and fetched."""
         return None
 
     # Dropping puts
@@ -319,7 +320,7 @@ class Mirror(Backing[PutObject]):
     # Puts outside memory
 
     def spill(self, put_id: bytes) -> bool:
-        """Mark a put as unfetched, so only the mirror has its bytes; return False if its copies are incomplete."""
+        """Mark a put as unfetched, so that only the mirror has its bytes; return False if its copies are incomplete."""
         copy = self._copies.get(put_id)
         if copy is None or copy.stored is None or copy.blob is not None or put_id in self.damaged:
             return False
@@ -362,7 +363,7 @@ class Mirror(Backing[PutObject]):
         return None if stored is None else stored.partition_id
 
     async def _fetch(self, put_id: bytes, source: PutObject) -> None:
-        """Fetch the unfetched puts of an object. If its bytes are lost, mark the puts as damaged."""
+        """Fetch an object's unfetched puts. If the object's bytes are lost, mark the puts as damaged."""
         try:
             data = await self._read(source)
             heads = unpack_heads(data)

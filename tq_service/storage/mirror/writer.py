@@ -18,19 +18,19 @@ from tq_service.storage.mirror.layout import WINDOW, Names, PutObject, cut, pack
 
 _log = logging.getLogger(__name__)
 _LIST_SECONDS: Final = 5.0
-_LIST_BYTES_PER_SECOND: Final = 4e6  # limit on the bytes written for lists
-_IDLE_LIST_SECONDS: Final = 1800.0  # well below the hours for which lists are searched
+_LIST_BYTES_PER_SECOND: Final = 4e6  # maximum rate for writing lists
+_IDLE_LIST_SECONDS: Final = 1800.0  # well below the age at which a search no longer finds a list
 _RETRY_SECONDS: Final = 1.0
 _TOKEN_BYTES: Final = 16
 
 
 class ObjectWriter:
-    """Writes the objects of one storage service instance, and lists of the objects. Confined to one event loop.
+    """Writes one storage service instance's objects and the lists of these objects. Confined to one event loop.
 
     opened (by `run`) -> a first list is written -> objects and more lists are written -> closed
 
     Args:
-        objects: the object store, which others may use too.
+        objects: the object store, which other writers may also use.
         names: names of this instance's objects.
         copies: number of copies that each object should have on other nodes.
         required: number of copies that each object must have, at least 1.
@@ -76,8 +76,8 @@ class ObjectWriter:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._remover.run())
             while True:
-                # Clear the event before the check. A wait for a set event would return without yielding, and puts that
-                # wait for a number would never run.
+                # Clear the event before the check. Waiting for an event that is already set returns without yielding,
+                # so tasks that wait for a number would never run.
                 self._list_due.clear()
                 if not self._is_list_due() or await self._write_list():
                     with suppress(TimeoutError):
@@ -154,7 +154,7 @@ class ObjectWriter:
         return made
 
     async def _take_number(self) -> int:
-        """Return an unused object number once a list covers it."""
+        """Wait until a list covers the next unused object number, and return that number."""
         while self._listed_number is None or self._next_number >= self._listed_number + WINDOW:
             self._may_number.clear()
             self._list_due.set()
