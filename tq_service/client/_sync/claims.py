@@ -43,7 +43,7 @@ _UNKNOWN_OUTCOMES: Final = (CallCancelledError, DeadlineError, InternalError, Un
 
 
 class ClaimCalls(Base):
-    """The consumer calls of the client. See `Client`."""
+    """The client's consumer calls. See `Client`."""
 
     @overload
     def claim(
@@ -163,7 +163,7 @@ class ClaimCalls(Base):
         on_wait: Callable[[WaitReason], object] | None = None,
         timeout: float | None = None,
     ) -> BatchMeta | list[BatchMeta]:
-        """Claim a batch, as a trainer rank (with `dp_rank`, `dp_size` and `batch_index`) or else as a queue worker.
+        """Claim a batch as a trainer rank (with `dp_rank`, `dp_size` and `batch_index`) or as a queue worker.
 
         If a rank repeats the call, it gets the same batch again. If a queue worker's call is cancelled or times out,
         its claim is released, unless the claim has a name.
@@ -182,9 +182,9 @@ class ClaimCalls(Base):
             dp_rank: the data-parallel rank of the caller.
             dp_size: number of data-parallel ranks.
             batch_index: index of the batch; every epoch starts at 0.
-            batch_count: maximum number of batches to claim, 1 to 64, for ranks: the batch at `batch_index`, and those
-                of the next batches that are already ready. None: one batch. A batch claimed early cannot include
-                samples that arrive later, so request only batches that will be used soon.
+            batch_count: for ranks, the maximum number of batches to claim, 1 to 64. The call claims the batch at
+                `batch_index` and any following batches that are already ready. None: one batch. A batch claimed early
+                cannot include samples that arrive later, so request only batches that will be used soon.
             drop_last: whether to drop the last batch if it is incomplete.
             where: conditions `(column, operator, value)` on custom_meta; a sample must satisfy all of them. The
                 operators are ==, !=, <, <=, >, >= and "in" (with a list of values). The value for <, <=, > and >= can
@@ -193,11 +193,11 @@ class ClaimCalls(Base):
             finite: whether to end, without waiting for the seal, as soon as all samples inserted so far are consumed.
             incarnation: expected incarnation of the partition; empty: any.
             epoch: expected epoch of the task; every reset starts a new epoch. None: any.
-            lease: for queue workers: seconds until unacknowledged samples can be claimed by other workers, at most a
+            lease: for queue workers, the seconds after which other workers can claim unacknowledged samples, at most a
                 day; see `ack`. None: samples are consumed once delivered.
-            max_deliveries: with `lease`: number of deliveries after which an unacknowledged sample is dead-lettered,
-                that is, not delivered again in this epoch and counted as skipped. None: unlimited.
-            claim_name: for queue workers: a name for the claim, such as "rank0/batch3". The first call with a name
+            max_deliveries: with `lease`, the number of deliveries after which an unacknowledged sample is
+                dead-lettered, that is, not delivered again in this epoch and counted as skipped. None: unlimited.
+            claim_name: for queue workers, a name for the claim, such as "rank0/batch3". The first call with a name
                 claims the next samples. All calls with this name, from any process, must have the same arguments and
                 get the same answer until the task's epoch ends.
             max_uses: number of deliveries to the task after which a sample is consumed; before that, it remains ready
@@ -207,49 +207,50 @@ class ClaimCalls(Base):
                 evicted, that is, marked as failed or cleared for all tasks, even if no batch is returned. Samplers that
                 keep groups together evict entire groups. Held, leased and delivered samples are never evicted, nor are
                 groups that contain one.
-            least_members: minimum number of members that a complete group must still have after others failed or were
+            least_members: minimum number of members that must remain in a complete group after some have failed or been
                 cleared. Smaller groups are evicted too. Needs `unmatched="fail"` or `"clear"`. None: no minimum.
             refill: `(partition_id, task_name)` of the task that regenerates evicted units, such as the rollout task and
                 its prompts. The key of the sample to refill is the name of the evicted group, or the key of the evicted
-                sample. In the same change as the eviction, the sample becomes claimable for that task again.
-                `take_evicted` returns the outcome.
-            max_refills: maximum number of refills of each sample, per epoch of the refilling task.
-            totals: for ranks: up to 4 numeric custom_meta columns to sum over the batches of all ranks; see
-                `BatchMeta.totals`. Each sample of the batch needs a value.
-            held: for rollout workers, with `lease`: whether to claim held instead of live samples, that is, slots lost
-                by other workers. With `held`, `data_fields` may be empty.
+                sample. The eviction also makes this sample claimable again for the regenerating task. `take_evicted`
+                returns the outcome.
+            max_refills: maximum number of times that each sample is refilled in one epoch of the regenerating task.
+            totals: for ranks, up to 4 numeric custom_meta columns to sum over the batches of all ranks; see
+                `BatchMeta.totals`. Every sample in the batch must have a value in these columns.
+            held: for rollout workers, with `lease`: whether to claim held samples (slots lost by other workers) instead
+                of live ones. With `held`, `data_fields` may be empty.
             admit: for rollout workers, with `lease`: slots to create in another partition in the same change as the
-                claim, returned in `BatchMeta.admitted`. The call waits until there are prompts with keys, and capacity
-                for the slots of `min_batch_size` prompts. Prompts and slots share one lease, which `extend` of either
-                extends. A prompt is acknowledged with the last of its slots; `release` of a prompt removes its slots.
+                claim, returned in `BatchMeta.admitted`. The call waits for prompts with keys, and for capacity for the
+                slots of `min_batch_size` prompts. Prompts and slots share one lease; extending either extends both. A
+                prompt is acknowledged together with its last slot; releasing a prompt removes its slots.
             not_before_version: version of `policy` that must be published before the batch is planned. The call waits
-                for this version as it waits for samples. None: any.
+                for this version just as it waits for samples. None: any version.
             policy: the policy whose version `not_before_version` requires, named in the client's namespace.
             max_wait: seconds to wait for a batch before the call returns the status "not_yet".
-            explain: whether a "not_yet" answer includes the reason (`BatchMeta.reason` and `waiting_for`), for which
-                the service scans all samples of the partition. None: include the reason only after a wait of 10 s or
-                more.
+            explain: whether a "not_yet" answer includes the reason (`BatchMeta.reason` and `waiting_for`). To determine
+                the reason, the service scans all samples of the partition. None: include the reason only after a wait
+                of 10 s or more.
             on_wait: function called with the reason after 10 s of waiting and then every minute, unless `explain` is
                 False. An exception raised by the function ends the call. None: log a warning.
             timeout: seconds beyond `max_wait` until the call fails; None: the client's `timeout`.
 
         Returns:
-            The batch; check its `status` first: "batch", "not_yet" or "end". With `batch_count`, a list: one or more
-            batches in order, the last of which may be the "end", or a single "not_yet".
+            The batch; check its `status` first: "batch", "not_yet" or "end". With `batch_count`, a list of one or more
+            batches in order, the last of which may have the status "end"; or a list of one batch with the status
+            "not_yet".
 
         Raises:
             InvalidArgumentError, MissingLengthError: an argument is invalid, or a sample has no length for the sampler.
-            PreconditionError: ranks, or calls with the same `claim_name`, disagree in their arguments; the partition
-                was cleared; or the incarnation or epoch is stale.
-            LeaseExpiredError: the call is a retry or repeats a `claim_name`, and the lease of the first answer has
-                expired.
-            ClaimReleasedError, SamplesClearedError: the call is a retry or repeats a `claim_name`, and the samples of
+            PreconditionError: ranks, or calls with the same `claim_name`, pass different arguments; the partition was
+                cleared; or the incarnation or epoch is stale.
+            LeaseExpiredError: the call is a retry or repeats a `claim_name`, and the lease granted by the first answer
+                has expired.
+            ClaimReleasedError, SamplesClearedError: the call is a retry or repeats a `claim_name`, and the samples in
                 the first answer were released or cleared.
             PartitionNotFoundError, PolicyNotFoundError, AdmissionLimitError, AlreadyExistsError: with `admit`: see
                 `acquire`. AlreadyExistsError is also raised if a group already has the name of a prompt. No prompt is
                 claimed.
-            BatchForgottenError: the batch is too old; only the latest batches that do not consume their samples are
-                kept.
+            BatchForgottenError: the batch is too old. Of the batches that do not consume their samples, only the latest
+                are kept.
             TaskNotFoundError: the partition was created with a list of tasks that does not include this one.
             SamplerError: the sampler failed.
             SamplerTimeoutError: the sampler did not return in time.
@@ -323,7 +324,7 @@ class ClaimCalls(Base):
         return [meta, *more]
 
     get_meta = claim
-    """The name of `claim` in TransferQueue."""
+    """TransferQueue's name for `claim`."""
 
     def _poll(
         self,
@@ -333,7 +334,10 @@ class ClaimCalls(Base):
         explain: bool | None,
         on_wait: Callable[[WaitReason], object] | None,
     ) -> pb.GetMetaResponse:
-        """Poll until a batch is available or the wait is over. The server may limit how long a single call waits."""
+        """Poll until a batch is available or `max_wait` has passed.
+
+        The server may limit how long a single call waits.
+        """
         wait, reports = Deadline.after(wait_seconds), WaitReports()
         tell = on_wait or warn_of_wait
 
@@ -349,7 +353,7 @@ class ClaimCalls(Base):
                 waited_until = min(began_at + read_seconds("waited", answer.waited), ended_at) if is_over else ended_at
                 collected.note(Stage.ROLLOUTS, began_at, waited_until)
                 collected.note(Stage.PLAN, waited_until, ended_at, is_call=is_over)
-            # Once the wait is over, the caller gets the reason with the answer, so it is not reported here.
+            # After the wait, the answer itself contains the reason, so the reason is not reported here.
             if explain is not False and answer.HasField("reason") and reports.is_due_after(0) and wait.remaining():
                 reports.made()
                 tell(read_message(WaitReason, answer.reason))
@@ -360,7 +364,7 @@ class ClaimCalls(Base):
     def explain(
         self, partition_id: str, task_name: str | None = None, *, timeout: float | None = None
     ) -> list[WaitReason]:
-        """Return why claims on a partition are waiting. Waiting calls with the same arguments share one reason.
+        """Return the reasons why claims on a partition are waiting, one for all waiting calls with the same arguments.
 
         Args:
             partition_id: the partition; it does not have to exist yet.
@@ -394,12 +398,12 @@ class ClaimCalls(Base):
         max_wait: float = DEFAULT_MAX_WAIT_SECONDS,
         timeout: float | None = None,
     ) -> BatchMeta:
-        """Create slots for samples that are yet to be generated: held samples without data, leased to this worker.
+        """Create slots for samples that will be generated. A slot is a held sample without data, leased to this worker.
 
-        Slots count towards the admission limits of their partition. They wait for capacity in order of arrival,
-        together with puts of new samples. Put the data with `put(slots, data, ack=True)`, which makes the slots live,
-        and extend the lease during long work. Releasing a slot without data removes it. A call that fails or is
-        cancelled may have created slots; these are lost when their lease expires.
+        Slots count towards the admission limits of their partition. Slots and puts of new samples wait for capacity in
+        order of arrival. Put the data with `put(slots, data, ack=True)`, which makes the slots live, and extend the
+        lease during long work. Releasing a slot without data removes it. A call that fails or is cancelled may have
+        created slots; these are lost when their lease expires.
 
         Args:
             partition_id: the partition, which must exist.
@@ -412,14 +416,14 @@ class ClaimCalls(Base):
             rollouts: the rollout of each slot (see `put`), in the order of the members of `groups`. Without `groups`,
                 slots of existing rollouts join the groups of these rollouts.
             custom_meta: custom_meta of each slot; see `put`.
-            lease: seconds until the slots are lost if they are still held, at most a day.
+            lease: seconds after which slots that are still held are lost, at most a day.
             on_lost: handling of lost slots. "requeue": other workers claim them with `claim(held=True)` and continue
                 from their data. "fail": they are marked as failed. "remove": they are removed.
             policy: the policy whose published version is stored as `start_version` in the custom_meta of the slots.
-                None: the policy of the admission with a `max_staleness`; without such an admission, `start_version` is
-                not set.
-            holding: samples of one of this worker's leased claims, such as the prompt of the slots or the rollout turn
-                that they continue. If the worker has lost these samples, no slots are created.
+                None: the policy of the admission that has a `max_staleness`; if no admission has one, `start_version`
+                is not set.
+            holding: samples from one of this worker's leased claims, such as the prompt for the slots, or the rollout
+                turn that the slots continue. If the worker has lost these samples, no slots are created.
             ack: whether to acknowledge the samples of `holding` in the same change; for example, a prompt is done once
                 it has slots.
             max_wait: seconds to wait for capacity before the call returns the status "not_yet".
@@ -490,10 +494,10 @@ class ClaimCalls(Base):
         self._calls.unary_once(pb.ReleaseClaimResponse, request, deadline, is_retried=False)
 
     def ack(self, metadata: BatchMeta, *, timeout: float | None = None) -> int:
-        """Acknowledge leased samples: they are consumed, and are not redelivered when the lease expires.
+        """Acknowledge leased samples: they become consumed, and are not redelivered when the lease expires.
 
         Put the results first, or use `put(..., ack=True)` to do both in one change. Samples that were already
-        acknowledged, marked as failed or cleared are accepted.
+        acknowledged, marked as failed or cleared are not an error.
 
         Args:
             metadata: the batch returned by `claim(lease=...)`, or a part of it (`select_samples`, `chunk`). If the
@@ -504,9 +508,9 @@ class ClaimCalls(Base):
             The number of samples acknowledged by this call.
 
         Raises:
-            LeaseExpiredError: some samples, named in the message, are no longer leased to this worker, and other
-                workers may process them too. None is acknowledged.
-            InvalidArgumentError: `metadata` is not from one leased claim, or splits a group.
+            LeaseExpiredError: some samples, named in the message, are no longer leased to this worker, so other workers
+                may also process them. No sample is acknowledged.
+            InvalidArgumentError: `metadata` does not belong to a single leased claim, or splits a group.
             PartitionNotFoundError: the partition was cleared.
             StaleIncarnationError: the partition was cleared and created again.
         """
@@ -514,11 +518,11 @@ class ClaimCalls(Base):
         return self._ack(metadata, timeout)
 
     def extend(self, metadata: BatchMeta, lease: float, *, timeout: float | None = None) -> int:
-        """Extend the lease of a claim. Acknowledged and released samples are not affected.
+        """Extend a claim's lease. Acknowledged and released samples are not affected.
 
         Args:
-            metadata: the batch returned by `claim(lease=...)`. If it is a part of the batch, the entire claim is
-                extended.
+            metadata: the batch returned by `claim(lease=...)`. If `metadata` is only a part of the batch, the entire
+                claim is still extended.
             lease: new lease duration in seconds from now; it may be shorter than the remaining lease.
             timeout: seconds until the call fails; None: the client's `timeout`.
 
@@ -528,8 +532,8 @@ class ClaimCalls(Base):
         Raises:
             LeaseExpiredError: the lease has already expired.
             PreconditionError: all samples of the claim were acknowledged, released or cleared.
-            InvalidArgumentError: `metadata` is not from one leased claim, or `lease` is not a positive number of
-                seconds.
+            InvalidArgumentError: `metadata` does not belong to a single leased claim, or `lease` is not a positive
+                number of seconds.
             PartitionNotFoundError: the partition was cleared.
             StaleIncarnationError: the partition was cleared and created again.
         """
@@ -557,10 +561,10 @@ class ClaimCalls(Base):
             timeout: seconds until the call fails; None: the client's `timeout`.
 
         Returns:
-            The number of samples that can be claimed again; 0 if `metadata` is not a claim of a queue worker.
+            The number of samples that can be claimed again; 0 if `metadata` was not claimed by a queue worker.
 
         Raises:
-            LeaseExpiredError: the lease of some samples has expired; none is released.
+            LeaseExpiredError: the lease of some samples has expired; no sample is released.
             InvalidArgumentError: `metadata` is a part of a claim without a lease, or splits a group.
         """
         if not metadata.claim_id or not metadata.size:
@@ -646,7 +650,7 @@ class ClaimCalls(Base):
             partition_id: the partition.
             task_name: the task to reset.
             epoch: the epoch to end. If many ranks pass the same epoch, the task is reset only once. None: the current
-                epoch; every call, including each retry, then ends one.
+                epoch; every call then ends an epoch, even if the call repeats an earlier one.
             keep_consumed: whether consumed samples remain consumed and only the batch indexes restart.
             timeout: seconds until the call fails; None: the client's `timeout`.
 
@@ -654,7 +658,7 @@ class ClaimCalls(Base):
             The new epoch.
 
         Raises:
-            StaleEpochError: the current epoch of the task is not `epoch`.
+            StaleEpochError: the task's current epoch is not `epoch`.
             PartitionNotFoundError: the partition does not exist.
             TaskNotFoundError: the task has not claimed anything yet.
         """
@@ -678,16 +682,17 @@ class ClaimCalls(Base):
         incarnation: bytes = b"",
         timeout: float | None = None,
     ) -> EvictedUnits:
-        """Return units evicted by the claims of a task (see `unmatched` of `claim`), so that they can be replaced.
+        """Return units that a task's claims evicted (see `unmatched` of `claim`), so that the caller can replace them.
 
-        The service keeps the newest 65,536 units. Call again with the serial of the last unit until the answer is
+        The service stores the newest 65,536 units. Call again with the serial of the last unit until the answer is
         empty.
 
         Args:
             partition_id: the partition.
             task_name: the task whose claims evicted the units.
             after: serial of the last unit already received; 0: start with the first.
-            limit: maximum number of units in the answer, 1 to 1,024. Very long names may reduce it further.
+            limit: maximum number of units in the answer, 1 to 1,024. With very long names, the answer may contain
+                fewer.
             incarnation: expected incarnation of the partition; empty: any. Serials restart with each incarnation.
             timeout: seconds until the call fails; None: the client's `timeout`.
 
@@ -716,12 +721,12 @@ class ClaimCalls(Base):
         incarnation: bytes = b"",
         timeout: float | None = None,
     ) -> int:
-        """Make dead-lettered samples of a task claimable again and reset their delivery count.
+        """Make a task's dead-lettered samples claimable again, and reset their delivery counts.
 
         Args:
             partition_id: the partition.
             task_name: the task that dead-lettered the samples.
-            global_indexes: indexes of samples; those that are not dead-lettered are ignored. None: all dead-lettered
+            global_indexes: indexes of samples; samples that are not dead-lettered are ignored. None: all dead-lettered
                 samples.
             incarnation: expected incarnation of the partition; empty: any.
             timeout: seconds until the call fails; None: the client's `timeout`.

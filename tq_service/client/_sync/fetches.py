@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 
 class FetchCalls(Base):
-    """The data-fetching calls of the client. See `Client`."""
+    """The client's data-fetching calls. See `Client`."""
 
     def get_data(
         self,
@@ -85,52 +85,52 @@ class FetchCalls(Base):
         """Fetch the data of samples in the requested order. A sample requested several times is fetched only once.
 
         Args:
-            target: the metadata of the samples, such as a batch; or a partition, with `keys` or `global_indexes`. An
-                empty batch returns empty columns without a call.
+            target: the metadata of the samples, such as a batch; or a partition, with `keys` or `global_indexes`. For
+                an empty batch, empty columns are returned without a call.
             keys: keys of the samples.
             global_indexes: indexes of the samples, instead of keys.
             data_fields: the fields to fetch; None: the fields of the metadata, or all fields of the partition.
             missing: "error", or "skip" to omit samples that do not exist or lack one of the fields.
             missing_fields: "error", or "skip" to omit fields that do not exist or that one of the samples lacks. With
-                `data_fields=None`, this fetches the fields that all samples have. No sample is then omitted because it
-                lacks a field.
+                `data_fields=None`, "skip" fetches the fields that all samples have, so no sample is omitted for lacking
+                a field.
             layout: layout of tensor fields whose rows have at least one dimension. None: the field's own layout,
-                regardless of the fetched rows: dense fields are returned as dense tensors. Fields that were put or
+                regardless of the fetched rows. Dense fields are returned as dense tensors. Fields that were put or
                 declared as jagged, or that have rows of different shapes in any put, are returned as nested tensors.
                 The other values depend on the fetched rows. "auto": dense if all rows have the same shape, else jagged.
                 "dense": dense; rows of different shapes are an error. "jagged": always nested tensors.
             device: CUDA device for the tensors, such as "cuda:0"; objects stay on the CPU. Data is received in pinned
                 memory and copied to the device on a separate stream. The caller's current stream waits for the copy,
                 but the call returns before the copy ends. None or "cpu": the CPU.
-            out: contiguous tensors by field, on the CPU or a device, to fill and return instead of new ones. Their
-                dtype and shape `(n, ...)` must be those of the (dense) field. If a call fails while receiving, their
-                contents are undefined.
-            expand: form of fields that the samples of a group share, which are fetched once per group. True: one row
-                per sample. In lists, all samples of a group then have the same object. A tensor that covers a single
-                group shares memory between its rows (`Tensor.expand`), so do not modify these rows in place; other
-                tensors are copies. False: one row per group, in order of first appearance; `group_index` `(n,)` maps
-                each sample to its row.
-            slices: the part of each row to fetch, by field: `(start, stop)`, a list of such pairs with one per sample,
-                or a `RowSlice`, which supports further forms. The storage service slices the rows and sends only the
+            out: contiguous tensors by field, on the CPU or a device, to fill and return instead of new ones. The fields
+                must be dense, and each tensor must have its field's dtype and shape `(n, ...)`. If a call fails while
+                receiving data, the contents of these tensors are undefined.
+            expand: form of the fields that the samples of a group share. These fields are fetched once per group. True:
+                one row per sample. In lists, all samples of a group then have the same object. A tensor that covers a
+                single group shares memory between its rows (`Tensor.expand`), so do not modify these rows in place;
+                other tensors are copies. False: one row per group, in order of first appearance; `group_index`, of
+                shape `(n,)`, maps each sample to its row.
+            slices: by field, the part of each row to fetch: `(start, stop)`, a list with one such pair per sample, or a
+                `RowSlice`, which supports further forms. The storage service slices the rows and sends only the
                 selected bytes. A dense field remains dense if all slices have the same length; otherwise it becomes
                 jagged.
-            padded: True to return jagged fields as dense tensors `(n, longest, ...)`, except fields that are ragged in
-                several dimensions; or a list of fields to pad, which may include dense fields (padded in the first
-                dimension).
+            padded: True to return jagged fields as dense tensors of shape `(n, longest, ...)`, except fields that are
+                ragged in several dimensions. Or a list of fields to pad, which may include dense fields (padded in the
+                first dimension).
             pad_value: value that fills the rest of a row, or a dict of such values by field.
             length: row length of padded fields, or a dict of lengths by field; None: the length of the longest fetched
-                row. A longer row is an error unless `truncate` is set.
+                row. A row that is longer is an error unless `truncate` is set.
             side: side of the padding: "right" (after the values) or "left" (before the values).
-            mask: whether to add, for each padded field, a bool field `<name>_mask` `(n, length)` that is True for
-                values and False for padding.
+            mask: whether to add, for each padded field, a bool field `<name>_mask` of shape `(n, length)` that is True
+                for values and False for padding.
             truncate: whether the storage service truncates rows longer than `length` to their first `length` items.
             timeout: seconds until the call fails; None: the client's `timeout`.
 
         Returns:
-            A TensorDict of batch size `[n]`, or `[]` with `expand=False`. A jagged field is a nested tensor, or a list
-            of tensors if its rows are ragged in several dimensions. A field of objects is a list. Without tensordict, a
-            dict of tensors and lists. Without torch as well, a dict of numpy arrays and lists. If tensordict is not
-            installed, type checkers see the type as `Any`.
+            A TensorDict with batch size `[n]`, or `[]` with `expand=False`. A jagged field is a nested tensor, or a
+            list of tensors if its rows are ragged in several dimensions. A field of objects is a list. If tensordict is
+            not installed, a dict of tensors and lists; if torch is not installed either, a dict of numpy arrays and
+            lists. Without tensordict, type checkers see the type as `Any`.
 
         Raises:
             PartitionNotFoundError, FieldNotFoundError, KeyNotFoundError, SampleNotFoundError: a partition, field, key
@@ -138,12 +138,13 @@ class FetchCalls(Base):
             CellNotFoundError: a sample lacks one of the fields; set `missing` or `missing_fields` to omit either of
                 them.
             FieldMismatchError: rows requested as dense differ in shape; a row is longer than `length`; a field cannot
-                be padded; or a tensor of `out`, which is then unchanged, has another dtype or shape than its field.
+                be padded; or the dtype or shape of a tensor in `out` differs from its field (the tensor is then
+                unchanged).
             InvalidArgumentError: the device does not exist, `out` cannot be filled, a field cannot be sliced, or
                 `pad_value` is not valid for the dtype.
             torch.OutOfMemoryError: the device has too little free memory; the received data is freed.
             StaleIncarnationError: the partition was cleared and created again after the metadata was returned.
-            DataLossError: the storage service that stored the data restarted empty; the error names the samples.
+            DataLossError: the storage service that stored the data restarted without it; the error names the samples.
             UnavailableError: the controller, or the storage service that stores the data, did not answer in time.
         """
         began_at = time.perf_counter()
@@ -214,14 +215,14 @@ class FetchCalls(Base):
                     probe.fetched(time.perf_counter() - began_at)
                 return fetched
             except (PutNotFoundError, DataLossError):
-                # The data may have been overwritten after it was located: locate it again. If its location is
-                # unchanged, it is lost.
+                # The data may have been overwritten after it was located, so locate it again. If its location is
+                # unchanged, the data is lost.
                 if stale is not None and stale.locations.puts == located.locations.puts:
                     raise
                 stale, located = located, locate()
 
     def _locate(self, deadline: Deadline, name: str, named: Sequence[Any] | Indexes, **arguments: Any) -> BatchMeta:
-        """Locate samples. `name` is the request field that selects them: "keys" or "global_indexes"."""
+        """Locate samples. `name` is the request field that selects the samples: "keys" or "global_indexes"."""
         parts: list[BatchMeta] = []
         began_at = time.perf_counter()
         for some in in_parts(named):
@@ -347,7 +348,7 @@ class FetchCalls(Base):
         *,
         rows: RowPlacement | None,
     ) -> list[Received]:
-        """Read from one storage service. If it does not answer, look up its current address and retry."""
+        """Read from one storage service. If the service does not answer, look up its current address and retry."""
         storage, loss_count = read.storage, 0
 
         def attempt() -> list[Received]:
@@ -358,7 +359,7 @@ class FetchCalls(Base):
                 driver = self._calls.endpoint(storage.address).driver
                 return driver.get(read.request, read.positions.size, deadline, size_bytes, landing, rows=rows)
             except DataLossError as error:
-                # Another storage service may have taken over the puts, or may be about to.
+                # Another storage service may have taken over the puts, or may do so soon.
                 now = self._find_storage(located, read, deadline)
                 if now == storage and loss_count:
                     raise
@@ -377,7 +378,7 @@ class FetchCalls(Base):
             raise unread_samples(located, read, storage, deadline, error) from error
 
     def _find_storage(self, located: BatchMeta, read: StorageRead, deadline: Deadline) -> StorageRef:
-        """Look up the current address of a storage service that does not answer, since it may have restarted."""
+        """Look up the current address of a storage service that does not answer; the service may have restarted."""
         now = self._locate(
             deadline,
             "global_indexes",

@@ -36,7 +36,7 @@ _CHECKPOINT_SECONDS: Final = 3600.0
 
 
 class PartitionCalls(Base):
-    """The calls of the client on partitions and services. See `Client`."""
+    """The client's calls on partitions and services. See `Client`."""
 
     def create_partition(
         self,
@@ -56,34 +56,37 @@ class PartitionCalls(Base):
         batch_unit: BatchUnit = "sample",
         timeout: float | None = None,
     ) -> bytes:
-        """Create a partition, or confirm that it exists with these settings. Optional: the first put creates it too.
+        """Create a partition, or confirm that it exists with these settings.
+
+        The call is optional, since the first put also creates the partition.
 
         Args:
             partition_id: name of the partition.
             expected_samples: number of samples after which the partition is sealed automatically. None: only
                 `seal_partition` seals it.
-            default_layout: layout of tensor fields that do not declare one. "auto": dense until a row with a different
-                shape is put, then jagged. "dense": rows with a different shape are refused. "jagged": always jagged,
-                except scalars, which are dense.
-            fields: declared fields. Dtype, layout and row shape that a declaration omits are set by the first put.
-            max_bytes: maximum total bytes of the samples; puts of new samples wait for capacity. None: only the quota
-                of the service applies.
+            default_layout: layout of tensor fields that do not declare a layout. "auto": dense until a row with a
+                different shape is put, then jagged. "dense": rows with a different shape are refused. "jagged": always
+                jagged, except scalars, which are dense.
+            fields: declared fields. The first put sets any dtype, layout or row shape that a declaration omits.
+            max_bytes: maximum total bytes of the samples; puts of new samples wait for capacity. None: only the
+                service's quota applies.
             admissions: limits on the outstanding work of each task; puts of new samples wait until they are admitted.
                 Empty: only capacity limits new samples.
-            tasks: names of the only tasks that may consume the partition; other names raise TaskNotFoundError. Before
-                its first claim, each of these tasks counts as having consumed nothing. Empty: any task may consume it.
+            tasks: names of the only tasks that may consume the partition; other names raise TaskNotFoundError. Each of
+                these tasks counts as having consumed nothing until its first claim. Empty: any task may consume the
+                partition.
             samples_per_round: number of samples per round, for a partition that is reused without being sealed.
-                `check_consumption` reports completion once all rounds begun are full and consumed, `check_production`
-                once they are full and produced. None: completion requires a seal.
+                `check_consumption` reports completion once every round that has begun is full and consumed;
+                `check_production` does so once every such round is full and produced. None: completion requires a seal.
             release: when the service clears samples automatically. None: samples are cleared only by `clear_samples`
                 and `clear_partition`.
             clear_after: short form of `Release("trained", clear_after)`: samples are cleared once all of these tasks
                 have trained or acknowledged them.
-            max_staleness: short form of an entry of `admissions` for the only task in `clear_after`: maximum number of
+            max_staleness: short form of an entry in `admissions` for the only task in `clear_after`: maximum number of
                 versions of the default policy published between the creation of a sample's slot and its training.
                 Samples are then created by `acquire`; see `Admission`. None: unlimited.
             global_batch: with `max_staleness`: number of units that all ranks of the task consume per version.
-            batch_unit: unit of `global_batch`: "sample", "rollout" or "group", as in the claims of the ranks.
+            batch_unit: unit of `global_batch`: "sample", "rollout" or "group", the same as in the ranks' claims.
             timeout: seconds until the call fails; None: the client's `timeout`.
 
         Returns:
@@ -145,7 +148,7 @@ class PartitionCalls(Base):
     def clear_partition(
         self, partition_id: str, *, incarnation: bytes = b"", missing_ok: bool = False, timeout: float | None = None
     ) -> int:
-        """Remove a partition with all its contents. Calls waiting on the partition end, and its name can be reused.
+        """Remove a partition and all its contents. Calls that wait on the partition end, and its name can be reused.
 
         Args:
             partition_id: the partition.
@@ -222,7 +225,7 @@ class PartitionCalls(Base):
         return PartitionList(partitions, revision)
 
     def describe_partition(self, partition_id: str, *, timeout: float | None = None) -> PartitionDescription:
-        """Return a description of a partition: its samples by state, its fields and its tasks.
+        """Return a description of a partition: the sample counts by state, the fields and the tasks.
 
         Raises:
             PartitionNotFoundError: the partition does not exist.
@@ -243,15 +246,15 @@ class PartitionCalls(Base):
                 admission.policy = self._namespace.own_name(admission.policy)
 
     def status(self, prefix: str = "", *, explain: bool = True, timeout: float | None = None) -> ServiceStatus:
-        """Return the state of the service: storage services, partitions, and waiting claims with their reasons.
+        """Return the service's state: storage services, partitions, and waiting claims with the reasons for their wait.
 
         Large results are read in pages, so partitions created or cleared during the call may or may not be included.
 
         Args:
-            prefix: prefix of the partition names, including names of partitions that clients wait for but that do not
-                exist.
-            explain: whether to include the reasons why claims wait; for each partition that claims wait for, the
-                service then scans all samples.
+            prefix: prefix of the partition names; it also selects partitions that do not exist yet but that clients
+                wait for.
+            explain: whether to include the reasons why claims wait. The service then scans all samples of each
+                partition that claims wait for.
             timeout: seconds until the call fails; None: the client's `timeout`.
         """
         full_prefix = self._namespace.prefix + prefix
@@ -271,15 +274,15 @@ class PartitionCalls(Base):
     def checkpoint(
         self, name: str, *, metadata: Mapping[str, Any] | None = None, timeout: float | None = None
     ) -> CheckpointCopy:
-        """Write a consistent copy of all partitions to the controller's disk, while the service continues to run.
+        """Write a consistent copy of all partitions to the controller's disk while the service keeps running.
 
         The name always refers to a complete checkpoint, either the previous or the new one. A client with a namespace
-        copies only the partitions in the namespace, under their names without the namespace.
+        copies only the partitions in its namespace, and stores them under names without the namespace.
 
         Args:
-            name: a path below the `checkpoint_dir` of the service, such as "nightly/2026-11-21", of at most 200
-                characters. Each part consists of letters, digits and "._=@+-", and begins with a letter or digit.
-            metadata: a mapping of strings to JSON values, such as the step of a trainer, at most 256 KiB; tuples are
+            name: a path below the service's `checkpoint_dir`, such as "nightly/2026-11-21"; at most 200 characters.
+                Each part consists of letters, digits and "._=@+-", and begins with a letter or digit.
+            metadata: a mapping of strings to JSON values, such as a trainer's step; at most 256 KiB. Tuples are
                 returned as lists. `restore` and `list_checkpoints` return the mapping.
             timeout: seconds until the call fails and the copy is cancelled; None: one hour.
 
@@ -320,10 +323,10 @@ class PartitionCalls(Base):
 
         Args:
             name: the name that was passed to `checkpoint`.
-            replace: whether to replace all existing partitions atomically: a crash leaves either the old or the
-                restored state. Calls waiting on old partitions end with PartitionClearedError. BatchMetas of old
-                partitions are stale (StaleIncarnationError), even if the checkpoint contains the partition. The storage
-                services need capacity for both the old and the restored data.
+            replace: whether to replace all existing partitions. The replacement is atomic: a crash leaves either the
+                old or the restored state. Calls that wait on old partitions fail with PartitionClearedError. BatchMetas
+                of old partitions are stale (StaleIncarnationError), even if the checkpoint contains the partition. The
+                storage services need capacity for both the old and the restored data.
             timeout: seconds until the call fails without restoring anything; None: one hour.
 
         Raises:
@@ -343,7 +346,7 @@ class PartitionCalls(Base):
         return read_message(RestoredCheckpoint, answer, metadata=decode_json_object(answer.metadata))
 
     def storage_stat(self, address: str | None = None, *, timeout: float | None = None) -> StorageStat:
-        """Return the sizes and counts of the storage service at an address; None: the client's address."""
+        """Return the sizes and counts reported by the storage service at an address (None: the client's address)."""
         deadline = self._deadline(timeout)
         target = parse_address(address) if address else ""
         answer = self._calls.unary(StatResponse, StatRequest(), deadline, target)

@@ -16,7 +16,7 @@ from tq_service.wire.messages import read_message, to_duration
 
 
 class PolicyCalls(Base):
-    """The trainer calls of the client. See `Client`."""
+    """The client's trainer calls. See `Client`."""
 
     def publish_version(
         self,
@@ -34,8 +34,8 @@ class PolicyCalls(Base):
         Args:
             version: version number of the weights, 0 or more.
             policy: name of the policy, in the client's namespace; a new name adds a policy.
-            trained: batches that this version was trained on: the last batch_index by (partition_id, task_name), as in
-                `advance`.
+            trained: the batches on which this version was trained: the last batch_index for each (partition_id,
+                task_name), as in `advance`.
             rewind: whether to accept a version lower than the published one, because the trainer resumed from a
                 checkpoint.
             timeout: seconds until the call fails; None: the client's `timeout`.
@@ -107,7 +107,7 @@ class PolicyCalls(Base):
     def remove_policy(
         self, policy: str = DEFAULT_POLICY, *, missing_ok: bool = False, timeout: float | None = None
     ) -> bool:
-        """Remove a policy, for example after its run, and return whether the policy existed.
+        """Remove a policy, for example when its run has ended, and return whether the policy existed.
 
         Args:
             policy: name of the policy, in the client's namespace.
@@ -136,7 +136,7 @@ class PolicyCalls(Base):
         Args:
             partition_id: the partition.
             task_name: the task that the trainer's ranks run.
-            trained: index of the last trained batch; all earlier batches count as trained too. None: unchanged.
+            trained: index of the last trained batch; all earlier batches also count as trained. None: unchanged.
             saved: index of the last batch covered by a checkpoint of the trainer; all earlier batches count as covered,
                 and all covered batches as trained. None: unchanged. If the partition has a matching `Release`, samples
                 that a resume no longer needs are released.
@@ -183,19 +183,20 @@ class PolicyCalls(Base):
             partition_id: the partition.
             task_name: the task that the ranks run.
             dp_size: number of restarted ranks.
-            trained: index of the last trained batch; all earlier batches count as trained too. -1: no batch was
+            trained: index of the last trained batch; all earlier batches also count as trained. -1: no batch was
                 trained. None: the index recorded by `advance`.
             incarnation: expected incarnation of the partition; empty: any.
-            epoch: epoch of the previous ranks. With it, each new rank may make this call: only the first call restarts
-                the task, until the new ranks have trained their first batch. None: every call restarts the task.
+            epoch: epoch of the previous ranks. If it is given, every new rank may make this call: until the new ranks
+                have trained their first batch, only the first call restarts the task. None: every call restarts the
+                task.
             timeout: seconds until the call fails; None: the client's `timeout`.
 
         Raises:
-            InvalidArgumentError: the batch of `trained` was never planned, or `dp_size` is out of range.
+            InvalidArgumentError: the batch at index `trained` was never planned, or `dp_size` is out of range.
             PartitionNotFoundError, TaskNotFoundError: the partition or task does not exist.
             StaleIncarnationError: the partition was cleared and created again.
             StaleEpochError: the task has not reached `epoch`.
-            SamplesClearedError: samples of batches after `trained` have been released.
+            SamplesClearedError: samples in batches after `trained` have been released.
         """
         answer = self._ask(
             pb.RestartRanksResponse,

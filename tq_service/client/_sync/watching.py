@@ -26,12 +26,12 @@ class Watch:
     reads it.
 
     Args:
-        calls: calls of the client.
+        calls: the client's calls.
         request: the watched prefix, options and start revision.
-        timeout: seconds that the service may be unavailable before the iterator fails.
+        timeout: seconds for which the service may be unavailable before the iterator fails.
 
     Attributes:
-        revision: revision from which the watch resumes: that of the last complete update; None before the first.
+        revision: revision of the last complete update, from which the watch resumes; None before the first update.
     """
 
     def __init__(self, calls: Calls, request: pb.WatchRequest, timeout: float) -> None:
@@ -71,7 +71,8 @@ class Watch:
 
     def _read(self, remaining_seconds: float) -> pb.WatchResponse | None:
         endpoint = self._calls.endpoint()
-        # A stream that breaks after an hour is not an outage of an hour, so log only failures to open a stream.
+        # A stream that breaks after an hour does not indicate an hour-long outage, so log only failures to open a
+        # stream.
         with endpoint.errors(Deadline.after(remaining_seconds), is_retried=self._call is None):
             if self._call is None:
                 self._is_reset = not self._request.HasField("revision")
@@ -106,7 +107,7 @@ class Watch:
 
 
 class WatchCalls(Base):
-    """The calls of the client that watch partitions. See `Client`."""
+    """The client's calls that watch partitions. See `Client`."""
 
     def watch(
         self,
@@ -121,8 +122,8 @@ class WatchCalls(Base):
         """Return an iterator over changes to partitions (created, sealed, cleared), samples, custom_meta and tasks.
 
         Each update contains the latest state of everything that changed, not the intermediate steps, so a slow reader
-        receives fewer and later updates. Many changes are split over several updates, of which only the last has a
-        `revision`. There are at most about ten updates per second, and fewer with very many watches.
+        receives fewer and later updates. A large set of changes is split over several updates, of which only the last
+        has a `revision`. A watch receives at most about ten updates per second, fewer if there are very many watches.
 
         Args:
             prefix: prefix of the partition names to watch; empty: all partitions.
@@ -130,9 +131,9 @@ class WatchCalls(Base):
                 or an update. None: start with the complete state. The complete state is sent again if changes were
                 missed, for example after a restart of the service; such updates have `is_reset` set.
             samples: whether to watch samples.
-            tasks: whether to watch tasks; claims then cause updates.
+            tasks: whether to watch tasks. If so, claims cause updates.
             progress_interval: seconds without a change after which an empty update is sent; at least 0.1.
-            timeout: seconds that the service may be unavailable before the iterator fails; None: the client's
+            timeout: seconds for which the service may be unavailable before the iterator fails; None: the client's
                 `timeout`.
 
         Raises, from the iterator:
