@@ -115,7 +115,7 @@ def test_no_batch_is_planned_further_ahead_of_the_published_version_than_the_lag
     """Also over a state and another partition: the versions go on where batches begin with 0 again."""
     other, policy = f"{partition}-next", f"policy of {partition}"
     fill(address, partition, 24)
-    fill(address, other, 16)
+    fill(address, other, 40)
 
     def planned(client: tq.Client, name: str) -> int:
         (task,) = client.describe_partition(name).tasks
@@ -149,7 +149,7 @@ def test_no_batch_is_planned_further_ahead_of_the_published_version_than_the_lag
             loader.load_state_dict(state)
             assert trained(client, loader, partition, 6, 9) == 8
             loader.step(other)
-            assert trained(client, loader, other, 8, 9) == 10
+            assert trained(client, loader, other, 8, 9) == 13
         client.clear_partition(other)
         client.remove_policy(policy)
 

@@ -56,6 +56,7 @@ from tq_service.client_probes import Note, ProbeNotes, Span, Stage, notify_probe
 from tq_service.data.columns import FlatBatch, build, flatten, object_bytes
 from tq_service.data.source import (
     BatchFetcher,
+    BatchRequest,
     BatchSource,
     End,
     ExceptionWrapper,
@@ -297,6 +298,7 @@ class FetchRequest:
     Attributes:
         stream: number of the requesting stream.
         partition_id: the partition to fetch from.
+        first_version: policy version that trains on batch 0 of the partition.
         batch_index: index of the batch.
         identity: the identity that the batch must have, if known.
         released: ids of the worker's buffers that may be overwritten.
@@ -305,6 +307,7 @@ class FetchRequest:
 
     stream: int
     partition_id: str
+    first_version: int
     batch_index: int
     identity: StreamIdentity | None
     released: tuple[int, ...]
@@ -394,7 +397,7 @@ class WorkerPool:
     """Worker processes that run until `close`, and fetch for one stream at a time.
 
     Workers receive the source when they start, so its functions need not be picklable with fork. A later stream may
-    change only the source's partition.
+    change only the source's partition and `first_version`.
     """
 
     def __init__(
@@ -417,8 +420,7 @@ class WorkerPool:
         While one fetcher opens a batch, the worker fetches the batch that the other fetcher requested.
         """
         stream = next(self._streams)
-        partition_id = source.request.partition_id
-        return [WorkerFetcher(worker, stream, partition_id, identity, timer) for worker in self._workers * 2]
+        return [WorkerFetcher(worker, stream, source.request, identity, timer) for worker in self._workers * 2]
 
 
 class WorkerFetcher:
@@ -429,12 +431,12 @@ class WorkerFetcher:
     """
 
     def __init__(
-        self, worker: _Worker, stream: int, partition_id: str, identity: StreamIdentity | None, timer: StepTimer
+        self, worker: _Worker, stream: int, request: BatchRequest, identity: StreamIdentity | None, timer: StepTimer
     ) -> None:
         self._worker = worker
         self._timer = timer
         self._stream = stream
-        self._partition_id = partition_id
+        self._request = request
         self._identity = identity
         # Set when the replies to the worker's previous request and to this fetcher's request have been received.
         self._earlier = self._own = threading.Event()
@@ -449,7 +451,8 @@ class WorkerFetcher:
             worker.send(
                 FetchRequest(
                     stream=self._stream,
-                    partition_id=self._partition_id,
+                    partition_id=self._request.partition_id,
+                    first_version=self._request.first_version,
                     batch_index=batch_index,
                     identity=self._identity,
                     released=worker.buffers.take_released(),
@@ -655,7 +658,7 @@ class _Fetching:
         """Return the fetcher of the request's stream; each stream uses a separate client."""
         if self._fetching is None or self._fetching[0] != request.stream:
             self._end_fetcher()
-            source = self._source.of_partition(request.partition_id)
+            source = self._source.of_partition(request.partition_id).of_version(request.first_version)
             fetcher = BatchFetcher(source, request.identity, lambda: self._step_times)
             self._fetching = request.stream, fetcher
         return self._fetching[1]
