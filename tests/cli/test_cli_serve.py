@@ -84,7 +84,10 @@ def test_a_taken_port_is_one_line_and_exit_code_1() -> None:
         result = run("serve", "--port", str(taken.getsockname()[1]))
     assert result.returncode == 1
     (line,) = result.stderr.splitlines()
-    assert "Address already in use; another process listens on it: stop that process, or choose another --port" in line
+    assert (
+        "Address already in use; another process listens on this address: stop that process, or choose another --port"
+        in line
+    )
 
 
 def test_wrong_settings_are_one_line_and_exit_code_1() -> None:

@@ -73,7 +73,7 @@ PACKED = PackedSampler(optimizer_steps=2, pack_max_length=64)
         (
             {"sampler": PACKED, "sampler_config": {"align": 8}},
             "sampler_config",
-            r"sampler_config is \{'align': 8\} and sampler is PackedSampler\(.*give the name 'packed'",
+            r"sampler_config is \{'align': 8\} and sampler is PackedSampler\(.*pass the name 'packed'",
         ),
     ],
 )

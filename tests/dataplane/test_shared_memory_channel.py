@@ -121,7 +121,7 @@ async def test_another_session_cannot_send_fds_for_a_put(server):
     with server.session(owner.session_id).awaiting(PUT) as take_fd:
         with pytest.raises(UnavailableError, match="no put waits"):
             await asyncio.to_thread(stranger.send_sealed, PUT, COLUMNS)
-        with pytest.raises(UnavailableError, match="not sent"):
+        with pytest.raises(UnavailableError, match="did not send the put's shared memory"):
             take_fd()
 
 
@@ -400,7 +400,7 @@ async def test_send_fds_without_file_descriptors_is_refused(server):
         session = next(iter(server._sessions.values()))
         with session.awaiting(PUT) as take_fd:
             assert await ask(connection, SharedMemoryRequest(send_fd=SendFd(put_id=PUT))) == "refusal"
-            with pytest.raises(UnavailableError, match="not sent"):
+            with pytest.raises(UnavailableError, match="did not send the put's shared memory"):
                 take_fd()
 
 

@@ -171,7 +171,7 @@ def test_a_record_that_does_not_fit_stops_the_start_and_is_named(tmp_path):
         other.write("elsewhere", b"", new_write(1))
 
     lives(tmp_path, tell_of_what_was_not)
-    with pytest.raises(JournalDamagedError, match=r"SamplesWritten.*restore a checkpoint"):
+    with pytest.raises(JournalDamagedError, match=r"SamplesWritten.*Restore a checkpoint"):
         lives(tmp_path, look)
 
 

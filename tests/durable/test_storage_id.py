@@ -22,6 +22,6 @@ def test_the_first_name_stays_whatever_the_host_is_called_later(tmp_path):
 
 def test_another_name_is_refused_with_both(tmp_path):
     assert opened(tmp_path, "storage-a", "host-50051") == "storage-a"
-    with pytest.raises(DataDirError, match=r"'storage-a'.*'storage-b'"):
+    with pytest.raises(DataDirError, match=r"'storage-b'; expected 'storage-a'"):
         opened(tmp_path, "storage-b", "host-50051")
     assert opened(tmp_path, None, "host-50051") == "storage-a"

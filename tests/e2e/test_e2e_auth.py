@@ -172,7 +172,7 @@ def test_clients_whose_tls_does_not_fit_are_told_to_look_there(
     tls = deployment.authority.issue("client")
     for address, unfit, told in (
         (deployment.address, None, "speaks TLS and this client does not"),
-        (deployment.address, tq.Tls(ca=tls.ca), "without a client's certificate"),
+        (deployment.address, tq.Tls(ca=tls.ca), "without a client certificate"),
         (open_address, tls, "does not speak TLS and this client does"),
     ):
         with (

@@ -171,7 +171,7 @@ def test_it_comes_back_as_often_as_it_is_killed(server):
 
 
 def test_a_second_service_cannot_use_the_directory(server, tmp_path):
-    with pytest.raises(tq.errors.UnavailableError, match=f"exit code 1 (.|\n)*in use by process {server.pid}"):
+    with pytest.raises(tq.errors.UnavailableError, match=f"exited with code 1 (.|\n)*in use by process {server.pid}"):
         ServiceProcess(data_dir=tmp_path / "data", log=tmp_path / "log").start()
     with tq.Client(server.address, timeout=30.0) as client:  # the first one has not noticed
         assert client.insert("train", 2).global_indexes == [0, 1]

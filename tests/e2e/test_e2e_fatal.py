@@ -52,7 +52,7 @@ def test_a_fault_ends_the_process_and_the_next_one_has_what_was_answered(server,
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (("--tls-ca", "typo.pem"), "tls_ca cannot be used: typo.pem: No such file"),
+        (("--tls-ca", "typo.pem"), "tls_ca is typo.pem, which could not be loaded (No such file"),
         (("--peer-token-file", "token"), "the token would be sent to controller.example:50051 in plaintext"),
     ],
 )

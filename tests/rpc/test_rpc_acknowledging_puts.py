@@ -89,7 +89,7 @@ def not_claims(client: AnyClient) -> dict[str, tuple[dict[str, Any], str]]:
     several = "not from one leased claim; claim it with claim"
     return {
         "nothing": ({"target": "train"}, "ack is True, but the put is to a partition"),
-        "keys": ({"target": "train", "keys": list("abcdef")}, "Give the batch returned by claim"),
+        "keys": ({"target": "train", "keys": list("abcdef")}, "Pass the batch returned by claim"),
         "look-up": ({"target": found}, several),
         "unleased": ({"target": unleased}, several),
         "ranked": ({"target": ranked}, several),

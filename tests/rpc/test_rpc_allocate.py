@@ -246,7 +246,7 @@ def test_more_than_the_quota(client_kind: Any, start_server: StartServer) -> Non
         ([FieldSpec("x", dtype="int64")], {}, "expected a dtype and a row shape"),
         ([FieldSpec("x", row_shape=(1,))], {}, "expected a dtype and a row shape"),
         ([FieldSpec("x", layout=Layout.OBJECT)], {}, "expected a dtype and a row shape"),
-        ([FieldSpec("x", dtype="int64", row_shape=(-1,))], {}, "lacks lengths"),
+        ([FieldSpec("x", dtype="int64", row_shape=(-1,))], {}, "has no lengths"),
         ([FieldSpec("x", dtype="int64", row_shape=(-1,))], {"x": [1]}, "extents"),
         ([FieldSpec("x", dtype="int64", row_shape=(-1,))], {"x": [1, -1]}, "negative"),
         ([FieldSpec("x", dtype="int64", row_shape=(2,))], {"x": [1, 1]}, "is dense but has lengths"),

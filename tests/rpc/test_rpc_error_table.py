@@ -180,7 +180,7 @@ UNKNOWN_NAMES = [
     not_found("field, clear", lambda c, m: c.clear_fields(m, data_fields=["scores"]), FieldNotFoundError,
               "'scores'", "'score'"),
     not_found("key, get", lambda c, m: c.get_data("train", keys=["k1", "k9"]), KeyNotFoundError,
-              "'k9'", "'k3'", "skip_missing (in Python: missing='skip')"),
+              "'k9'", "'k3'", "skip_missing to omit it (in Python: missing='skip')"),
     not_found("key, put", put({"score": torch.zeros(1, 3)}, keys=["k9"], key_mode="existing"), KeyNotFoundError,
               "'k9'", "'k3'", "key_mode upsert"),
     not_found("sample, get", lambda c, m: c.get_data("train", global_indexes=[1, 99]),
@@ -320,7 +320,7 @@ WRONG_READS = [
     invalid("padded, too long", get(padded=True, length=4), "length", "row 0", "'input_ids'", "5 items", "length=4",
             "truncate=True", error=FieldMismatchError),
     invalid("pad_value", get(padded=True, pad_value=0.5), "pad_value", "0.5", "int64", "by field"),
-    invalid("padded and jagged", get(padded=True, layout="jagged"), "layout", "'jagged'", "one of the two"),
+    invalid("padded and jagged", get(padded=True, layout="jagged"), "layout", "'jagged'", "only one of them"),
 ]  # fmt: skip
 
 STALE = [

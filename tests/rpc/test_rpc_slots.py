@@ -242,6 +242,8 @@ def test_what_is_held_has_to_be_of_a_leased_claim(client: AnyClient) -> None:
     put = client.put("prompts", {"x": np.arange(2)})
     with pytest.raises(tq.errors.InvalidArgumentError, match="metadata is not from one leased claim"):
         acquire(client, "a", holding=put)
-    with pytest.raises(tq.errors.InvalidArgumentError, match="holding lacks claim, expected samples of a claim"):
+    with pytest.raises(
+        tq.errors.InvalidArgumentError, match="holding lacks claim; expected samples that the worker has leased"
+    ):
         acquire(client, "a", ack=True)
     assert states(client) == (0, 0, 0)

@@ -393,7 +393,7 @@ def test_descriptions_are_sorted_and_complete():
     [
         ("", Picky, "name: got ''"),
         ("a:b", Picky, "without a colon"),
-        ("sequential", Picky, "taken by SequentialSampler"),
+        ("sequential", Picky, "already used by SequentialSampler"),
         ("x", int, "expected a class with a method plan"),
     ],
 )

@@ -104,12 +104,14 @@ async def test_a_refusal_and_a_silence_are_logged_and_it_tries_again(engine, cap
 
 
 async def test_authorities_that_cannot_be_read_stop_the_start(tmp_path):
-    with pytest.raises(InvalidArgumentError, match=r"tls_ca cannot be used.*typo\.pem: No such file"):
+    with pytest.raises(InvalidArgumentError, match=r"tls_ca is .*typo\.pem, which could not be loaded \(No such file"):
         async with running(settings(controller="127.0.0.1:1", tls_ca=tmp_path / "typo.pem")):
             raise AssertionError("it started")
     garbage = tmp_path / "garbage.pem"
     garbage.write_text("not a certificate")
-    with pytest.raises(InvalidArgumentError, match=r"tls_ca cannot be used: .*; expected certificates in PEM"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"tls_ca is .*, which could not be loaded .*; expected certificates in PEM"
+    ):
         async with running(settings(controller="127.0.0.1:1", tls_ca=garbage)):
             raise AssertionError("it started")
 

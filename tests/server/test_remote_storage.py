@@ -152,5 +152,5 @@ async def test_frees_are_told_again_until_they_are_heard_and_the_log_says_so_onc
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED])
 def test_a_refusal_of_the_controller_is_no_fault_of_the_client(code):
     refusal = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "not you")
-    with pytest.raises(UnavailableError, match="does not accept its controller: not you"), _typed_errors():
+    with pytest.raises(UnavailableError, match="rejected its controller: not you"), _typed_errors():
         raise refusal

@@ -225,8 +225,8 @@ def unavailable_until(deadline: Deadline, failure: UnavailableError) -> Unavaila
 
 # Python equivalents for phrases in service messages that use names from the protos.
 _IN_PYTHON: Final = {
-    "with skip_missing": "missing='skip'",
-    "with skip_missing_fields": "missing_fields='skip'",
+    "skip_missing to omit": "missing='skip'",
+    "skip_missing_fields to omit": "missing_fields='skip'",
     "as authorization metadata": f"set {TOKEN_VARIABLE} or {TOKEN_FILE_VARIABLE}",
 }
 

@@ -130,7 +130,7 @@ class IdempotencyCache:
         recorded = self._unpack(self._packed[number - self._removed_count])
         if not isinstance(recorded, kind):
             raise InvalidArgumentError(
-                f"request_id {request_id.hex()} was already used for another call, which returned a "
+                f"request_id {request_id.hex()} was already used for another call, whose result was of type "
                 f"{type(recorded).__name__}; use a new request_id for each call, and reuse it only for retries",
                 field="request_id",
             )
