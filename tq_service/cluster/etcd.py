@@ -172,7 +172,7 @@ class Etcd:
         return self.members[self._at % len(self.members)]
 
     def _next_member(self, failed: str) -> None:
-        """Switch to the next member, unless another thread already has. Reopen channels if certificates have changed."""
+        """Switch to the next member unless another thread already has. Reopen channels if certificates have changed."""
         with self._lock:
             if self._member() == failed:
                 self._at += 1

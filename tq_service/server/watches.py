@@ -150,7 +150,7 @@ class Watches:
             is_due = not await self._until_round(watcher, min(progress_seconds, left_seconds))
 
     async def _send_changes(self, watcher: _Watcher, *, is_due: bool) -> None:
-        """Send the changes since a watcher's revision. If there are none and `is_due` is set, send only the revision."""
+        """Send the changes since a watcher's revision. If nothing has changed, send the revision only if `is_due`."""
         key = watcher.selection, watcher.revision
         shared = self._shared.get(key)
         if shared is not None and shared.revision.number >= self._history.forgotten_at:
