@@ -295,7 +295,7 @@ _PIPED_WIDTH = 160
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 Answer = Iterator[Any]
-"""Output of a command. The first item is the document for --json. The other items are text and tables to print."""
+"""Output of a command. The first item is the document for --json. All further items are text and tables to print."""
 
 
 def show(answer: Answer, as_json: bool) -> None:

@@ -156,7 +156,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preview:
-    """The result of planning all samples with one sampler.
+    """The result of planning all samples with a sampler.
 
     Attributes:
         sampler: name of the sampler, with distinguishing options.

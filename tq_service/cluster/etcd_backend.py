@@ -194,7 +194,7 @@ class EtcdBackend:
         return BEGINNING if found is None else Position.decode(found.value)
 
     def first_key(self, number: int) -> int:
-        """Return the first record of the batch that contains record `number`, or 0 if the batch was truncated."""
+        """Return the first record of the batch that contains record `number`, or 0 if there is no such batch."""
         request = pb.EtcdRangeRequest(
             key=self._keys.log,
             range_end=self._keys.batches_from(number + 1),
@@ -366,7 +366,7 @@ class EtcdBackend:
     # Writing
 
     def write(self, number: int, records: Sequence[NewRecord]) -> None:
-        """Append records to the log as one batch.
+        """Append records to the log as a single batch.
 
         Raises:
             JournalUnreachableError: etcd does not respond. A retry determines whether the batch was written.

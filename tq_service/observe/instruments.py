@@ -55,7 +55,7 @@ class Histogram:
 
 
 class HistogramByName:
-    """Histograms by name. The first `_MOST_NAMES` names have separate histograms, and all other names share one."""
+    """Histograms by name. The first `_MOST_NAMES` names have separate histograms. All other names share a histogram."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -71,7 +71,7 @@ class HistogramByName:
 
 
 class MethodCounts:
-    """Counts and durations of the calls to one gRPC method.
+    """Counts and durations of calls to a gRPC method.
 
     Attributes:
         service: full name of the gRPC service, such as "tq_service.v1.ControllerService".

@@ -42,7 +42,7 @@ from tq_service.storage.engine import EngineStat
 
 MOST_LINES: Final = 3_000
 _LINES_LEFT: Final = 150  # lines reserved for help texts and the process metrics of prometheus-client
-_GROUPS_SHARE: Final = 0.6  # maximum share of lines for group series; task series get the rest
+_GROUPS_SHARE: Final = 0.6  # maximum share of lines for group series
 _LAG_PERIOD_SECONDS: Final = 0.1
 _GROUP: Final = ("partition_group",)
 _TASK: Final = ("partition_group", "task")

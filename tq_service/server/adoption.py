@@ -221,7 +221,8 @@ class Adoptions:
     def _have_adopted(self, instance: Instance, lost: _Lost, remote: Iterable[RemoteStorage]) -> None:
         """Call a successor for a lost instance.
 
-        The last successor is called again unless it refused. Otherwise, the service with the most free bytes is called.
+        The last successor is called again unless it refused. Otherwise, the service with the most free bytes is called,
+        among the services that use the lost instance's mirror.
         """
         if lost.asking is not None and not lost.asking.done():
             return

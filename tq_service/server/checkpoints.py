@@ -113,7 +113,7 @@ class Checkpoints:
                 for policy in self._catalog.policies.values()
                 if policy.name.startswith(prefix)
             ]
-            if prefix:  # recorded answers are for retries of calls with full partition names
+            if prefix:  # recorded responses are for retries, which use full partition names
                 partitions, answers = _renamed(partitions, lambda name: name.removeprefix(prefix), prefix), iter(())
             copied: list[PartitionSnapshot] = []
             facts = CheckpointFacts(

@@ -125,9 +125,7 @@ class ClusterMember:
         self.store = StateStore(data_dir, Log(self._backend))
         self.store.is_shared = True
         self._election = Election(self._etcd, self._keys, self.member_id, address)
-        self._standing_by = ThreadPoolExecutor(
-            1, thread_name_prefix="tq-election"
-        )  # used while this controller is a standby
+        self._standing_by = ThreadPoolExecutor(1, thread_name_prefix="tq-election")  # used only by a standby
         self._lease: Lease | None = None
         self._leader: Leader | None = None
         self._leadership: Lease | None = None

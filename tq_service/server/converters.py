@@ -256,7 +256,7 @@ def _check_size(request: Message, remedy: str) -> None:
 
 
 def _size_alone(request: Message, name: str) -> int:
-    """Return the size in bytes of one field of a request."""
+    """Return the size of a request field in bytes."""
     rest = type(request)()
     rest.CopyFrom(request)
     rest.ClearField(name)

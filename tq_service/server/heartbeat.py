@@ -36,7 +36,7 @@ _CALL_SECONDS = 5.0
 _CLUSTER_CALL_SECONDS = 1.5
 _RETRY_SECONDS = 0.25
 _CLUSTER_RETRY_SECONDS = 0.1  # short, because a new leader needs the registrations
-_REFUSED_SECONDS = 1.0  # shorter than a heartbeat interval, because missing three heartbeats means loss
+_REFUSED_SECONDS = 1.0  # kept short, because a service that misses three heartbeats is considered lost
 _REFUSALS = {
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED,

@@ -1,4 +1,4 @@
-"""Receipts for puts. A storage service issues a receipt to the client, which proves to the controller that it put data.
+"""Receipts for puts. A receipt is issued by a storage service and proves to the controller that a put is complete.
 
     storage service completes put and seals receipt -> client -> Commit -> controller opens receipt, without a call
 
@@ -30,7 +30,7 @@ _SEAL_BYTES: Final = 32
 
 
 class ReceiptKeys:
-    """The keys with which a storage service seals receipts. There is a key for each controller that registered it."""
+    """The keys with which a storage service seals receipts. Each controller that it registers with has its own key."""
 
     def __init__(self) -> None:
         self._keys: dict[bytes, bytes] = {}

@@ -109,9 +109,7 @@ class RemoteStorage:
             self.endpoint.address, credentials, StorageControlServiceStub
         )
         self._outage = PeerOutage(_log, "storage service", storage=self.storage_id, address=self.endpoint.address)
-        self._bulk: Peer[AsyncGrpcDriver] | None = (
-            None  # separate channel, so that data transfers do not delay confirmations
-        )
+        self._bulk: Peer[AsyncGrpcDriver] | None = None  # separate, so that data does not delay confirmations
         self.turns: dict[int, tuple[float, int]] = {}
         self._placed: dict[bytes, tuple[int, float]] = {}  # size and time of placed puts that no heartbeat includes yet
         self._placed_bytes = 0

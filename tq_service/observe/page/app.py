@@ -194,7 +194,7 @@ async def serve_page(
         app: application returned by `make_app`.
         bound: listening socket returned by `listen`. Closed before this function returns.
         stop: event that stops the server.
-        on_started: called once the page is reachable.
+        on_started: called when the page becomes reachable.
     """
     config = uvicorn.Config(
         app, lifespan="off", ws="none", access_log=False, log_config=None, server_header=False, proxy_headers=False,

@@ -143,7 +143,7 @@ _LEFT_OUT: Final = {"recent_batches": (), "dead_lettered_indexes": (), "step_tim
 
 
 def as_json(document: dict[str, Any]) -> bytes:
-    """Encode a document as one line of JSON."""
+    """Encode a document as a line of JSON."""
     return json.dumps(document, separators=(",", ":"), allow_nan=False, default=_json_value).encode()
 
 

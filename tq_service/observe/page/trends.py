@@ -119,7 +119,7 @@ class Trends:
                 curve.append(None)
 
     def waits_since(self, wait: PartitionWait) -> float:
-        """Return the start time of a wait, which is the time since which every status has contained the wait."""
+        """Return the start time of a wait, which is the time at which a status first contained the wait."""
         return self._waits_since[_wait_key(wait)]
 
     def _follow_waits(self, status: ServiceStatus, now: float) -> None:

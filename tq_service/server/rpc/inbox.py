@@ -126,7 +126,7 @@ class WaitingCalls:
 
 
 class Turn:
-    """Permission to perform one read or several related reads on a connection, granted by a `Lane`.
+    """Permission to perform a read, or several related reads, on a connection. Turns are granted by a `Lane`.
 
     Attributes:
         connection: gRPC's name for the connection's peer.
@@ -483,7 +483,7 @@ class Requests:
     def _hold(self, size: int) -> None:
         """Add a request to `waiting_bytes`.
 
-        If the request does not fit, it keeps its turn in `large`. Without a turn, the request is rejected.
+        If the request does not fit, it keeps its turn in `large`. If it has no turn, it is rejected.
         """
         inbox = self._inbox
         total = inbox.waiting_bytes + size
