@@ -65,8 +65,8 @@ async def register_storage(
     In a cluster, the service registers with the leader. It searches for the leader again if a controller does not
     respond.
 
-    An overdue put is dropped only if its controller does not know the put, or if this service has been registered with
-    a different controller for a long time.
+    An overdue put is dropped if its controller does not know the put. It is also dropped if this service has been
+    registered with a different controller for a long time.
 
     Args:
         engine: engine that stores the puts.
