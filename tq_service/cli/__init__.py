@@ -1,4 +1,4 @@
-"""The command line `tq-service`. A command's module is imported only when the command runs, so probes stay fast."""
+"""The command line `tq-service`. The module of a command is imported only when the command runs, so probes are fast."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from tq_service.errors import TqError
 
-# Commands and their summaries. The module of the same name defines `command`, and `EXAMPLES` for the end of --help.
+# Commands and their summaries. Each command's module defines `command`, and `EXAMPLES` for the end of --help.
 COMMANDS = {
     "serve": "Run the service until SIGTERM or SIGINT.",
     "status": "Show a service, its partitions and tasks, and why calls wait.",
@@ -31,7 +31,7 @@ COMMANDS = {
     "plan": "Preview each sampler's plan for a file of sample lengths.",
     "bench": "Measure claims, puts and gets against a service for a few seconds.",
 }
-# Commands with verbs, by module. The module defines the command's group in a constant, such as PARTITION.
+# Commands with verbs, by module. The module defines a constant for each command group, such as PARTITION.
 _GROUPS = {
     "partition": "partitions", "task": "partitions", "deadletter": "partitions",
     "storage": "services", "sampler": "services", "checkpoint": "services",
@@ -45,9 +45,9 @@ _EXTRAS = {
 
 
 class _CommandsOnDemand(TyperGroup):
-    """A command group that imports a command's module when the command is used.
+    """A command group that imports the module of a command on first use.
 
-    Signatures use Any, because some versions of typer use click and others use an internal copy of click.
+    Signatures use Any, because some versions of typer use click while others use an internal copy of click.
     """
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -101,7 +101,7 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line. Print an error to stderr as one line, followed by a hint if available, and exit."""
+    """Run the command line. If an error occurs, print it to stderr with a hint, if available, and exit."""
     try:
         sys.exit(app(standalone_mode=False))
     except (TqError, ConnectionError, TimeoutError) as error:
@@ -132,7 +132,7 @@ def _fail(message: str, hint: str, exit_code: int) -> None:
 
 
 def _hint(error: BaseException) -> str:
-    """Return a hint to print after a failed call's message, or an empty string."""
+    """Return a hint to print after an error message, or an empty string if there is no hint."""
     reason, metadata = getattr(error, "reason", ""), getattr(error, "metadata", {})
     if reason == "UNAVAILABLE" and "address" in metadata:
         return 'start a service with "tq-service serve", or set another address with --address or TQ_ADDRESS'

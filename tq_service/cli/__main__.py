@@ -1,4 +1,4 @@
-"""Entry point of `python -m tq_service.cli`, which runs the command line `tq-service`."""
+"""Runs the command line `tq-service` as `python -m tq_service.cli`."""
 
 from tq_service.cli import main
 

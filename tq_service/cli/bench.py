@@ -1,4 +1,4 @@
-"""`tq-service bench`: measures claims, puts and gets by one client process for a few seconds."""
+"""`tq-service bench`: measures claims, puts and gets of a single client process for a few seconds."""
 
 from __future__ import annotations
 
@@ -100,10 +100,10 @@ def _positive_bytes(size: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Figure:
-    """One row of the results.
+    """A row of the results.
 
     Attributes:
-        name: the measured operation.
+        name: name of the measured operation.
         rate: measured throughput, in `unit`.
         unit: unit of the rate.
         p50_ms: median latency in milliseconds.
@@ -126,7 +126,7 @@ def _figure(name: str, latencies: list[float], *, rate: float, unit: str) -> _Fi
 
 @asynccontextmanager
 async def _partition(client: AsyncClient) -> AsyncIterator[str]:
-    """Create a partition and yield its name; clear the partition at the end, even after an error."""
+    """Create a partition and yield its name. Clear the partition at the end, even after an error."""
     partition_id = f"bench-{secrets.token_hex(6)}"
     await client.create_partition(partition_id)
     try:
@@ -142,7 +142,7 @@ async def _timed(call: Awaitable[object]) -> float:
 
 
 async def _repeated(call: Callable[[], Awaitable[float]], seconds: float) -> list[float]:
-    """Repeat a call for `seconds`, at most `_MOST_REPEATS` times, and return the latencies."""
+    """Repeat a call for `seconds`, but at most `_MOST_REPEATS` times. Return the latencies."""
     latencies: list[float] = []
     until = time.perf_counter() + seconds
     while not latencies or (time.perf_counter() < until and len(latencies) < _MOST_REPEATS):
@@ -151,7 +151,7 @@ async def _repeated(call: Callable[[], Awaitable[float]], seconds: float) -> lis
 
 
 async def _measure_latencies(client: AsyncClient, seconds: float) -> list[_Figure]:
-    """Measure the round trip of a simple call, and the time from a put until a waiting worker receives the sample."""
+    """Measure the latency of a simple call, and the time from a put until a waiting worker receives the sample."""
     async with _partition(client) as partition_id:
 
         async def wake() -> float:
@@ -160,7 +160,7 @@ async def _measure_latencies(client: AsyncClient, seconds: float) -> list[_Figur
                     partition_id=partition_id, task_name="bench", data_fields=["value"], batch_size=1, max_wait=10.0
                 )
             )
-            await asyncio.sleep(0)  # lets the claim be sent before the put
+            await asyncio.sleep(0)  # send the claim before the put
             row = {"value": np.zeros(1, np.int8)}
             return await _timed(asyncio.gather(client.put(partition_id, row), claim))
 
@@ -174,7 +174,7 @@ async def _measure_latencies(client: AsyncClient, seconds: float) -> list[_Figur
 
 
 async def _measure_claims(client: AsyncClient, seconds: float, ranks: int) -> list[_Figure]:
-    """Measure concurrent claims of 8-sample batches by `ranks` trainer ranks; all samples are ready beforehand."""
+    """Measure concurrent claims of 8-sample batches by `ranks` trainer ranks. All samples are ready beforehand."""
     async with _partition(client) as partition_id:
         await client.put(partition_id, {"value": np.zeros(_CLAIM_SAMPLES, np.int8)})
         latencies: list[float] = []
@@ -207,7 +207,7 @@ async def _measure_bulk(client: AsyncClient, seconds: float, size_bytes: int) ->
     column = np.random.default_rng(0).random((rows, _ROW_BYTES // 4), dtype=np.float32)
     puts: list[float] = []
     gets: list[float] = []
-    async with _partition(client) as partition_id:  # an unmeasured first get imports torch, if installed
+    async with _partition(client) as partition_id:  # the first get imports torch if installed, and is not measured
         await client.get_data(await client.put(partition_id, {"column": column[:1]}))
     until = time.perf_counter() + seconds
     while not gets or time.perf_counter() < until:

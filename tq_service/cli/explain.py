@@ -1,4 +1,4 @@
-"""`tq-service explain` and `tq-service task explain`: show why claims on a partition wait."""
+"""`tq-service explain` and `tq-service task explain`: show why claims wait for samples of a partition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tq-service health`: queries the standard gRPC health service; used as a probe in Compose and Kubernetes."""
+"""`tq-service health`: queries the standard gRPC health service. Used as a probe in Compose and Kubernetes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _command(
 
 
 def _ask(targets: Sequence[str], service: str, timeout: float, tls: Tls | None) -> tuple[dict[str, str], list[str]]:
-    """Query the targets in parallel. Return the responding targets' health, by address, and all errors."""
+    """Query the targets in parallel. Return the health of each responding target by address, and a list of errors."""
     import grpc  # noqa: PLC0415  (not needed by --help)
     from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: PLC0415  (not needed by --help)
 
@@ -62,7 +62,7 @@ def _ask(targets: Sequence[str], service: str, timeout: float, tls: Tls | None) 
     request = health_pb2.HealthCheckRequest(service=service)
     with contextlib.ExitStack() as channels:
         calls = {}
-        for target in targets:  # no token is sent, since health checks do not require one
+        for target in targets:  # no token is sent, because health checks do not need a token
             channel = channels.enter_context(
                 grpc.insecure_channel(target) if tls is None else grpc.secure_channel(target, tls.channel_credentials())
             )

@@ -1,4 +1,4 @@
-"""Logging configuration: destination and format of log lines and of the audit log."""
+"""Configures the destination and format of log lines and of the audit log."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 from tq_service.errors import InvalidArgumentError
 from tq_service.log_message import LogMessage
 
-# Copied from the server, since importing the server would slow down --help.
+# Copied from the server, because importing the server would slow down --help.
 AUDIT_LOGGER = "tq_service.audit"
 
 
 class _TextFormatter(logging.Formatter):
-    """Formats a record as one readable line, escaping the message so that client text cannot forge log lines."""
+    """Formats a record as a readable line. The message is escaped, so text from clients cannot forge log lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's name)
         record.message = "".join(
@@ -27,7 +27,7 @@ class _TextFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
-    """Formats a record as a one-line JSON object with the fields of its `LogMessage` or audit entry."""
+    """Formats a record as a line of JSON with the fields of its `LogMessage` or audit entry."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: Any = vars(record).get("audit")
@@ -45,19 +45,19 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _AuditTextFormatter(logging.Formatter):
-    """Formats an audit record as one readable line; text from clients is already escaped."""
+    """Formats an audit record as a readable line. Text from clients has already been escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
         return f"{_moment(record)} AUDIT   {record.getMessage()}"
 
 
 def configure_logging(level: str, style: str, audit_file: Path | None = None) -> None:
-    """Configure logging to stderr, as text or JSON, and the audit log.
+    """Configure logging to stderr, and configure the audit log.
 
     Args:
-        level: minimum level to log; does not apply to the audit log.
-        style: "text" for readable lines or "json" for one JSON object per line.
-        audit_file: file to which the audit log is appended, reopened after log rotation; None for stderr.
+        level: minimum level to log. It does not apply to the audit log.
+        style: "text" for readable lines, or "json" for a JSON object per line.
+        audit_file: file to which the audit log is appended. The file is reopened after log rotation. None for stderr.
 
     Raises:
         InvalidArgumentError: `audit_file` cannot be written.
@@ -70,7 +70,7 @@ def configure_logging(level: str, style: str, audit_file: Path | None = None) ->
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    for name in ("grpc", "asyncio"):  # debug and info lines of these libraries do not help operators
+    for name in ("grpc", "asyncio"):  # debug and info lines of these libraries are not useful to operators
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
         audit_handler: logging.Handler = (
@@ -86,5 +86,5 @@ def configure_logging(level: str, style: str, audit_file: Path | None = None) ->
 
 
 def _moment(record: logging.LogRecord) -> str:
-    """Return a record's UTC time in ISO 8601 format."""
+    """Return the UTC time of a record in ISO 8601 format."""
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"

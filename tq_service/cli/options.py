@@ -1,4 +1,4 @@
-"""Code shared by the CLI's commands: options, connections to the service, groups of verbs, and output."""
+"""Options, service connections, command groups, and output functions shared by the CLI's commands."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ADDRESS_HELP: Final = (
     "Default: localhost:50051."
 )
 
-# TLS options of the CLI; clients read the same environment variables. There is no option for the token itself, since
+# TLS options of the CLI. Clients read the same environment variables. There is no option for the token itself, because
 # every user of a machine can read the command lines of all processes.
 _TLS_FILES: Final = {
     "ca": "Certificate authority file (PEM) for verifying the service's certificate; enables TLS.",
@@ -38,7 +38,7 @@ _TLS_FILES: Final = {
     "key": "Private key (PEM) of the client certificate.",
 }
 
-_WHOLE: Final = 10_000  # length limit in characters, higher than the length of any help text
+_WHOLE: Final = 10_000  # length limit in characters, which exceeds the length of every help text
 _START_SECONDS: Final = 1.0
 _ASK_AGAIN_SECONDS: Final = 0.1
 _ANSWER_SECONDS: Final = 5.0
@@ -53,7 +53,7 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmat
 
 
 def option(name: str, kind: Any, info: Any, default: Any = None) -> inspect.Parameter:
-    """Return the parameter that adds an option to a command's signature."""
+    """Create the signature parameter for a command's option."""
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -65,13 +65,13 @@ def option(name: str, kind: Any, info: Any, default: Any = None) -> inspect.Para
 def with_options(
     function: Callable[..., Any], options: Iterable[inspect.Parameter], call: Callable[..., None] | None = None
 ) -> Callable[..., None]:
-    """Return a command that has the function's parameters (except `client` and `**`) and additional options.
+    """Create a command with the parameters of a function, except `client` and `**`, and with additional options.
 
     Args:
-        function: the function that implements the command.
-        options: the options to add.
-        call: called instead of `function`, with the values of all parameters; it must call `function` itself. If None,
-            the command calls `function` directly.
+        function: function that implements the command.
+        options: options to add.
+        call: called with the values of all parameters. It must call `function`. If None, the command calls `function`
+            directly.
     """
     signature = inspect.signature(
         function, eval_str=True, locals={"Client": object}
@@ -101,13 +101,13 @@ def _service_options(address_help: str = ADDRESS_HELP, timeout: float | None = N
     for name, text in _TLS_FILES.items():
         info = typer.Option(metavar="FILE", envvar=f"TQ_TLS_{name.upper()}", help=text)
         yield option(f"tls_{name}", str, info)
-    # Not set as `envvar`, since the client reads the variable and gives precedence to TQ_TOKEN.
+    # Not set as `envvar`, because the client reads the variable and gives precedence to TQ_TOKEN.
     text = "File that contains the bearer token; alternatively, set TQ_TOKEN to the token. [env var: TQ_TOKEN_FILE]"
     yield option("token_file", Path, typer.Option(metavar="FILE", help=text))
 
 
 def _take_credentials(values: dict[str, Any]) -> dict[str, Any]:
-    """Remove the TLS and token options from `values`; return them as the arguments `token` and `tls` of a client."""
+    """Remove the TLS and token options from `values`. Return them as the client arguments `token` and `tls`."""
     files = {name: values.pop(f"tls_{name}", None) for name in _TLS_FILES}
     given = {"token": values.pop("token_file", None), "tls": None}
     if any(files.values()):
@@ -120,7 +120,7 @@ def _take_credentials(values: dict[str, Any]) -> dict[str, Any]:
 def with_address(
     function: Callable[..., None], address_help: str = ADDRESS_HELP, timeout: float | None = None
 ) -> Callable[..., None]:
-    """Add address, TLS and token options to a command, which receives the arguments `address`, `token` and `tls`."""
+    """Add address, TLS and token options to a command. Pass them as the arguments `address`, `token` and `tls`."""
 
     def call(**values: Any) -> None:
         function(**_take_credentials(values), **values)
@@ -129,7 +129,7 @@ def with_address(
 
 
 def with_service(function: Callable[..., None]) -> Callable[..., None]:
-    """Add connection options to a command, which receives the arguments for `open_client`."""
+    """Add connection options to a command. Pass them as the arguments for `open_client`."""
     return with_address(function, timeout=_ANSWER_SECONDS)
 
 
@@ -137,7 +137,7 @@ def with_service(function: Callable[..., None]) -> Callable[..., None]:
 
 
 class GroupedOptions(TyperCommand):
-    """A command whose help groups options by `rich_help_panel`; options without a panel are listed under Options."""
+    """A command whose help groups options by `rich_help_panel`. Options without a panel are listed under Options."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the options to the help text."""
@@ -152,7 +152,7 @@ class GroupedOptions(TyperCommand):
 
 
 class _VerbGroup(TyperGroup):
-    """A command group whose help shows the full first sentence of each verb; typer would truncate it to one line."""
+    """A command group whose help shows the full first sentence of each verb. Typer would truncate it to a line."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the verbs to the help text."""
@@ -161,7 +161,7 @@ class _VerbGroup(TyperGroup):
 
 
 def make_group(examples: str) -> typer.Typer:
-    """Return a new command group with examples in its help; use `verb` to add verbs."""
+    """Create a command group with examples in its help. Use `verb` to add verbs."""
     group = typer.Typer(
         cls=_VerbGroup,
         add_completion=False,
@@ -169,16 +169,16 @@ def make_group(examples: str) -> typer.Typer:
         no_args_is_help=True,
         epilog=f"\b\nExamples:\n{examples}",
     )
-    group.callback()(lambda: None)  # without a callback, typer would omit the verb's name if the group has only one
+    group.callback()(lambda: None)  # without a callback, typer would omit the name of a single verb
     return group
 
 
 def verb(
     group: typer.Typer, name: str, timeout: float | None = _ANSWER_SECONDS
 ) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
-    """Return a decorator that adds a function to a group as a command, with --json and the connection options.
+    """Return a decorator that adds a function to a group as a command, with --json and connection options.
 
-    The function receives a connected client as `client` and yields an answer for `show`. If `timeout` is None, the
+    The function receives a connected client as `client`, and yields its output for `show`. If `timeout` is None, the
     command does not connect to a service, and the function does not receive a client.
     """
 
@@ -204,12 +204,12 @@ def verb(
 
 @contextmanager
 def open_client(address: str | None, timeout: float, **credentials: Any) -> Iterator[Client]:
-    """Connect to the service and yield a client when the service responds; retry for at most a second.
+    """Connect to the service, and yield a client once the service responds. Retry for up to a second.
 
     Args:
-        address: address of the service; None for the default.
+        address: address of the service. None for the default.
         timeout: timeout for each call, in seconds.
-        **credentials: the client's arguments `token` and `tls`.
+        **credentials: client arguments `token` and `tls`.
 
     Raises:
         InvalidArgumentError: the address is invalid.
@@ -229,14 +229,14 @@ def open_client(address: str | None, timeout: float, **credentials: Any) -> Iter
             except UnavailableError:
                 if time.monotonic() >= given_up_at:
                     raise
-            except TqError:  # the service responds; if something is wrong, the next call raises a better error
+            except TqError:  # the service responds, and the next call raises a better error
                 break
             time.sleep(_ASK_AGAIN_SECONDS)
         yield client
 
 
 def probed_address(address: str | None) -> str:
-    """Return the given address; if None, return localhost with the port in TQ_PORT or the default port.
+    """Return the given address. If it is None, return localhost with the port in TQ_PORT or the default port.
 
     Raises:
         InvalidArgumentError: the address is invalid.
@@ -252,11 +252,11 @@ def probed_address(address: str | None) -> str:
     return f"localhost:{port}"
 
 
-# Shell completion of partition and task names, which are read from the service
+# Shell completion of partition and task names, read from the service
 
 
 def _completions(ctx: typer.Context, names: Callable[[Client], Sequence[str]]) -> Sequence[str]:
-    """Return completions for a name, or an empty list if the service does not respond immediately."""
+    """Return the completions of a name. If the service does not respond immediately, return an empty list."""
     with contextlib.suppress(Exception):  # shell completion must not print errors
         from tq_service.client import Client  # noqa: PLC0415  (as in open_client)
 
@@ -295,11 +295,11 @@ _PIPED_WIDTH = 160
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 Answer = Iterator[Any]
-"""The output of a command: first the document that --json prints, then the text and tables printed without --json."""
+"""Output of a command. The first item is the document for --json. All further items are text and tables to print."""
 
 
 def show(answer: Answer, as_json: bool) -> None:
-    """Print a command's answer, either as JSON or as text and tables."""
+    """Print a command's output, either as JSON or as text and tables."""
     document = next(answer)
     if as_json:
         print_json(document)
@@ -312,13 +312,13 @@ def show(answer: Answer, as_json: bool) -> None:
 
 
 def announce(line: str) -> None:
-    """Print a line on stdout and flush it; do nothing if stdout is closed."""
+    """Print a line to stdout and flush it. If stdout is closed, do nothing."""
     with contextlib.suppress(OSError):
         print(line, flush=True)
 
 
 def print_json(document: Any, indent: int | None = 2) -> None:
-    """Print a document as JSON on stdout; dataclasses become objects, and bytes become hexadecimal digits."""
+    """Print a document to stdout as JSON. Dataclasses become objects, and bytes become hexadecimal strings."""
     typer.echo(json.dumps(document, indent=indent, default=_json_value))
 
 
@@ -327,7 +327,7 @@ def _json_value(value: Any) -> Any:
 
 
 def console() -> Console:
-    """Return a console for stdout, as wide as the terminal, or `_PIPED_WIDTH` columns wide if there is no terminal."""
+    """Return a console for stdout. It is as wide as the terminal, or `_PIPED_WIDTH` columns without a terminal."""
     from rich.console import Console  # noqa: PLC0415  (not needed by --json)
 
     terminal = Console()
@@ -335,12 +335,12 @@ def console() -> Console:
 
 
 def table(headings: str, rows: Iterable[Sequence[object]], *, no_wrap: bool = False) -> Table:
-    """Return a table to print.
+    """Create a table to print.
 
     Args:
-        headings: column headings, separated by commas; the prefix ">" right-aligns a column.
-        rows: each row's cells. None is shown as "-"; text is not interpreted as markup.
-        no_wrap: whether to truncate text that does not fit; otherwise it is wrapped.
+        headings: column headings, separated by commas. The prefix ">" right-aligns a column.
+        rows: cells of each row. None is shown as "-". Text is not interpreted as markup.
+        no_wrap: whether to truncate text that does not fit. If false, the text is wrapped.
     """
     from rich.table import Table  # noqa: PLC0415  (not needed by --json)
     from rich.text import Text  # noqa: PLC0415  (as above)

@@ -1,4 +1,4 @@
-"""`tq-service partition`, `task` and `deadletter`: commands for partitions, samples and the tasks that consume them."""
+"""`tq-service partition`, `task` and `deadletter`: commands for partitions, samples and tasks."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ DEADLETTER = make_group("""\
   tq-service deadletter requeue train@3 reward
   tq-service deadletter requeue train@3 reward 17 18""")
 
-_MOST_SHOWN = 6  # maximum number of a tensor's values to show
-_MOST_LOOK_UPS = 5  # look-ups to try if samples are cleared before they are read
+_MOST_SHOWN = 6  # maximum number of values of a tensor to show
+_MOST_LOOK_UPS = 5  # maximum number of lookups if samples are cleared before they are read
 
 
 def _confirm(question: str, yes: bool) -> None:
@@ -138,7 +138,7 @@ def peek(
 
 
 def _first_samples(client: Client, partition: str, limit: int, wanted: list[str] | None) -> list[dict[str, Any]]:
-    """Return a partition's first samples; repeat the look-up if a job clears some of them before they are read.
+    """Return the first samples of a partition. If samples are cleared before they are read, repeat the lookup.
 
     The first read is slow because it imports torch, so samples may be cleared in the meantime. Later reads are fast.
     """
@@ -151,7 +151,7 @@ def _first_samples(client: Client, partition: str, limit: int, wanted: list[str]
 
 
 def _peeked(client: Client, sample: BatchMeta, wanted: list[str] | None) -> dict[str, Any] | None:
-    """Return a sample with its data, or None if it was cleared after the look-up."""
+    """Return a sample with its data, or None if the sample was cleared after the lookup."""
     fields = [name for name, has in sample.produced.items() if has.all() and (wanted is None or name in wanted)]
     data: Any = {}
     if fields:
@@ -172,14 +172,14 @@ def _peeked(client: Client, sample: BatchMeta, wanted: list[str] | None) -> dict
 
 
 def _plain(value: Any) -> Any:
-    """Convert a field's value to a JSON value: arrays become lists, unsupported types become text."""
+    """Convert a field value to a JSON value. Arrays become lists, and unsupported types become strings."""
     if hasattr(value, "tolist"):
         return value.tolist()
     return value if isinstance(value, str | int | float | bool | list | dict | None) else repr(value)
 
 
 def _readable(value: Any) -> str:
-    """Format a field's value on one line; for an array, show its first values, dtype and shape."""
+    """Format a field value as a single line. For an array, the line contains the first values, dtype and shape."""
     if not hasattr(value, "tolist"):
         text = repr(value)
         return text if len(text) <= 200 else f"{text[:200]}... ({len(text):,} characters)"
@@ -371,7 +371,7 @@ def reset(
     yield f"task {task} of partition {partition} is now in epoch {epoch}"
 
 
-# Dead-lettered samples: delivered too often without being acknowledged
+# Dead-lettered samples, which were delivered too often without being acknowledged
 
 
 @verb(DEADLETTER, "ls")

@@ -1,4 +1,4 @@
-"""`tq-service plan`: previews how each sampler would plan samples of given lengths, without a service."""
+"""`tq-service plan`: previews each sampler's plan for a list of sample lengths. Does not need a service."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def command(
 
 
 def _read(path: Path, columns: list[str]) -> list[int]:
-    """Read token counts from a file; add up `columns` if they are given."""
+    """Read token counts from a file. If `columns` are given, return their sum for each row."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as lines:  # Excel files start with a byte order mark
             if not columns:
@@ -135,15 +135,15 @@ def _above_mean(of_ranks: NDArray[Any]) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The ranks, groups and limits for comparing samplers.
+    """Ranks, groups and limits with which samplers are compared.
 
     Attributes:
         dp_size: number of ranks.
         optimizer_steps: number of optimizer steps per packed batch.
-        pack_max_length: number of tokens per pack.
-        n_samples_per_prompt: number of consecutive samples per group; a group stays on one rank.
+        pack_max_length: maximum number of tokens per pack.
+        n_samples_per_prompt: number of consecutive samples per group. All samples of a group are on the same rank.
         tokens_per_rank: token budget per rank for `token_budget`.
-        overlong: handling of samples longer than a pack.
+        overlong: how samples that are longer than a pack are handled.
     """
 
     dp_size: int
@@ -156,16 +156,16 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preview:
-    """The result of planning all samples with one sampler.
+    """The result of planning all samples with a sampler.
 
     Attributes:
-        sampler: name of the sampler, with the options that distinguish it.
+        sampler: name of the sampler, with distinguishing options.
         batches: number of batches that the sampler needs for all samples.
         rank_tokens: number of tokens on each rank in the first batch, of shape `(dp_size,)`.
         rank_costs: cost of each rank's samples in the first batch, including attention, of shape `(dp_size,)`.
         rank_samples: number of samples on each rank in the first batch, of shape `(dp_size,)`.
-        pack_fills: for packed batches, the filled share of each pack, for all ranks and steps.
-        packs_by_step: for packed batches, the number of packs per rank in each step.
+        pack_fills: filled share of each pack over all ranks and steps, for packed batches.
+        packs_by_step: number of packs per rank in each step, for packed batches.
     """
 
     sampler: str
@@ -178,10 +178,10 @@ class Preview:
 
 
 def preview_samplers(lengths: Int64s, shape: Shape) -> list[Preview]:
-    """Plan all samples as one batch with each sampler; `token_budget` may need several batches.
+    """Plan all samples as a single batch with each sampler. `token_budget` may need several batches.
 
     Raises:
-        ValueError: a sample or group exceeds the maximum length of one of the samplers.
+        ValueError: a sample or group exceeds the maximum length of a sampler.
     """
     packed = partial(
         PackedSampler,
@@ -205,7 +205,7 @@ def _preview(name: str, sampler: Sampler, lengths: Int64s, shape: Shape) -> Prev
     packs = [[pack for step in part.steps for pack in step] for part in first.ranks]
     is_packed = isinstance(sampler, PackedSampler)
     of_ranks = [lengths[part.rows] for part in first.ranks]
-    if is_packed:  # the packs exclude dropped samples, and contain truncated lengths
+    if is_packed:  # the packs exclude dropped samples and contain truncated lengths
         of_ranks = [np.concatenate([pack.lengths for pack in of_rank]) for of_rank in packs]
     cost = AttentionCost()
     return Preview(
@@ -222,7 +222,7 @@ def _preview(name: str, sampler: Sampler, lengths: Int64s, shape: Shape) -> Prev
 
 
 def _plans(sampler: Sampler, lengths: Int64s, shape: Shape) -> Iterator[Plan]:
-    """Yield the sampler's plans, one per batch, until all samples are consumed."""
+    """Yield the sampler's plan for each batch until all samples are consumed."""
     group_count = -(-lengths.size // shape.n_samples_per_prompt)
     request = PlanRequest(batch_size=group_count, min_size=1, batch_unit="group", rank_count=shape.dp_size)
     view = ListView(lengths, group_size=shape.n_samples_per_prompt)

@@ -1,4 +1,4 @@
-"""`tq-service replay`: serves the batches of recorded steps, or lists the steps."""
+"""`tq-service replay`: serves the batches of recorded steps, or lists the recorded steps."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ async def _serve(host: str, port: int, log_level: str, asked: Asked, recording: 
 
 
 def with_recording(place: str, asked: Asked, work: Callable[[Asked, Recording], Coroutine[Any, Any, Result]]) -> Result:
-    """Open a recording, call `work` with the requested steps and the recording, and return the result."""
+    """Open a recording, and call `work` with the selected steps and the recording. Return the result."""
 
     async def run() -> Result:
         from tq_service.recording.places import place_of  # noqa: PLC0415  (not needed by --help)

@@ -79,18 +79,18 @@ def _run(settings: ServeSettings) -> int:
         if code == FAILED_EXIT_CODE:
             logging.shutdown()
             sys.stdout.flush()
-            os._exit(code)  # exit without waiting for threads, which may be blocked after the failure
+            os._exit(code)  # exit without waiting for threads, which may be blocked after a failure
         return code
 
 
 def _stop_with_stdin() -> None:
-    while os.read(sys.stdin.fileno(), 4096):  # sys.stdin.read would hold a lock that blocks the exit
+    while os.read(sys.stdin.fileno(), 4096):  # sys.stdin.read would hold a lock that prevents the process from exiting
         pass
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _settings(loaded: LoadedSettings) -> Answer:
-    """Yield the settings with their values and sources, first as a JSON document, then as a table."""
+    """Yield the settings with their values and sources, first as a JSON document and then as a table."""
     values = loaded.settings.model_dump(mode="json")
     yield {
         name: {"value": loaded.shown(name) if isinstance(value, str) else value, "source": loaded.sources[name]}

@@ -1,4 +1,4 @@
-"""`tq-service storage`, `sampler` and `checkpoint`: commands for storage services, samplers and checkpoints."""
+"""The commands `tq-service storage`, `tq-service sampler` and `tq-service checkpoint`."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def list_storages(client: Client) -> Answer:
 
 
 def _quota(storage: StorageStatus) -> str | None:
-    if storage.is_adopted:  # `max_bytes` is the successor's quota, which is listed in the successor's row
+    if storage.is_adopted:  # `max_bytes` is the successor's quota, shown in the successor's row
         return None
     return "none" if storage.max_bytes is None else decimal(storage.max_bytes)
 

@@ -1,7 +1,7 @@
 """`tq-service status`: shows a running service, its partitions and tasks, and why calls wait.
 
-The output is either JSON, or text with a header followed by the partitions and their tasks. Lines longer than the
-terminal's width are wrapped; names are never truncated.
+The output is JSON, or text with a header followed by partitions and their tasks. Lines that exceed the terminal's width
+are wrapped. Names are never truncated.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tq_service.client import Client
 
 _ANSWER_SECONDS = 5.0
-_NO_SCREEN: Final = 1 << 30  # height for unlimited output
+_NO_SCREEN: Final = 1 << 30  # height that does not limit the output
 
 EXAMPLES = """\
   tq-service status
@@ -79,7 +79,7 @@ def command(
             else:
                 typer.echo("\n".join(fitting(header_of(status, client.address), *blocks_of(status), _NO_SCREEN)))
                 if watch is not None:
-                    typer.echo()  # flushes, so a program that reads a pipe receives each status immediately
+                    typer.echo()  # flush, so that a program reading from a pipe receives each status immediately
 
 
 def read(client: Client, names: list[str] | tuple[str, ...], prefix: str) -> ServiceStatus:
@@ -87,8 +87,8 @@ def read(client: Client, names: list[str] | tuple[str, ...], prefix: str) -> Ser
 
     Args:
         client: client of the service.
-        names: names of the partitions; empty to select partitions by `prefix`.
-        prefix: prefix of partition names, used only if `names` is empty.
+        names: names of the partitions. If empty, partitions are selected by `prefix`.
+        prefix: prefix of partition names. Used only if `names` is empty.
 
     Raises:
         PartitionNotFoundError: a partition in `names` does not exist, and no call waits for it.
@@ -111,16 +111,16 @@ def read(client: Client, names: list[str] | tuple[str, ...], prefix: str) -> Ser
 
 
 def _is_screen() -> bool:
-    """Return True if stdout is a terminal in which a status can replace the previous one."""
+    """Return whether stdout is a terminal in which a new status can replace the previous status."""
     return sys.stdout.isatty() and not console().is_dumb_terminal
 
 
 def _statuses(client: Client, names: Any, prefix: str, seconds: float | None) -> Iterator[ServiceStatus | TqError]:
-    """Yield the status once or, with `seconds`, repeatedly at this interval; if a read fails, yield the error."""
+    """Yield the status once, or repeatedly every `seconds`. If a read fails, yield the error."""
     while True:
         try:
             if seconds is not None:
-                client.health(timeout=_ANSWER_SECONDS)  # this call does not retry, so outages are reported immediately
+                client.health(timeout=_ANSWER_SECONDS)  # reports outages immediately, because it does not retry
             yield read(client, names, prefix)
         except (UnavailableError, DeadlineError, PartitionNotFoundError) as error:
             if seconds is None:
@@ -132,7 +132,7 @@ def _statuses(client: Client, names: Any, prefix: str, seconds: float | None) ->
 
 
 def _show_on_screen(address: str, statuses: Iterator[ServiceStatus | TqError]) -> None:
-    """Show each status on the screen in place of the previous one; keep the last status during an outage."""
+    """Show each status in place of the previous status. During an outage, keep the last status on the screen."""
     from rich.live import Live  # noqa: PLC0415  (not needed by --json)
     from rich.text import Text  # noqa: PLC0415  (not needed by --json)
 
@@ -167,12 +167,13 @@ _TITLES: Final = ("TASK", "DELIVERED", "RATE", "WAITING FOR")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """The part of the output that shows one partition.
+    """The part of the output that shows a partition.
 
     Attributes:
-        lines: the lines of text.
-        urgency: priority of the block; if not all blocks fit on the screen, blocks with lower numbers are shown. 0:
-            calls wait; 1: samples are being delivered; 2: some tasks are not complete; 3: all tasks are complete.
+        lines: lines of text.
+        urgency: display priority. If not all blocks fit on the screen, blocks with lower numbers are shown. 0 means
+            that calls wait, 1 that samples are being delivered, 2 that some tasks are incomplete, and 3 that all tasks
+            are complete.
     """
 
     lines: tuple[str, ...]
@@ -180,14 +181,14 @@ class Block:
 
 
 def as_document(status: ServiceStatus) -> dict[str, Any]:
-    """Return the status as a JSON document that merges each partition's summary into the partition's object."""
+    """Return the status as a JSON document. Each partition's summary is merged into the partition's object."""
     document = asdict(status)
     document["partitions"] = [{**each.pop("summary"), **each} for each in document["partitions"]]
     return document
 
 
 def header_of(status: ServiceStatus, address: str) -> list[str]:
-    """Return the header lines, which describe the service itself."""
+    """Return the header lines that describe the service itself."""
     service, storages = status.service, status.own_storages
     used = sum(each.used_bytes for each in storages)
     quotas = [each.max_bytes for each in storages]
@@ -215,7 +216,7 @@ def header_of(status: ServiceStatus, address: str) -> list[str]:
 
 
 def _recording_lines(recording: RecordingStatus | None) -> Iterator[str]:
-    """Yield a line about the recording, if the service records batches."""
+    """Yield a line about the recording if the service records batches."""
     if recording is not None:
         state = "" if recording.is_recording else f"; STOPPED: {recording.error or 'an error'}"
         skipped = f", {recording.skipped_step_count:,} skipped" if recording.skipped_step_count else ""
@@ -226,7 +227,7 @@ def _recording_lines(recording: RecordingStatus | None) -> Iterator[str]:
 
 
 def _mirror_lines(status: ServiceStatus) -> Iterator[str]:
-    """Yield lines about mirrors and about puts taken over, if any storage service has a mirror."""
+    """Yield lines about mirrors and adopted puts if any storage service has a mirror."""
     mirrors = [each.mirror for each in status.storages if each.mirror is not None]
     if not mirrors:
         return
@@ -262,7 +263,7 @@ def _on(flag: bool) -> str:
 
 
 def span(seconds: float) -> str:
-    """Format a time span in seconds with its two largest units, such as "3h5m"."""
+    """Format a number of seconds with the two largest units, such as "3h5m"."""
     days, rest = divmod(int(seconds), 86_400)
     hours, rest = divmod(rest, 3_600)
     minutes, left = divmod(rest, 60)
@@ -272,14 +273,14 @@ def span(seconds: float) -> str:
 
 
 def terminal_width() -> int:
-    """Return the maximum line length: the terminal's width, but at least `_LEAST_WIDTH`."""
+    """Return the maximum line length, which is the terminal's width but at least `_LEAST_WIDTH`."""
     return max(_LEAST_WIDTH, shutil.get_terminal_size((_PIPED_COLUMNS, 24)).columns)
 
 
 def blocks_of(status: ServiceStatus, width: int | None = None) -> tuple[str, list[Block]]:
-    """Return the line of column titles, and one block per partition, sorted by partition name.
+    """Return the line of column titles and a block for each partition, sorted by partition name.
 
-    A partition that does not exist yet is included if calls wait for it.
+    A partition that does not exist yet is included if calls wait for the partition.
     """
     width = max(_LEAST_WIDTH, width or terminal_width())
     waits: dict[str, list[PartitionWait]] = {}
@@ -301,7 +302,7 @@ def blocks_of(status: ServiceStatus, width: int | None = None) -> tuple[str, lis
 
 
 def _rows(partition: PartitionDescription | None, waits: Sequence[PartitionWait]) -> list[_Row]:
-    """Return a row for each task of a partition, including tasks known only from calls that wait for the partition."""
+    """Return a row for each task of a partition. This includes tasks that are known only from waiting calls."""
     tasks = {task.task_name: task for task in (() if partition is None else partition.tasks)}
     rows = []
     for name in dict.fromkeys([*tasks, *(wait.reason.task_name for wait in waits)]):
@@ -317,7 +318,7 @@ def _rows(partition: PartitionDescription | None, waits: Sequence[PartitionWait]
 
 
 def _lines(row: _Row, widths: tuple[int, int, int], width: int) -> Iterator[str]:
-    """Yield the output lines of a task's row."""
+    """Yield the output lines for a task's row."""
     name, delivered, rate, rest = row
     first, rest_at = f"  {name:<{widths[0]}}", 8 + sum(widths)
     if len(name) > widths[0]:
@@ -374,7 +375,7 @@ def _notes(task: TaskStatus) -> Iterator[str]:
 
 
 def _short(wait: PartitionWait) -> str:
-    """Format why calls wait, omitting the partition and task names that the row already shows."""
+    """Format the reason why calls wait. Omit the partition and task names, which the row already shows."""
     reason = wait.reason
     calls = "1 call" if reason.waiting_count == 1 else f"{reason.waiting_count:,} calls"
     text = reason.text.replace(f" of partition {wait.partition_id!r}", "").replace(
@@ -384,7 +385,7 @@ def _short(wait: PartitionWait) -> str:
 
 
 def fitting(header: Sequence[str], heading: str, blocks: Sequence[Block], height: int) -> list[str]:
-    """Return the lines that fit on a screen of `height` lines: the most urgent partitions with all their tasks."""
+    """Return the lines that fit on a screen of `height` lines. The most urgent partitions are shown with all tasks."""
     left = height - len(header) - 5
     shown: set[int] = set()
     for place in sorted(range(len(blocks)), key=lambda each: (blocks[each].urgency, each)):

@@ -127,7 +127,7 @@ def _given_file(file: Path | None) -> Path:
 
 
 def _moment(text: str) -> datetime:
-    """Parse the value of --expires; a time without a time zone is UTC."""
+    """Parse the value of --expires. A time without a time zone is in UTC."""
     span = _SPAN.fullmatch(text)
     try:
         if span is not None:
@@ -142,7 +142,7 @@ def _moment(text: str) -> datetime:
 
 @contextmanager
 def _writes(option: str, path: Path) -> Iterator[None]:
-    """Convert an OSError in the `with` block to an InvalidArgumentError that names the option and the path."""
+    """Convert an OSError in the `with` block to an InvalidArgumentError that contains the option and the path."""
     try:
         yield
     except OSError as error:

@@ -67,7 +67,7 @@ def command(
         async with AsyncClient(**service) as client:
             with contextlib.suppress(
                 UnavailableError, DeadlineError
-            ):  # an unreachable service may start later; wrong credentials end the command
+            ):  # an unreachable service may start later, but wrong credentials end the command
                 await client.health(timeout=_FIRST_ANSWER_SECONDS)
 
             feed = Feed(client, prefix=prefix)

@@ -1,1 +1,1 @@
-"""Replicated controllers: their log in etcd, leader election, and the progress of standbys."""
+"""Controller clusters, with a replicated log in etcd, leader election, and progress reports of standbys."""

@@ -1,8 +1,8 @@
-"""Membership and leader election in a cluster of controllers, and the id that its controllers share.
+"""Membership and leader election in a controller cluster, and the id shared by the cluster's controllers.
 
-The leader is the controller that wrote the leader key under a lease that it keeps alive. The lease decides only which
-controller tries to write. The log decides which controller may write, by comparing epochs. The leader answers reads
-from memory only while its lease cannot have expired, according to its monotonic clock.
+The leader is the controller that created the leader key under a lease, which it keeps alive. The lease determines only
+which controller tries to write. The log compares epochs to determine whether the controller may write. The leader
+serves reads from memory only while its lease cannot have expired, according to its monotonic clock.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from tq_service.results import ControllerStatus
 
 _log = logging.getLogger(__name__)
 _ALIVE_TIMES: Final = 4  # keep-alive requests per lease duration
-_MARGIN_SHARE: Final = 0.1  # share of the lease duration reserved for clocks that run at different speeds
+_MARGIN_SHARE: Final = 0.1  # share of the lease duration reserved for clock drift
 _LOOK_SECONDS: Final = 0.1
-_RETRY_SECONDS: Final = 0.1  # pause before the next member is tried, because etcd may be electing its own leader
+_RETRY_SECONDS: Final = 0.1  # delay before trying the next member, because etcd may be electing a leader
 _FORMAT_VERSION: Final = 1
 
 
 def controller_id_of(etcd: Etcd, keys: ClusterKeys, proposed: bytes) -> bytes:
-    """Return the id that a cluster's controllers share, which identifies them as the owner of puts. Blocks.
+    """Return the id shared by a cluster's controllers, which identifies the cluster as the owner of puts. Blocks.
 
     Args:
-        etcd: the connection to etcd.
-        keys: the cluster's keys.
-        proposed: the id in this controller's data directory. The proposed id becomes the shared id if etcd stores none,
-            because this controller is the first one or etcd has lost all data.
+        etcd: connection to etcd.
+        keys: keys of the cluster.
+        proposed: id in this controller's data directory. It becomes the shared id if etcd does not contain an id. This
+            is the case for the first controller, or after etcd has lost all data.
 
     Raises:
         JournalUnreachableError: etcd does not respond.
@@ -66,9 +66,9 @@ class Leader:
     """The leader of a cluster.
 
     Attributes:
-        address: the controller's address for clients.
-        member_id: id of the controller.
-        epoch: number that is higher than the epochs of all earlier leaders.
+        address: address at which clients reach the leader.
+        member_id: id of the leader.
+        epoch: number of the leader's term. It is higher than the epochs of all earlier leaders.
     """
 
     address: str
@@ -77,18 +77,18 @@ class Leader:
 
 
 class Lease:
-    """An etcd lease that a thread keeps alive from its creation until `close`.
+    """An etcd lease, kept alive by a thread until `close` is called.
 
     Args:
-        etcd: the connection to etcd.
+        etcd: connection to etcd.
         seconds: time without a keep-alive after which the lease expires.
-        on_lost: called once, in the keep-alive thread, if the lease expires before `close`.
+        on_lost: called in the keep-alive thread if the lease expires before `close` is called.
 
     Attributes:
         id: id of the lease.
-        epoch: this controller's epoch as the leader, checked by each write to the log; 0 if it has not led yet.
-        is_over: whether the lease has expired or was closed.
-        held_until: monotonic time until which the lease cannot expire; extended by each response from etcd.
+        epoch: this controller's epoch as the leader, checked by each write to the log. 0 before the election.
+        is_over: whether the lease has expired or has been closed.
+        held_until: monotonic time until which the lease cannot expire. Each response from etcd extends it.
 
     Raises:
         JournalUnreachableError: etcd does not respond.
@@ -102,7 +102,7 @@ class Lease:
         self.id: int = answer.id
         self.epoch = 0
         self.is_over = False
-        # etcd may grant a longer lease than requested; rely only on the shorter duration.
+        # etcd may grant a longer lease than requested. Rely only on the shorter duration.
         self._seconds = min(float(answer.ttl), max(1.0, seconds))
         self.held_until = asked_at + self._seconds * (1 - _MARGIN_SHARE)
         self._closed = threading.Event()
@@ -111,7 +111,7 @@ class Lease:
 
     @property
     def is_held(self) -> bool:
-        """Whether the lease is certain to be valid, according to a clock that also runs while the process is paused."""
+        """Whether the lease is certain to be valid. The clock also advances while the process is paused."""
         return time.monotonic() < self.held_until
 
     def _keep_alive(self) -> None:
@@ -138,7 +138,7 @@ class Lease:
             pause = interval
 
     def close(self) -> None:
-        """Revoke the lease and delete its keys, which lets another controller lead before the lease would expire."""
+        """Revoke the lease, which deletes its keys. Another controller can then lead before the lease would expire."""
         self._closed.set()
         self.held_until, self.is_over = 0.0, True
         if threading.current_thread() is not self._thread:
@@ -148,13 +148,13 @@ class Lease:
 
 
 class Election:
-    """A cluster's leader election, as seen by one controller. Thread-safe.
+    """A controller's participation in its cluster's leader election. Thread-safe.
 
     Args:
-        etcd: the connection to etcd.
-        keys: the cluster's keys.
+        etcd: connection to etcd.
+        keys: keys of the cluster.
         member_id: id of this controller.
-        address: this controller's address for clients.
+        address: address at which clients reach this controller.
     """
 
     def __init__(self, etcd: Etcd, keys: ClusterKeys, member_id: str, address: str) -> None:
@@ -165,7 +165,7 @@ class Election:
         self._closed = threading.Event()
 
     def leader(self, seconds: float = 10.0) -> Leader | None:
-        """Return the current leader, or None. Blocks.
+        """Return the current leader, or None if no controller leads. Blocks.
 
         Raises:
             JournalUnreachableError: etcd does not respond.
@@ -174,11 +174,11 @@ class Election:
         return None if found is None else Leader(epoch=found.create_revision, **json.loads(found.value))
 
     def campaign(self, lease: Lease, on_leader: Callable[[Leader], None]) -> Lease:
-        """Wait until this controller leads, and return its lease with the epoch set. Blocks.
+        """Wait until this controller leads. Return its lease with `epoch` set. Blocks.
 
         Args:
             lease: lease of this controller.
-            on_leader: called repeatedly during the wait with the current leader.
+            on_leader: called repeatedly with the current leader during the wait.
 
         Raises:
             SupersededError: `close` was called, or the lease has expired.
@@ -186,7 +186,7 @@ class Election:
         write = put(self._keys.leader, json.dumps(self._value).encode(), lease.id)
         request = pb.EtcdTxnRequest(compare=[is_created_at(self._keys.leader, 0)], success=[write])
         while not self._closed.is_set() and not lease.is_over:
-            # etcd also rejects writes of a key whose lease has just expired.
+            # etcd rejects the write if the lease has just expired.
             with contextlib.suppress(JournalUnreachableError, InvalidArgumentError):
                 leader = self.leader(0.0)
                 if leader is None:
@@ -200,11 +200,11 @@ class Election:
         raise SupersededError("this controller left the election, or its lease expired")
 
     def close(self) -> None:
-        """Leave the election, which ends `campaign`."""
+        """Leave the election. A running `campaign` raises SupersededError."""
         self._closed.set()
 
     def publish(self, applied_number: int, lease_id: int) -> None:
-        """Publish this controller's address and last applied record until the given lease expires. Blocks.
+        """Publish this controller's address and last applied record under a lease. Blocks.
 
         Raises:
             JournalUnreachableError: etcd does not respond.
@@ -215,7 +215,7 @@ class Election:
         self._etcd.ask(pb.EtcdTxnRequest(success=[write]), seconds=0.0)
 
     def published(self, end_number: int) -> list[ControllerStatus]:
-        """Return the other live controllers as standbys, each with its lag behind record `end_number`. Blocks.
+        """Return the status of all other live controllers, with their lag behind record `end_number`. Blocks.
 
         Raises:
             JournalUnreachableError: etcd does not respond.

@@ -1,16 +1,16 @@
-"""Calls to etcd, and the keys under which etcd stores a controller cluster's state.
+"""A client for etcd, and the keys under which etcd stores the state of a controller cluster.
 
-Each call is sent to one member of etcd. If that member does not respond, the next call is sent to the next member.
+Each call is sent to a single etcd member. If the member does not respond, the next call is sent to the next member.
 
-    /tq/<cluster>/0/about            the controller id shared by the cluster, written once
-    /tq/<cluster>/0/leader           the current leader, as JSON, under its lease; its epoch is the revision that
+    /tq/<cluster>/0/about            controller id shared by the cluster, written once
+    /tq/<cluster>/0/leader           current leader as JSON, under its lease; the leader's epoch is the revision that
                                      created the key
-    /tq/<cluster>/0/last             the end of the log, see `Position`
+    /tq/<cluster>/0/last             end of the log, see `Position`
     /tq/<cluster>/0/log/<first>/<n>  chunk <n> of the batch of records that starts with record <first>
-    /tq/<cluster>/0/members/<id>     a controller, under its lease: its address and the last record that it applied
-    /tq/<cluster>/0/snapshots/<id>   the first record that a controller needs, kept even while the controller is down
+    /tq/<cluster>/0/members/<id>     address and last applied record of a controller, under its lease
+    /tq/<cluster>/0/snapshots/<id>   first record that a controller needs, kept even while the controller is down
 
-The 0 is the shard number; there is only one shard.
+The 0 in each key is the shard number. There is only one shard.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _POSITION_MAGIC: Final = b"tqp1"
 
 
 class Position(NamedTuple):
-    """A position in the log: the end of the log or of one of its prefixes.
+    """A position in the log, after a record.
 
     Attributes:
-        number: number of the last record before the position, or 0.
+        number: number of the last record before the position, or 0 at the beginning of the log.
         epoch: epoch of the leader that wrote this record.
-        chain: checksum of all records up to the position; it differs between different logs.
+        chain: checksum of all records up to the position. Different logs have different checksums.
     """
 
     number: int
@@ -47,15 +47,15 @@ class Position(NamedTuple):
     chain: int
 
     def encode(self) -> bytes:
-        """Return the bytes that represent the position."""
+        """Encode the position as bytes."""
         return _POSITION.pack(_POSITION_MAGIC, *self)
 
     @classmethod
     def decode(cls, data: bytes) -> Position:
-        """Return the position represented by the bytes.
+        """Decode a position.
 
         Raises:
-            NewerVersionError: the bytes have a different format.
+            NewerVersionError: the bytes have an unknown format.
         """
         if len(data) != _POSITION.size or not data.startswith(_POSITION_MAGIC):
             raise NewerVersionError(
@@ -68,7 +68,7 @@ BEGINNING: Final = Position(0, 0, 0)
 
 
 class ClusterKeys:
-    """A controller cluster's etcd keys.
+    """The etcd keys of a controller cluster.
 
     Args:
         cluster: name of the cluster.
@@ -85,25 +85,25 @@ class ClusterKeys:
         self.snapshots = self.prefix + b"snapshots/"
 
     def batch(self, first: int, piece: int = 0) -> bytes:
-        """Return the key for a chunk of the batch that starts with record `first`."""
+        """Return the key of a chunk of the batch that starts with record `first`."""
         return self.log + b"%016x/%04x" % (first, piece)
 
     def batches_from(self, first: int) -> bytes:
-        """Return the lower bound of the keys for all batches that start at or after record `first`."""
+        """Return the lower bound of the keys of batches that start at or after record `first`."""
         return self.log + b"%016x" % first
 
     def first_of(self, key: bytes) -> int:
-        """Return the number of a batch's first record, given the key of any of its chunks."""
+        """Return the number of the first record in a batch, given the key of any of the batch's chunks."""
         return int(key[len(self.log) :].partition(b"/")[0], 16)
 
 
 _log = logging.getLogger(__name__)
 TRY_SECONDS: Final = 1.0
-"""Time within which a member must respond before the next member is tried."""
+"""Time to wait for a member's response before the next member is tried."""
 _PAUSE_SECONDS: Final = 0.05
 _OPTIONS: Final = (*CONNECTION_OPTIONS, ("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
-# Status codes after which a retry may succeed, at another member or because a response was lost. A member without a
-# leader returns UNAVAILABLE. A full database returns RESOURCE_EXHAUSTED, which an operator can resolve.
+# Status codes after which a retry may succeed, possibly at another member. A member without a leader returns
+# UNAVAILABLE. A member with a full database returns RESOURCE_EXHAUSTED, which an operator can resolve.
 _TRIED_AGAIN: Final = {
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -112,14 +112,14 @@ _TRIED_AGAIN: Final = {
     grpc.StatusCode.UNKNOWN,
     grpc.StatusCode.INTERNAL,
 }
-# Parts of etcd's error messages that indicate an invalid token; the status codes differ between versions of etcd.
+# Parts of etcd's error messages that indicate an invalid token. The status codes differ between versions of etcd.
 _OF_TOKENS: Final = ("auth token", "revision of auth store", "revision in header")
 _METHODS: Final[dict[type[Any], tuple[str, type[Any]]]] = {
     pb.EtcdRangeRequest: ("KV/Range", pb.EtcdRangeResponse),
     pb.EtcdTxnRequest: ("KV/Txn", pb.EtcdTxnResponse),
     pb.EtcdCompactionRequest: ("KV/Compact", pb.EtcdCompactionResponse),
     pb.EtcdLeaseGrantRequest: ("Lease/LeaseGrant", pb.EtcdLeaseGrantResponse),
-    # A streaming method of etcd, which answers each request and ends the stream when the caller does.
+    # A streaming method that is called here with a single request. etcd ends the stream after its response.
     pb.EtcdLeaseKeepAliveRequest: ("Lease/LeaseKeepAlive", pb.EtcdLeaseKeepAliveResponse),
     pb.EtcdLeaseRevokeRequest: ("Lease/LeaseRevoke", pb.EtcdLeaseRevokeResponse),
     pb.EtcdAuthenticateRequest: ("Auth/Authenticate", pb.EtcdAuthenticateResponse),
@@ -128,13 +128,13 @@ _METHODS: Final[dict[type[Any], tuple[str, type[Any]]]] = {
 
 
 class Etcd:
-    """A connection to an etcd cluster's members. Thread-safe.
+    """A client for an etcd cluster. Thread-safe.
 
     Args:
-        members: addresses of the members, each "host:port".
-        tls: TLS settings; None for plaintext.
-        user: name of an etcd user; None to connect without authentication.
-        password_file: path of the password file, which is reread whenever a token is requested.
+        members: addresses of the members in the form "host:port".
+        tls: TLS settings. None for plaintext.
+        user: name of an etcd user. None to connect without authentication.
+        password_file: path of the password file, which is read each time a token is requested.
 
     Raises:
         InvalidArgumentError: a file in the settings cannot be read.
@@ -172,7 +172,7 @@ class Etcd:
         return self.members[self._at % len(self.members)]
 
     def _next_member(self, failed: str) -> None:
-        """Switch to the next member unless another thread already has; reopen channels if certificates have changed."""
+        """Switch to the next member unless another thread already has. Reopen channels if certificates have changed."""
         with self._lock:
             if self._member() == failed:
                 self._at += 1
@@ -183,7 +183,7 @@ class Etcd:
                 self._channels.clear()
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
-        """Return the call metadata that authenticates the user; request a token first if necessary."""
+        """Return the call metadata that authenticates the user. Request a token if necessary."""
         if self._user is None:
             return ()
         if self._token is None:
@@ -209,10 +209,10 @@ class Etcd:
         return method(request, timeout=timeout, metadata=metadata)
 
     def once(self, request: Any, timeout: float = TRY_SECONDS) -> Any:
-        """Send a request to the current member and return its response.
+        """Send a request to the current member and return the response.
 
         Raises:
-            JournalUnreachableError: the member did not respond, so the call may or may not have taken effect. The next
+            JournalUnreachableError: the member did not respond. The call may or may not have taken effect. The next
                 call is sent to the next member.
             InvalidArgumentError: etcd rejected the call permanently.
         """
@@ -242,10 +242,10 @@ class Etcd:
         )
 
     def ask(self, request: Any, seconds: float = 10.0, timeout: float = TRY_SECONDS) -> Any:
-        """Send an idempotent request to etcd and return the response, retrying for up to `seconds`.
+        """Send an idempotent request to etcd and return the response. Retry for up to `seconds`.
 
         Raises:
-            JournalUnreachableError: no member responded within this time.
+            JournalUnreachableError: no member responded in time.
             InvalidArgumentError: etcd rejected the call permanently.
         """
         end = time.monotonic() + seconds
@@ -258,17 +258,17 @@ class Etcd:
             time.sleep(_PAUSE_SECONDS)
 
     def get(self, key: bytes, seconds: float = 10.0) -> pb.EtcdKeyValue | None:
-        """Return the entry for a key, or None if the key does not exist."""
+        """Return the entry of a key, or None if the key does not exist."""
         answer: pb.EtcdRangeResponse = self.ask(pb.EtcdRangeRequest(key=key), seconds)
         return answer.kvs[0] if answer.kvs else None
 
     def get_all(self, prefix: bytes, seconds: float = 10.0) -> list[pb.EtcdKeyValue]:
-        """Return the entries for all keys with a prefix; meant for a small number of keys."""
+        """Return the entries of all keys with a prefix. Use this only for a small number of keys."""
         answer: pb.EtcdRangeResponse = self.ask(pb.EtcdRangeRequest(key=prefix, range_end=after(prefix)), seconds)
         return list(answer.kvs)
 
     def close(self) -> None:
-        """End all calls and close all connections."""
+        """Cancel all calls and close all connections."""
         self._closed.set()
         with self._lock:
             for channel in (*self._channels.values(), *self._old):
@@ -291,10 +291,10 @@ def is_created_at(key: bytes, revision: int) -> pb.EtcdCompare:
 
 
 def put(key: bytes, value: bytes, lease_id: int = 0) -> pb.EtcdRequestOp:
-    """Return the operation that writes a key, optionally under a lease."""
+    """Return an operation that writes a key, optionally under a lease."""
     return pb.EtcdRequestOp(request_put=pb.EtcdPutRequest(key=key, value=value, lease=lease_id))
 
 
 def delete(first: bytes, end: bytes = b"") -> pb.EtcdRequestOp:
-    """Return the operation that deletes a key, or a range of keys if `end` is given."""
+    """Return an operation that deletes a key, or a range of keys if `end` is given."""
     return pb.EtcdRequestOp(request_delete_range=pb.EtcdDeleteRangeRequest(key=first, range_end=end))

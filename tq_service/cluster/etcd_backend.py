@@ -1,14 +1,14 @@
-"""A controller cluster's log, stored in etcd. The log survives the loss of any host and has a single writer.
+"""The log of a controller cluster, stored in etcd. The log survives the loss of any host and has a single writer.
 
-A write is one transaction that compares the leader key and the end of the log. A superseded controller that still
-considers itself the leader therefore cannot write. The lease decides which controller tries to write, and the log
-decides whether it may. If the response to a write is lost, reading the end of the log shows whether the write took
-effect.
+Each write is a transaction that compares the leader key and the end of the log. A superseded controller that still
+considers itself the leader therefore cannot write. The lease determines which controller tries to write, and the
+transaction determines whether the write succeeds. If the response to a write is lost, the end of the log shows whether
+the write succeeded.
 
-Groups of records are stored as batches, one per transaction. A batch is one value, or several chunks if it exceeds
-etcd's size limit for a value. The first chunk is written last, together with the new end of the log. Keys after the end
-are therefore left over from a failed attempt, and are ignored. Each batch contains a checksum of all earlier batches.
-Two logs that differ at some record therefore also differ at every later record.
+Records are stored in batches, with a transaction per batch. A batch that exceeds etcd's size limit is split into
+chunks. The first chunk is written last, together with the new end of the log. Any keys after the end are left over from
+a failed attempt and are ignored. Each batch contains a checksum of all earlier batches, so logs that differ at a record
+also differ at every later record.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class _Header(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Consecutive records. An empty batch marks a new leader or a rotation, and uses up one record number.
+    """A batch of consecutive records. An empty batch marks a new leader or a rotation, and uses up a record number.
 
     Attributes:
         before: end of the log before the batch.
         after: end of the log after the batch.
-        body: the batch's records, packed.
+        body: packed records.
     """
 
     before: Position
@@ -76,21 +76,21 @@ class Batch:
 
     @classmethod
     def of(cls, before: Position, epoch: int, records: Sequence[NewRecord]) -> Batch:
-        """Return a batch that starts at the position `before` and contains the given records."""
+        """Create a batch of records that starts at the position `before`."""
         return cls._made(before, epoch, max(1, len(records)), b"".join(packed(records)))
 
     @classmethod
     def decoded(cls, first: int, pieces: Sequence[bytes]) -> Batch:
-        """Decode a batch from the chunks in which it was stored.
+        """Decode a batch from its stored chunks.
 
         Raises:
-            NewerVersionError: the chunks have a different format.
+            NewerVersionError: the chunks have an unknown format.
             JournalDamagedError: the batch differs from the written batch.
         """
         header, body = _header_of(first, pieces[0]), b"".join(pieces)[_HEADER.size :]
         if header.first != first or len(body) != header.body_bytes:
             raise _damaged(first, "does not match the written batch (its position or size differs)")
-        # The epoch of the previous writer is not stored in the batch; only the chain checksum covers it.
+        # The batch does not contain the previous writer's epoch. Only the chain checksum covers that epoch.
         return cls._made(Position(first - 1, 0, header.chain_before), header.epoch, header.record_count, body)
 
     @classmethod
@@ -106,7 +106,7 @@ class Batch:
         return self.before.number + 1
 
     def pieces(self) -> list[bytes]:
-        """Return the batch's chunks, each of which is stored under one key."""
+        """Split the batch into chunks. Each chunk is stored under a separate key."""
         count = max(1, -(-(len(self.body) + _HEADER.size) // PIECE_BYTES))
         number, epoch, _ = self.after
         header = _Header(
@@ -151,24 +151,24 @@ _POSITION_FILE: Final = "etcd-position"
 
 
 class EtcdBackend:
-    """A `LogBackend` that uses etcd. A standby follows the log; a leader reads it to the end and then writes to it.
+    """A `LogBackend` that stores the log in etcd. A standby follows the log. A leader reads the log, then writes to it.
 
     Args:
-        etcd: the connection to etcd, which the caller closes.
-        keys: the cluster's keys.
+        etcd: connection to etcd, closed by the caller.
+        keys: keys of the cluster.
         member_id: id of this controller.
         directory: directory of the file that records the last position seen by this controller.
-        accept_loss: whether `read` continues without records that etcd has lost instead of raising an error.
+        accept_loss: whether to continue if etcd has lost records. If false, `read` raises an error.
 
     Attributes:
-        leadership: lease under which this controller leads; None on a standby.
+        leadership: lease under which this controller leads. None on a standby.
     """
 
     is_blocking = True
     group_bytes = 512 << 10
     segment_bytes = math.inf
     patience_seconds = 10.0
-    is_disk_low = False  # etcd reports a full disk, but not a nearly full one
+    is_disk_low = False  # etcd does not report that its disk is nearly full
 
     def __init__(
         self, etcd: Etcd, keys: ClusterKeys, *, member_id: str, directory: Path, accept_loss: bool = False
@@ -181,9 +181,9 @@ class EtcdBackend:
         self.leadership: Lease | None = None
         self._seen = BEGINNING  # last known end of the log on a standby
         self._end = BEGINNING  # last known end of the log on the leader
-        self._end_value = b""  # the encoded `_end` in etcd, compared by each write
+        self._end_value = b""  # encoded `_end`, which each write compares with the value in etcd
         self._attempt: Batch | None = None  # a batch that may or may not have been written
-        self._followed_from = 0  # first record that a standby needs; its snapshot contains all earlier records
+        self._followed_from = 0  # first record needed by a standby, whose snapshot contains all earlier records
         self._is_loss_accepted = False
 
     # Reading, from any thread
@@ -194,7 +194,7 @@ class EtcdBackend:
         return BEGINNING if found is None else Position.decode(found.value)
 
     def first_key(self, number: int) -> int:
-        """Return the first record of the batch that contains record `number`; 0 if no batch starts early enough."""
+        """Return the first record of the batch that contains record `number`, or 0 if there is no such batch."""
         request = pb.EtcdRangeRequest(
             key=self._keys.log,
             range_end=self._keys.batches_from(number + 1),
@@ -206,7 +206,7 @@ class EtcdBackend:
         return self._keys.first_of(answer.kvs[0].key) if answer.kvs else 0
 
     def batches(self, number: int, end: Position) -> Iterator[Batch]:
-        """Yield the batches from the batch that contains record `number` up to the position `end`.
+        """Yield the batches up to the position `end`, starting with the batch that contains record `number`.
 
         Raises:
             PreconditionError: the record was truncated.
@@ -230,7 +230,7 @@ class EtcdBackend:
             raise _truncated(number) if self.first_key(number) == 0 else _damaged(missing, "is missing")
 
     def _stored(self, first: int, end: Position) -> Iterator[Batch]:
-        """Yield the stored batches from `first` to `end`, skipping chunks left over from failed attempts."""
+        """Yield the stored batches from `first` to `end`. Skip chunks left over from failed attempts."""
         key, limit = self._keys.batch(first), _FEWEST_KEYS
         pieces: list[bytes] = []
         while first <= end.number:
@@ -253,7 +253,7 @@ class EtcdBackend:
 
     @property
     def last_number(self) -> int | None:
-        """Number of the last record in the log, valid after `read` is exhausted; None on a standby."""
+        """Number of the last record in the log, or None on a standby. Valid after `read` has been exhausted."""
         return None if self.leadership is None else self._end.number
 
     @property
@@ -262,12 +262,12 @@ class EtcdBackend:
         return self._end.number or max(self._seen.number, self._followed_from - 1)
 
     def read(self, number: int) -> Iterator[Record]:
-        """Yield the records starting at the rotation with this number, or all records if `number` is 0.
+        """Yield the records starting at the rotation `number`, or all records if `number` is 0.
 
         Raises:
-            PreconditionError: some of these records were truncated; start from a snapshot.
-            JournalDamagedError: etcd lacks records that this controller has seen, for example because etcd was restored
-                from a backup.
+            PreconditionError: some of these records were truncated. Start from a snapshot.
+            JournalDamagedError: etcd lacks records that this controller has seen. For example, etcd was restored from a
+                backup.
             SupersededError: another controller has become the leader.
             JournalUnreachableError: etcd does not respond.
         """
@@ -289,11 +289,11 @@ class EtcdBackend:
         self._end = end
 
     def has_lost(self, number: int, end: Position | None = None) -> bool:
-        """Return whether etcd lacks records, so that the log must continue from this controller's snapshot. Blocks.
+        """Return whether etcd has lost records, so the log must continue from this controller's snapshot. Blocks.
 
         Args:
             number: number of this controller's newest snapshot.
-            end: end of the log; None to read it from etcd.
+            end: end of the log. None to read the end from etcd.
 
         Raises:
             JournalDamagedError: records are missing, and `accept_loss` is false.
@@ -306,8 +306,8 @@ class EtcdBackend:
             with contextlib.suppress(PreconditionError):  # the next batch was truncated, so no comparison is possible
                 following = next(self.batches(seen.number + 1, end), None)
                 found = end if following is None else following.before
-                # The last position that this controller saw is the end of a batch. In a different log, batches may end
-                # at different records.
+                # The last position seen by this controller is the end of a batch. In a different log, batches may end
+                # at other records.
                 is_another = (found.number, found.chain) != (seen.number, seen.chain)
         if not is_another and end.number >= max(seen.number, number - 1):
             return False
@@ -327,10 +327,10 @@ class EtcdBackend:
         return number > 0 and (is_another or end.number < number - 1)
 
     async def follow(self, number: int) -> AsyncIterator[Record]:
-        """Yield all durable records starting at `number`, then each new record once it is durable. Never ends.
+        """Yield all durable records starting at `number`, and each new record once it is durable. Never returns.
 
         Raises:
-            PreconditionError: some of these records were truncated; start from a snapshot.
+            PreconditionError: some of these records were truncated. Start from a snapshot.
             JournalDamagedError: the log in etcd has become shorter.
         """
         self._followed_from = number
@@ -359,18 +359,18 @@ class EtcdBackend:
                 await asyncio.sleep(_LOOK_SECONDS)
 
     def _next_batches(self, number: int) -> tuple[Position, list[Batch]]:
-        """Return the end of the log and a few of the next batches, so that the event loop is blocked only briefly."""
+        """Return the end of the log, and the next batches up to a limit. Blocks, so it must run in a thread."""
         end = self.end()
         return end, list(islice(self.batches(number, end), _BATCHES_A_READ))
 
     # Writing
 
     def write(self, number: int, records: Sequence[NewRecord]) -> None:
-        """Append records to the log as one batch.
+        """Append records to the log as a single batch.
 
         Raises:
             JournalUnreachableError: etcd does not respond. A retry determines whether the batch was written.
-            SupersededError: another controller leads, so this controller may no longer write. The batch may or may not
+            SupersededError: another controller leads, so this controller can no longer write. The batch may or may not
                 have been written.
             InvalidArgumentError: etcd rejected the batch permanently.
         """
@@ -393,13 +393,13 @@ class EtcdBackend:
         for operations in writes:
             answer: pb.EtcdTxnResponse = self._etcd.once(pb.EtcdTxnRequest(compare=conditions, success=operations))
             if not answer.succeeded:
-                # The response to an earlier attempt may have been lost after the attempt succeeded.
+                # An earlier attempt may have succeeded although its response was lost.
                 if not self._is_written(batch):
                     raise self._superseded()
                 return
 
     def _is_written(self, batch: Batch) -> bool:
-        """Return whether the log ends with `batch`. Raise SupersededError if another controller has written to it."""
+        """Return whether the log ends with `batch`. Raise SupersededError if another controller has written a batch."""
         found = self._etcd.get(self._keys.last, seconds=0.0)
         value = b"" if found is None else found.value
         if value == batch.after.encode():
@@ -415,7 +415,7 @@ class EtcdBackend:
         return self.leadership.epoch
 
     def _is_leader(self) -> pb.EtcdCompare:
-        """Return the condition that this controller is still the leader."""
+        """Return the etcd condition that this controller is still the leader."""
         return is_created_at(self._keys.leader, self._led_epoch)
 
     def _superseded(self) -> SupersededError:
@@ -430,12 +430,12 @@ class EtcdBackend:
     # Snapshots
 
     def sync_rotated(self, number: int) -> None:
-        """Save the last known position to this controller's disk, before a snapshot depends on it."""
+        """Save the last known position to the local disk. Call this before a snapshot depends on the position."""
         with FileWriter(self._position_path) as writer:
             writer.file.write((self._seen if self.leadership is None else self._end).encode())
 
     def truncate_before(self, number: int) -> None:
-        """Publish the first record that this controller needs; on the leader, also delete records no longer needed."""
+        """Publish the first record that this controller needs. The leader also deletes records that are not needed."""
         key = self._keys.snapshots + self._member_id.encode()
         self._etcd.ask(pb.EtcdTxnRequest(success=[put(key, b"%d" % number)]))
         if self.leadership is None:
@@ -466,10 +466,10 @@ class EtcdBackend:
                 return
 
     def _needed_number(self) -> int:
-        """Return the first record to keep. Snapshots of at least two live controllers contain all earlier records.
+        """Return the number of the first record to keep.
 
-        If only one controller is live, its snapshot is sufficient. A controller that rejoins later starts from one of
-        these snapshots.
+        All earlier records are contained in snapshots of at least two live controllers, or in a single snapshot if only
+        one controller is live. A controller that rejoins later starts from one of these snapshots.
         """
         alive = {each.key.rpartition(b"/")[2] for each in self._etcd.get_all(self._keys.members)}
         alive.add(self._member_id.encode())

@@ -1,1 +1,1 @@
-"""Observability: Prometheus metrics of the service and its clients, and a live page for the browser."""
+"""Prometheus metrics of the service and its clients, and a live page for the browser."""

@@ -1,4 +1,4 @@
-"""Implements `tq.instrument`: Prometheus metrics of the clients and loaders in a process."""
+"""Prometheus metrics of the clients and loaders in a process, enabled by `tq.instrument`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def instrument(registry: CollectorRegistry | None = None) -> None:
     second call with the same registry has no effect.
 
     Args:
-        registry: prometheus-client registry to add the metrics to; None for the default registry.
+        registry: prometheus-client registry to add the metrics to. None for the default registry.
 
     Raises:
         InvalidArgumentError: prometheus-client is not installed.
@@ -88,7 +88,7 @@ class PrometheusProbe:
         self._claims.labels(status).observe(seconds)
 
     def loaded(self, wait_seconds: float, work_seconds: float) -> None:
-        """Record the wait for a micro-batch and the work on the previous one."""
+        """Record the time spent waiting for a micro-batch, and the time spent working on the previous micro-batch."""
         self._waited.inc(wait_seconds)
         self._worked.inc(work_seconds)
         self._loaded.inc()

@@ -1,7 +1,7 @@
-"""The HTTP port that Prometheus scrapes. It is served in separate threads, so slow peers cannot block the event loop.
+"""The HTTP server that Prometheus scrapes. It runs in separate threads, so slow peers cannot block the event loop.
 
-The port answers GET and HEAD requests for /metrics, in Prometheus's text format or in OpenMetrics, depending on the
-Accept header. Metrics are collected on the event loop and converted to text in the request's thread.
+The server handles GET and HEAD requests for /metrics. Depending on the Accept header, it responds in Prometheus's text
+format or in OpenMetrics. Metrics are collected on the event loop and converted to text in the request's thread.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ Collect = Callable[[], Coroutine[Any, Any, Iterable[Metric]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """The security settings of the metrics port.
+    """Security settings of the metrics port.
 
     Attributes:
-        context: function that returns the TLS context for the next connection; None for no encryption.
-        refusal: function of the request's Authorization header ("" if absent) and the peer's address. The function
-            returns the reason for refusing the request, or None if the request is allowed, and must be thread-safe.
+        context: returns the TLS context for the next connection. None for plaintext.
+        refusal: called with the request's Authorization header ("" if absent) and the peer's address. Returns the
+            reason to refuse the request, or None to allow the request. Must be thread-safe.
     """
 
     context: Callable[[], ssl.SSLContext] | None = None
@@ -54,15 +54,15 @@ class Access:
 
 
 class Endpoint:
-    """The server of the metrics port; it is open from construction until `close`.
+    """The server of the metrics port. The port is open until `close` is called.
 
     Args:
         host: address to listen on.
-        port: port to listen on; 0 lets the system choose a free port.
-        collect: coroutine function that returns the metrics; called on the event loop.
+        port: port to listen on. If 0, the system chooses a free port.
+        collect: coroutine function that returns the metrics. Called on the event loop.
         loop: event loop of the service.
         access: security settings of the port.
-        service_port: the service's gRPC port, whose client connections are counted as a metric.
+        service_port: gRPC port of the service. The number of its client connections is exposed as a metric.
 
     Attributes:
         port: port that the server listens on.
@@ -103,7 +103,7 @@ class Endpoint:
         self._thread.start()
 
     async def close(self) -> None:
-        """Close the port; requests in progress still complete."""
+        """Close the port. Requests in progress are completed."""
         await asyncio.to_thread(self._server.shutdown)
         self._server.server_close()
 
@@ -128,7 +128,7 @@ class Endpoint:
 
 
 class _Collected(CollectorRegistry):
-    """A registry that returns a given list of metrics, so prometheus-client can encode them."""
+    """A registry that returns a fixed list of metrics, so that prometheus-client can encode them."""
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         super().__init__()
@@ -152,12 +152,12 @@ class _Server(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
-        """Bind the socket. http.server would also look up the host name, which may be slow."""
+        """Bind the socket without looking up the host name, which may be slow."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = "", self.server_address[1]
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """Answer a connection's requests in its thread, or close the connection if too many are open."""
+        """Handle the requests of a connection in its thread. If too many connections are open, close the connection."""
         if not self.endpoint.places.acquire(blocking=False):
             return
         with contextlib.ExitStack() as ending:
@@ -168,7 +168,7 @@ class _Server(ThreadingHTTPServer):
             super().finish_request(request, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log a connection's error, without a traceback if the peer caused the error."""
+        """Log a connection error. If the peer caused the error, omit the traceback."""
         error = sys.exc_info()[1]
         if isinstance(error, OSError):
             _log.info(LogMessage("connection to the metrics port failed", peer=client_address[0], error=error))
@@ -177,7 +177,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """HTTP handler that answers the scrapes on one connection."""
+    """HTTP handler for the scrapes on a connection."""
 
     server: _Server
     protocol_version = "HTTP/1.1"
@@ -186,7 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _IDLE_SECONDS
 
     def do_GET(self) -> None:
-        """Answer a scrape with the metrics; omit the body if the method is HEAD."""
+        """Respond to a scrape with the metrics. If the method is HEAD, omit the body."""
         status, kind, body = self._scrape()
         self.send_response(status)
         if status is HTTPStatus.UNAUTHORIZED:
@@ -214,7 +214,7 @@ class _Handler(BaseHTTPRequestHandler):
         return HTTPStatus.OK, kind, body
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002  (as in the base class)
-        """Log a request at debug level, since scrapes arrive every few seconds."""
+        """Log a request at debug level, because scrapes arrive every few seconds."""
         _log.debug(LogMessage("received a metrics request", peer=self.client_address[0], request=format % args))
 
 

@@ -1,4 +1,4 @@
-"""Counters and timers with negligible overhead. They are not thread-safe: update and read them on the event loop."""
+"""Counters and timers with negligible overhead. They are not thread-safe, so use them only on the event loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OTHERS: Final = "others"
 
 
 class Histogram:
-    """A histogram. Each value is counted in the first bucket whose bound is at least the value.
+    """A histogram that counts each value in the first bucket whose bound is at least the value.
 
     Attributes:
         sum: sum of all observed values.
@@ -46,7 +46,7 @@ class Histogram:
         return sum(self._counts)
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Return each bucket's bound as text, with the number of observed values up to this bound."""
+        """Return the bound of each bucket as text, with the number of observed values up to this bound."""
         total, buckets = 0, []
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
             total += count
@@ -55,7 +55,7 @@ class Histogram:
 
 
 class HistogramByName:
-    """Histograms by name: one for each of the first `_MOST_NAMES` names, and one shared by all other names."""
+    """Histograms by name. The first `_MOST_NAMES` names have separate histograms. All other names share a histogram."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -71,7 +71,7 @@ class HistogramByName:
 
 
 class MethodCounts:
-    """Counts and durations of the calls to one gRPC method.
+    """Counts and durations of calls to a gRPC method.
 
     Attributes:
         service: full name of the gRPC service, such as "tq_service.v1.ControllerService".
@@ -80,7 +80,7 @@ class MethodCounts:
         started: number of calls received.
         handled: number of completed calls, by status code such as "OK".
         handling: histogram of call durations in seconds, excluding time spent waiting for samples or capacity.
-        waits: histogram of waiting times in seconds; None if calls to this method never wait.
+        waits: histogram of waiting times in seconds. None if calls to this method never wait.
     """
 
     __slots__ = ("handled", "handling", "method", "service", "shape", "started", "waits")
@@ -96,14 +96,14 @@ class MethodCounts:
 
 
 class Instruments:
-    """Measurements recorded while the service runs. All other metrics are read from the live state at each scrape.
+    """Measurements recorded while the service runs. All other metrics are read from the current state at each scrape.
 
     Attributes:
         calls: counts and durations of all methods called so far.
         plan_seconds: histograms of planning times in seconds, by sampler.
         imbalance: histograms of batch imbalance (tokens on the heaviest rank divided by the mean, minus 1), by sampler.
         padding: histograms of the share of padding in a batch, by sampler.
-        loop_lag: histogram of how late the event loop starts due tasks, in seconds.
+        loop_lag: histogram of the event loop's delay in starting due tasks, in seconds.
     """
 
     def __init__(self) -> None:
@@ -115,12 +115,12 @@ class Instruments:
 
 
 class TimedRunner:
-    """Wraps a sampler runner, and measures the duration of all runs that return a plan.
+    """A wrapper that measures the duration of a sampler runner's runs. Runs that return no plan are ignored.
 
     Args:
-        runner: the runner to wrap.
-        seconds: histograms that receive the durations, by sampler name. If a run needs a thread, its duration includes
-            the wait for the thread.
+        runner: runner to wrap.
+        seconds: histograms of the durations, by sampler name. If a run needs a thread, its duration includes the wait
+            for the thread.
     """
 
     def __init__(self, runner: RunsPlans, seconds: HistogramByName) -> None:
@@ -128,11 +128,11 @@ class TimedRunner:
         self._seconds = seconds
 
     def length(self, sampler: Sampler) -> LengthSource | None:
-        """Return the source of token counts that a sampler needs; see `RunsPlans`."""
+        """Return the source of token counts that a sampler needs. See `RunsPlans`."""
         return self._runner.length(sampler)
 
     def run_inline(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
-        """Run a sampler inline and return its plan, or None if too few samples are ready; see `RunsPlans`."""
+        """Run a sampler inline. Return its plan, or None if too few samples are ready. See `RunsPlans`."""
         began_at = time.perf_counter()
         plan = self._runner.run_inline(sampler, view, request)
         if plan is not None:
@@ -140,7 +140,7 @@ class TimedRunner:
         return plan
 
     async def run(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
-        """Run a sampler off the event loop if necessary, and return its plan or None; see `RunsPlans`."""
+        """Run a sampler, in a thread if necessary. Return its plan, or None. See `RunsPlans`."""
         began_at = time.perf_counter()
         plan = await self._runner.run(sampler, view, request)
         if plan is not None:

@@ -1,13 +1,13 @@
-"""The metrics that one process of the service exposes to Prometheus, read from the live state at each scrape.
+"""Prometheus metrics of a service process, read from its current state at each scrape.
 
-Metrics are read on the event loop, in short time slices, and converted to text in the scrape's thread. The metrics of
-calls and of the process itself have few series, but partition metrics have a series per group and per task. If a scrape
-would exceed `MOST_LINES`, some series are omitted, and `tq_service_metrics_dropped_series` counts them. Groups with
+Metrics are read on the event loop in short time slices, and converted to text in the scrape's thread. Call metrics and
+process metrics have few series, but partition metrics have a series per group and per task. If a scrape would exceed
+`MOST_LINES`, some series are omitted and counted in `tq_service_metrics_dropped_series`. Groups that still have
 partitions take precedence, in order of their first appearance.
 
-A trainer may create a partition per step (`train@0`, `train@1`, ...). All partitions of a group (the name up to the
-first "@") therefore share one series, which includes the counts of removed partitions. As usual in Prometheus, counters
-start at 0 in each process. Recovered and restored data is not counted again, since another process has counted it.
+A trainer may create a partition per step (`train@0`, `train@1`, ...). Metrics are therefore summed per partition group,
+which is the partition name up to the first "@". The sums include removed partitions. As usual in Prometheus, counters
+start at 0 in each process. Recovered and restored data is excluded, because another process has already counted it.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from tq_service.state.table import FAILED, HELD, LIVE
 from tq_service.storage.engine import EngineStat
 
 MOST_LINES: Final = 3_000
-_LINES_LEFT: Final = 150  # lines reserved for help texts and for prometheus-client's process metrics
-_GROUPS_SHARE: Final = 0.6  # maximum share of the partition metrics' lines for series of groups; the rest is for tasks
+_LINES_LEFT: Final = 150  # lines reserved for help texts and the process metrics of prometheus-client
+_GROUPS_SHARE: Final = 0.6  # maximum share of lines for group series
 _LAG_PERIOD_SECONDS: Final = 0.1
 _GROUP: Final = ("partition_group",)
 _TASK: Final = ("partition_group", "task")
 _METHOD: Final = ("grpc_type", "grpc_service", "grpc_method")
 _MOST_POLICIES: Final = 64
-_MOST_FORMER: Final = 1024  # maximum number of groups whose partitions were all removed, plus the tasks of these groups
+_MOST_FORMER: Final = 1024  # maximum number of groups without partitions, plus their tasks
 
-# Metrics of a partition group, and of a task (summed over all partitions of a group).
+# Metrics of a partition group, and metrics of a task summed over all partitions of a group.
 _OF_GROUP: Final = (
     (GaugeMetricFamily, "partitions", "Number of partitions in the group."),
     (GaugeMetricFamily, "partition_bytes", "Bytes of field values stored in the group's partitions."),
@@ -105,21 +105,21 @@ _LINES_OF_GROUP: Final = len(_OF_GROUP) + len(_STATES)
 _LINES_OF_TASK: Final = len(_OF_TASK) + len(_OF_BACKLOG)
 
 Numbers: TypeAlias = defaultdict[tuple[str, str], float]
-"""The metric values of a partition group, by task ("" for the group itself) and by metric or sample state."""
+"""Metric values of a partition group, by task ("" for the group itself) and by metric or sample state."""
 
 
 def group_of(partition_id: str) -> str:
-    """Return a partition's group: the partition's name up to the first "@"."""
+    """Return a partition's group, which is the partition name up to the first "@"."""
     return partition_id.partition("@")[0]
 
 
 def tasks_of(numbers: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the names of the tasks that occur in a group's `Numbers`."""
+    """Return the task names in a group's `Numbers`, without duplicates."""
     return [task for task in dict.fromkeys(task for task, _ in numbers) if task]
 
 
 def _counts_of(partition: Partition) -> Counter[tuple[str, str]]:
-    """Return a partition's current counter values, by task and metric."""
+    """Return the current counter values of a partition, by task and metric."""
     table = partition.table
     counts = Counter(
         {
@@ -136,18 +136,18 @@ def _counts_of(partition: Partition) -> Counter[tuple[str, str]]:
 
 
 class PartitionGroups:
-    """Sums of partition metrics per group. Counters include removed partitions.
+    """Partition metrics summed per group. Counters include removed partitions.
 
     Args:
-        catalog: the catalog whose partitions are summed up.
+        catalog: catalog of the partitions.
     """
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        # Amounts to add to the counters of existing partitions: the counts of removed partitions, minus the initial
+        # Added to the counters of existing partitions. Contains the counts of removed partitions, minus the initial
         # counts of restored partitions, which another process has counted. Groups are ordered by their last change.
         self._former: OrderedDict[str, Counter[tuple[str, str]]] = OrderedDict()
-        self._changes: list[tuple[str, Counter[tuple[str, str]]]] = []  # applied to `_former` after a running scrape
+        self._changes: list[tuple[str, Counter[tuple[str, str]]]] = []  # applied to `_former` once no scrape is running
         self._is_collecting = False
         self._gone_count = 0  # partitions removed since `_bound` last ran
         for partition in catalog.partitions():
@@ -176,7 +176,7 @@ class PartitionGroups:
             self._bound()
 
     def _bound(self) -> None:
-        """If too many groups have lost all their partitions, forget the oldest of these groups."""
+        """Forget the oldest groups without partitions if there are too many."""
         self._gone_count = 0
         there = {group_of(name) for name in self._catalog.names()}
         former = [group for group in self._former if group not in there]
@@ -187,9 +187,9 @@ class PartitionGroups:
             count -= 1 + len(tasks_of(self._former.pop(group)))
 
     async def collect(self, slices: Slices) -> dict[str, Numbers]:
-        """Return the values of all groups, except those that `add_backlogs` adds.
+        """Return the metric values of all groups. Backlog metrics are added separately by `add_backlogs`.
 
-        Other tasks run between slices. A partition removed during collection is counted as existing.
+        Other tasks can run between slices. A partition removed during collection is counted as existing.
         """
         self._bound()
         self._is_collecting = True
@@ -207,7 +207,7 @@ class PartitionGroups:
         return groups
 
     async def _add(self, numbers: Numbers, partition: Partition, slices: Slices) -> None:
-        """Add a partition's current values to its group's values."""
+        """Add a partition's current values to the values of its group."""
         for key, count in _counts_of(partition).items():
             numbers[key] += count
         numbers["", "partitions"] += 1
@@ -230,9 +230,9 @@ class PartitionGroups:
         backlogs: Backlogs,
         slices: Slices,
     ) -> None:
-        """Add the metrics in `_OF_BACKLOG` (ready samples, oldest version, staleness) for the tasks in `shown`.
+        """Add ready samples, oldest version and staleness for the tasks in `shown`.
 
-        If a task's backlog is not known yet, the task's number of ready samples is omitted.
+        If a task's backlog is not known yet, its number of ready samples is omitted.
         """
         ready, oldest, staleness = (name for _, name, _ in _OF_BACKLOG)
         wanted: list[tuple[Partition, TaskLedger]] = []
@@ -257,18 +257,18 @@ class PartitionGroups:
 
 
 class ServiceMetrics:
-    """Collects a process's metrics. Use it only on the service's event loop.
+    """Collects the metrics of a process. Use it only on the service's event loop.
 
     Args:
         instruments: measurements recorded while the service runs.
-        facts: labels of the metric `tq_service_build_info`, such as the process's version and role.
-        running_count: function that returns the number of running calls.
-        waiting_count: function that returns the number of waiting calls.
+        facts: labels of the metric `tq_service_build_info`, such as version and role.
+        running_count: returns the number of running calls.
+        waiting_count: returns the number of waiting calls.
 
     Attributes:
-        parts: functions, such as `of_storage`, each of which returns the metrics of one part of the process.
-        leads: function that returns whether this controller leads its cluster. Only the leader exposes state that all
-            controllers share, such as partitions, so sums over all controllers do not count this state several times.
+        parts: functions, such as `of_storage`, that each return the metrics of a component.
+        leads: returns whether this controller leads its cluster. Only the leader exposes shared state such as
+            partitions, so that sums over all controllers do not count the state several times.
     """
 
     def __init__(
@@ -291,7 +291,7 @@ class ServiceMetrics:
         self._scraping = asyncio.Lock()
 
     def add_partitions(self, catalog: Catalog, backlogs: Backlogs) -> None:
-        """Add a controller's metrics: partitions (including recovered ones), policies, and task backlogs."""
+        """Add the metrics of a controller: partitions, policies, and task backlogs."""
         self._partitions = PartitionGroups(catalog), backlogs
         self.parts.append(lambda: of_policies(catalog.policies) if self.leads() else ())
         imbalance, padding = self._instruments.imbalance, self._instruments.padding
@@ -304,7 +304,7 @@ class ServiceMetrics:
         catalog.on_batch.append(count)
 
     async def measure_loop(self) -> None:
-        """Record the event loop's lag periodically until cancelled."""
+        """Measure the event loop's lag periodically until cancelled."""
         observe = self._instruments.loop_lag.observe
         while True:
             began_at = time.perf_counter()
@@ -396,10 +396,10 @@ class ServiceMetrics:
     async def _choose(
         self, groups: Mapping[str, Numbers], most_lines: int, slices: Slices
     ) -> tuple[dict[str, list[str]], int]:
-        """Choose the groups and tasks to expose. Return the tasks by group, and the number of omitted series.
+        """Choose the groups and tasks to expose. Return the tasks of each group and the number of omitted series.
 
-        Groups with partitions take precedence, in order of first appearance, so new groups do not displace series that
-        were exposed before. Within a group, tasks are also ordered by first appearance.
+        Groups that have partitions take precedence. Groups and tasks are ordered by first appearance, so new groups do
+        not displace series from earlier scrapes.
         """
         self._seen = {group: self._seen.get(group, {}) for group in (*self._seen, *groups) if group in groups}
         order = sorted(self._seen, key=lambda group: not groups[group]["", "partitions"])
@@ -429,7 +429,7 @@ def of_policies(policies: Policies) -> Iterator[Metric]:
 
 
 def of_storages(counts: Mapping[str, int], lost: int, taken_over: int) -> Iterator[Metric]:
-    """Yield the metrics of the storage services known to a controller, by state, and of lost storage services."""
+    """Yield the numbers of known storage services by state, and the numbers of lost and adopted storage services."""
     by_state = {(state,): count for state, count in counts.items()}
     yield _gauge("storages", "Storage services known to the controller.", by_state, ("state",))
     yield _counter("storages_lost", "Lost storage services that had a mirror.", lost)
@@ -437,7 +437,7 @@ def of_storages(counts: Mapping[str, int], lost: int, taken_over: int) -> Iterat
 
 
 def of_cluster(name: str, lags: Mapping[str, int] | None) -> Iterator[Metric]:
-    """Yield the metrics of a controller cluster, including the lags of standbys if this controller leads."""
+    """Yield the metrics of a controller cluster. If this controller leads, they include the standbys' lags."""
     text = "1 if this controller leads its cluster, otherwise 0."
     yield _gauge("controller_leads", text, {(name,): lags is not None}, ("cluster",))
     if lags is not None:
@@ -449,8 +449,8 @@ def of_cluster(name: str, lags: Mapping[str, int] | None) -> Iterator[Metric]:
 def of_storage(storage_id: str, own: EngineStat, adopted: Sequence[EngineStat]) -> Iterator[Metric]:
     """Yield the metrics of a storage service and its mirror.
 
-    Puts taken over from a lost service are counted under the name of the service that took them over. Both services may
-    have the same name, but each name can have only one series.
+    Puts adopted from a lost service are counted under the name of the adopting service. The two services may have the
+    same name, but each name can have only one series.
     """
     rows: list[tuple[Callable[..., Metric], str, str, float | None]] = [
         (_gauge, "used_bytes", "Bytes stored or reserved in the storage service.", own.used_bytes),

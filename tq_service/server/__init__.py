@@ -1,1 +1,1 @@
-"""The gRPC server: setup, thin servicers, and conversion between protobuf messages and the core's types."""
+"""The gRPC server, with its setup, its servicers, and conversions between protobuf messages and core types."""

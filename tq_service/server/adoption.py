@@ -1,10 +1,10 @@
-"""Lost storage services, and the successors that take over their puts from a shared mirror.
+"""Detects lost storage services, and finds successors that adopt their puts from a shared mirror.
 
-    registered -> silent for three heartbeats, or back without its puts -> the controller calls a successor -> the
+    registered -> silent for three heartbeats, or restarted without its puts -> the controller calls a successor -> the
     successor registers under the old name and instance id, at its own address
 
-This state is not persisted. Successors report the puts that they have taken over in each heartbeat. A restarted
-controller considers an instance lost if it contains cells but does not register.
+This state is not persisted. Successors report adopted puts in each heartbeat. After a restart, the controller considers
+an instance lost if samples have cells in it but the instance does not register.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ class _Lost:
     """A lost storage service.
 
     Attributes:
-        url: URL of the service's mirror; "" if unknown.
+        url: URL of the service's mirror, or "" if unknown.
         since: time at which the loss was detected.
-        search_id: 16 random bytes. A successor that sends this id read the mirror after the loss was detected.
-        successor: name of the most recently called successor; "" if none has been called.
-        agreed_at: time at which the successor replied that it has the puts and will register; None before this reply.
-        late_count: number of calls that the successor did not answer in time.
-        refused: names of the storage services that could not take over the puts.
-        asking: the task that calls the successor.
+        search_id: 16 random bytes that identify the search for a successor. A successor that sends this id has read the
+            mirror after the loss was detected.
+        successor: name of the most recently called successor, or "" if no successor has been called.
+        agreed_at: time at which the successor replied that it has adopted the puts and will register. None before this
+            reply.
+        late_count: number of calls to the successor that timed out.
+        refused: names of the storage services that could not adopt the puts.
+        asking: task that calls the successor.
     """
 
     url: str
@@ -56,25 +58,25 @@ class _Lost:
 
 
 class Adoptions:
-    """Finds successors that take over the puts of lost storage services. Confined to the event loop.
+    """Finds successors that adopt the puts of lost storage services. Use it only on the event loop.
 
-    A silent storage service may still return before a successor has registered. In this case, the successor releases
-    the puts without removing any from the mirror. Time during which this controller could not receive heartbeats does
-    not count as silence.
+    A silent storage service may return before a successor has registered. In this case, the successor releases the puts
+    without removing them from the mirror. Time during which this controller could not receive heartbeats does not count
+    as silence.
 
     Args:
         storages: registered storage services by name.
         heartbeat_seconds: interval at which storage services send heartbeats.
         supervisor: runs the calls to successors.
         takes_heartbeats: returns whether this controller can currently receive heartbeats.
-        clock: monotonic clock, in seconds.
+        clock: monotonic clock that returns seconds.
 
     Attributes:
-        lost: lost instances whose puts have not been taken over yet.
+        lost: lost instances whose puts have not been adopted yet.
         expected: instances that contain cells but have not registered since this controller started.
-        taken: the successor of each instance whose puts were taken over, registered under the instance's name.
+        taken: successor of each adopted instance, registered under the instance's name.
         lost_count: number of losses detected since this controller started.
-        taken_over_count: number of lost instances that successors have taken over since this controller started.
+        taken_over_count: number of lost instances adopted by successors since this controller started.
     """
 
     def __init__(
@@ -96,33 +98,33 @@ class Adoptions:
         self._silence_counts_from = -math.inf  # silence before this time is ignored
         self.lost: dict[Instance, _Lost] = {}
         self._left_nothing: set[Instance] = set()
-        self._present: set[Instance] = set()  # instances that registered themselves and have not been taken over since
+        self._present: set[Instance] = set()  # instances that have registered and have not been adopted since
         self.expected: set[Instance] = set()
         self._expected_until = 0.0
 
     def expect(self, instances: Iterable[Instance]) -> None:
-        """Expect instances that contain cells to register; those that do not within three heartbeats are lost."""
+        """Expect instances that contain cells to register. An instance that does not register in time is lost."""
         self.expected = set(instances)
         self._expected_until = self._clock() + 3 * self._heartbeat_seconds
 
     def lose_held_at(self, address: str) -> None:
-        """Record that a restarted storage service has lost the instances that it had taken over."""
+        """Record that all instances adopted by a storage service are lost because the service has restarted."""
         for instance, successor in self.taken.items():
             if successor.endpoint.address == address:
                 self.lose(instance, "" if successor.heard.mirror is None else successor.heard.mirror.url)
 
     def lose(self, instance: Instance, url: str) -> None:
-        """Record that an instance is lost; `url` is the URL of its mirror."""
+        """Record that an instance is lost. `url` is the URL of its mirror."""
         if instance not in self.lost and instance not in self._left_nothing:
             _log.warning(LogMessage("lost a storage service", storage=instance[0], boot=instance[1].hex()))
             self.lost[instance] = _Lost(url, self._clock())
             self.lost_count += 1
 
     def check_not_taken(self, instance: Instance) -> None:
-        """Refuse a storage service whose puts were taken over.
+        """Refuse a storage service if another service has adopted its puts.
 
         Raises:
-            PreconditionError: the puts were taken over.
+            PreconditionError: another service has adopted the puts.
         """
         if instance in self.taken:
             raise PreconditionError(
@@ -133,15 +135,15 @@ class Adoptions:
     def check_successor(self, instance: Instance, address: str, search_id: bytes) -> None:
         """Refuse a successor that may lack puts because it read the mirror before the lost instance was last seen.
 
-        If several successors were called after the loss, the first one to register receives the puts.
+        If several successors were called after the loss, the first successor to register receives the puts.
 
         Args:
-            instance: the instance that was taken over.
+            instance: adopted instance.
             address: address of the successor.
-            search_id: id of the search for a successor, as sent by the successor.
+            search_id: search id sent by the successor.
 
         Raises:
-            PreconditionError: the successor may have read the mirror too early, or another successor is taking over the
+            PreconditionError: the successor may have read the mirror too early, or another successor is adopting the
                 puts.
         """
         lost = self.lost.get(instance)
@@ -158,13 +160,13 @@ class Adoptions:
             )
 
     def on_registered(self, instance: Instance) -> None:
-        """Record that an instance has registered itself."""
+        """Record that an instance has registered under its own name."""
         self._present.add(instance)
         self._found(instance)
 
     def take(self, instance: Instance, successor: RemoteStorage) -> None:
-        """Record that a successor has taken over an instance's puts, or has registered again."""
-        # Repeated registrations of a successor, for example with a restarted controller, are not counted.
+        """Record that a successor has registered an instance whose puts it has adopted."""
+        # Do not count repeated registrations of a successor, for example with a restarted controller.
         self.taken_over_count += instance in self.lost
         self._present.discard(instance)
         self._found(instance)
@@ -175,13 +177,13 @@ class Adoptions:
         self.lost.pop(instance, None)
 
     async def run(self) -> None:
-        """Look for lost storage services and call successors, until cancelled."""
+        """Look for lost storage services and call successors until cancelled."""
         while True:
             await asyncio.sleep(self._heartbeat_seconds / _LOOKS_A_HEARTBEAT)
             self.look()
 
     def look(self) -> None:
-        """Look for lost instances once, and call a successor for each of them."""
+        """Look once for lost instances, and call a successor for each lost instance."""
         now = self._clock()
         is_late = self._looked_at is not None and now - self._looked_at > self._heartbeat_seconds
         self._looked_at = now
@@ -203,7 +205,7 @@ class Adoptions:
                 silent.add(each.endpoint.address)
                 self.lose((each.storage_id, each.boot_id), each.heard.mirror.url)
         for instance, successor in list(self.taken.items()):
-            # Instances adopted by a lost service are lost with it, even if their last heartbeat is slightly newer.
+            # If a service is lost, its adopted instances are also lost, even if their last heartbeat is slightly newer.
             if successor.is_silent or successor.endpoint.address in silent:
                 if successor.heard.put_count:
                     self.lose(instance, "" if successor.heard.mirror is None else successor.heard.mirror.url)
@@ -217,7 +219,11 @@ class Adoptions:
             self.expected = set()
 
     def _have_adopted(self, instance: Instance, lost: _Lost, remote: Iterable[RemoteStorage]) -> None:
-        """Call the last successor again or, if it refused, the service with the same mirror and the most free bytes."""
+        """Call a successor for a lost instance.
+
+        The last successor is called again unless it refused. Otherwise, the service with the most free bytes is called,
+        among the services that use the lost instance's mirror.
+        """
         if lost.asking is not None and not lost.asking.done():
             return
         if lost.agreed_at is not None and self._clock() - lost.agreed_at < 2 * self._heartbeat_seconds:
@@ -251,7 +257,7 @@ class Adoptions:
                 self._left_nothing.add(instance)
                 del self.lost[instance]
         except DeadlineError:
-            # The successor continues and is called again. Another service would start over and be just as slow.
+            # Call this successor again later, because it continues to read. Another service would be just as slow.
             lost.late_count += 1
             if lost.late_count >= _MOST_LATE_ANSWERS:
                 lost.refused.add(successor.storage_id)

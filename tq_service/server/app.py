@@ -1,4 +1,4 @@
-"""One process of the service: the controller, a storage service or both, from startup to draining on SIGTERM."""
+"""The service process, which runs the controller, a storage service, or both until it receives SIGTERM."""
 
 from __future__ import annotations
 
@@ -78,27 +78,27 @@ _ETCD_RETRY_SECONDS: Final = 1.0
 _ABORT_SECONDS = 2.0
 _LOOK_SECONDS = 1.0
 _PENDING_SHARE: Final = 4
-"""Bytes waiting to be recorded may use at most 1/4 of the quota, so that a slow disk does not delay puts."""
+"""Divisor of the quota: unwritten recording data may use at most 1/4 of it, so a slow disk does not delay puts."""
 
 
 class App:
-    """One process of the service: the controller, a storage service, or both.
+    """A service process that runs the controller, a storage service, or both.
 
-    `start` creates an app that serves calls; `stop` releases all resources in the reverse order of their creation.
+    Call `start` to create an app that serves calls. Call `stop` to shut it down and release its resources.
 
     Attributes:
         settings: settings of the service.
-        supervisor: runs background tasks, and ends the service after a fatal failure.
+        supervisor: runs background tasks, and stops the service after a fatal failure.
         port: gRPC port number.
-        listener: the gRPC port's TLS and access control.
+        listener: TLS and access control of the gRPC port.
         health: reports whether the process accepts calls.
         calls: counts running calls.
         waiting: counts waiting calls.
-        cluster: this controller as a member of its cluster, or None without a cluster.
-        state_store: persists the state of the controller and the storage service, or None.
-        storage: the storage service, or None.
-        controller: the controller, or None.
-        metrics: the metrics port for Prometheus, or None.
+        cluster: this controller's cluster membership, or None if the controller is not part of a cluster.
+        state_store: persists the state of the controller and the storage service. None if the state is kept in memory.
+        storage: the storage service, or None if this process does not run one.
+        controller: the controller, or None if this process does not run one.
+        metrics: the Prometheus metrics endpoint, or None if metrics are off.
     """
 
     def __init__(self, settings: ServeSettings, supervisor: Supervisor, closing: contextlib.AsyncExitStack) -> None:
@@ -125,7 +125,7 @@ class App:
         self.cluster: ClusterMember | None = None
         self.state_store: StateStore | None = None
         if settings.journal is not None:
-            # Imported only here, since a single controller does not need this module.
+            # Imported lazily because only cluster members need this module.
             from tq_service.server.cluster_member import ClusterMember  # noqa: PLC0415
 
             address = settings.advertised_address(self.port)
@@ -162,18 +162,20 @@ class App:
 
     @classmethod
     async def start(cls, settings: ServeSettings, supervisor: Supervisor) -> App:
-        """Create an app that listens, and reports healthy once it can serve calls. On failure, release all resources.
+        """Create an app and start listening. The app reports healthy once it can serve calls.
+
+        If startup fails, all resources are released.
 
         Args:
             settings: settings of the service.
-            supervisor: runs all background tasks. When it reports a fatal failure, the app stops serving at once.
+            supervisor: runs all background tasks. When it reports a fatal failure, the app stops serving immediately.
 
         Raises:
             OSError: the address is in use, or the process cannot listen on it.
             DataDirError: the data directory is in use or unusable.
             JournalDamagedError: the state in the data directory cannot be recovered.
             DiskFullError: the data directory's disk is full.
-            InvalidArgumentError: the settings do not allow calls to the controller, or recording is impossible.
+            InvalidArgumentError: the settings prevent calls to the controller, or recording cannot start.
         """
         closing = contextlib.AsyncExitStack()
         try:
@@ -206,7 +208,7 @@ class App:
         )
         catalog.machine.fatal = self.supervisor.fatal
         if store is None:
-            # The first bytes depend only on the address, so they identify the controller across restarts.
+            # The first bytes are derived from the address, so they identify the controller across restarts.
             name = hashlib.sha256(f"{settings.advertise or socket.gethostname()}:{self.port}".encode()).digest()
             controller_id = name[:CONTROLLER_NAME_BYTES] + secrets.token_bytes(16 - CONTROLLER_NAME_BYTES)
         else:
@@ -245,10 +247,10 @@ class App:
 
         Raises:
             DataDirError: the recording directory is unusable.
-            InvalidArgumentError: the object store is unusable, or this process is not both controller and storage
-                service.
+            InvalidArgumentError: the object store is unusable, or this process does not run both the controller and a
+                storage service.
         """
-        # Imported only here, since most services do not record.
+        # Imported lazily because most services do not record.
         from tq_service.recording.places import place_of  # noqa: PLC0415
         from tq_service.recording.recorder import MOST_PENDING_BYTES, Recorder  # noqa: PLC0415
         from tq_service.server.recording import StepRecording  # noqa: PLC0415
@@ -279,9 +281,9 @@ class App:
         middleware: list[Middleware] = [ObservedCalls(instruments)]
         if settings.traces:
             with _needing_extra("traces", "traces"):
-                from tq_service.server.rpc.traces import CallSpans  # noqa: PLC0415  (needs an extra)
+                from tq_service.server.rpc.traces import CallSpans  # noqa: PLC0415  (requires an extra)
             middleware.append(CallSpans())
-        # `DurableAnswers` is innermost, so refused callers neither wait for the disk nor learn about its state.
+        # `DurableAnswers` is innermost so that refused callers never wait for the disk or learn about its state.
         middleware += [self.calls, self.listener.access, self._answers]
         server: Any = Services(self._server, middleware)  # generated code treats this as the server
         takes_services = self.listener.takes_services
@@ -289,7 +291,7 @@ class App:
         if self.storage is not None:
             self._servicer = self.storage.servicer(settings, self.controller, self.waiting)
             servicer: Any = self._servicer
-            server.add_generic_rpc_handlers((servicer.bulk_handler(),))  # added first, so it takes precedence
+            server.add_generic_rpc_handlers((servicer.bulk_handler(),))  # takes precedence because it is added first
             add_StorageServiceServicer_to_server(servicer, server)
             if takes_services and self.controller is None:  # a controller in this process calls the engine directly
                 add_StorageControlServiceServicer_to_server(servicer, server)
@@ -305,7 +307,7 @@ class App:
         self.health.add(("", *services))
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         if settings.reflection:
-            # Imported only here, since the import takes 5 % of the startup time and reflection is rarely used.
+            # Imported lazily because reflection is rarely used and its import takes 5 % of the startup time.
             from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc  # noqa: PLC0415
 
             names = (*services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
@@ -313,7 +315,7 @@ class App:
             reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflecting, server)
 
     def _serve_metrics(self, instruments: Instruments) -> Endpoint:
-        """Open the metrics port for Prometheus.
+        """Start the Prometheus metrics endpoint.
 
         Raises:
             OSError: the address is in use, or the process cannot listen on it.
@@ -321,7 +323,7 @@ class App:
         """
         settings = self.settings
         with _needing_extra("metrics", "metrics_port"):
-            from tq_service.observe import endpoint, service  # noqa: PLC0415  (need an extra)
+            from tq_service.observe import endpoint, service  # noqa: PLC0415  (require an extra)
         shown = service.ServiceMetrics(
             instruments,
             facts={"version": BUILD, "role": settings.role},
@@ -361,9 +363,9 @@ class App:
         return opened
 
     def _begin(self, store: StateStore | None) -> None:
-        """Recover the state from the data directory and persist all later changes.
+        """Recover the state from the data directory, and persist all later changes.
 
-        Without a data directory, only start leases.
+        If there is no data directory, only start the leases.
         """
         if store is not None:
             self._recover(store)
@@ -394,7 +396,7 @@ class App:
             self.health.stand_by()
             name = "following the cluster's log, and leading the cluster"
             start(name, self.cluster.run(self.controller.catalog, self._take_up, self._on_standing), may_end=True)
-        # If a round of one of these tasks raises an error, the error is logged and the task continues.
+        # If an iteration of a task below raises an error, the error is logged and the task continues.
         start("watching the certificate and token files", self.listener.watch())
         start("housekeeping", regularly(_HOUSEKEEPING_SECONDS, self._keep_house))
         start("ending slow streams and idle connections", regularly(_LOOK_SECONDS, self._end_idle))
@@ -407,13 +409,13 @@ class App:
             start("releasing old samples", regularly(_LOOK_SECONDS, release_old))
 
     def _take_up(self) -> None:
-        """Start serving as the cluster's leader. Called once this controller's state is complete."""
+        """Start serving as the cluster's leader. Called once this controller has caught up with the log."""
         if self.controller is not None:
             self.controller.take_up()
         self.health.serve()
 
     def _on_standing(self, may_answer: bool) -> None:
-        """Accept calls as the cluster's leader, or refuse and end all calls because another controller may lead."""
+        """Accept calls if this controller leads the cluster. Otherwise, end running calls and refuse new calls."""
         if may_answer:
             self.health.serve()
         else:
@@ -448,7 +450,7 @@ class App:
             _log.warning(LogMessage("puts expired without a commit; their producers may have died", count=expired))
 
     def _fail(self) -> None:
-        """Report unhealthy and end all calls, since no further answer may be sent after a fatal failure."""
+        """Report unhealthy and end all calls, because no response may be sent after a fatal failure."""
         self._drain()
         self._stop_server(None)
 
@@ -458,26 +460,27 @@ class App:
             self.controller.drain()
 
     def _stop_server(self, grace_seconds: float | None) -> asyncio.Task[None]:
-        """Start to stop the server unless it is already stopping. Return the task that stops it.
+        """Start stopping the server unless it is already stopping. Return the task that stops it.
 
-        The first call determines how long running calls may take to finish. The server is stopped only once, because
-        gRPC may crash if two stops overlap.
+        The first call sets the grace period for running calls. The server is stopped only once, because overlapping
+        stops may crash gRPC.
         """
         if self._stopping is None:
             self._stopping = asyncio.get_running_loop().create_task(self._server.stop(grace_seconds))
         return self._stopping
 
     async def abort(self) -> None:
-        """Stop within two seconds after a failure, without flushing anything, as if the process had been killed."""
+        """Stop within two seconds after a failure. No data is flushed, as if the process had been killed."""
         await asyncio.wait((self._stop_server(None),), timeout=_ABORT_SECONDS)
         if self.storage is not None:
             self.storage.end_transfers()
         self.listener.close()
 
     async def stop(self, grace_seconds: float) -> None:
-        """Stop the service: report unhealthy, end waiting calls, let running calls finish, and release all resources.
+        """Stop the service gracefully and release all resources.
 
-        The rest of the grace period is used to write the puts that are missing from the mirror.
+        The service reports unhealthy, ends waiting calls, and waits for running calls to finish. It spends the rest of
+        the grace period on copying unmirrored puts to the mirror.
         """
         ends_at = time.monotonic() + grace_seconds
         self._drain()
@@ -502,7 +505,7 @@ def _needing_extra(extra: str, setting: str) -> Iterator[None]:
 
 
 def make_server(settings: ServeSettings) -> grpc.aio.Server:
-    """Create a gRPC server that does not listen yet."""
+    """Create a gRPC server without starting it."""
     return grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", settings.max_message_bytes),
@@ -514,7 +517,7 @@ def make_server(settings: ServeSettings) -> grpc.aio.Server:
             ("grpc.max_concurrent_streams", settings.max_streams),
             ("grpc.max_send_message_length", -1),
             ("grpc.so_reuseport", 0),  # a second server on this port must fail to start
-            # Thousands of ranks may call at the same time; by default, gRPC drops calls if 1,000 others are pending.
+            # Thousands of ranks may call at the same time, but by default gRPC drops calls once 1,000 are pending.
             ("grpc.server.max_pending_requests", _MOST_PENDING_CALLS),
             ("grpc.server.max_pending_requests_hard_limit", _MOST_PENDING_CALLS),
             *LISTENING_OPTIONS,
@@ -528,11 +531,11 @@ async def serve(settings: ServeSettings, *, announce: Callable[[str], None]) -> 
 
     Args:
         settings: settings of the service.
-        announce: receives status lines, such as the listening address, for whoever started the service.
+        announce: called with each status line, such as the listening address, that should be shown to the user.
 
     Returns:
-        0 after SIGTERM or SIGINT, 1 if the service could not start, or `FAILED_EXIT_CODE` after a fatal failure. A
-        process that has failed must exit at once, without waiting for its remaining threads.
+        0 after SIGTERM or SIGINT, 1 if the service could not start, or `FAILED_EXIT_CODE` after a fatal failure. After
+        a fatal failure, the process must exit immediately, without waiting for its remaining threads.
     """
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -559,7 +562,7 @@ async def serve(settings: ServeSettings, *, announce: Callable[[str], None]) -> 
 
 
 async def _started(settings: ServeSettings, stopping: asyncio.Event) -> App | None:
-    """Start an app, waiting for etcd if necessary, and return it; return None if `stopping` is set first.
+    """Start an app, waiting for etcd if necessary. Return None if `stopping` is set first.
 
     Raises:
         OSError, TqError: the app could not start.
@@ -575,7 +578,7 @@ async def _started(settings: ServeSettings, stopping: asyncio.Event) -> App | No
 
 
 def _what_it_is(app: App) -> str:
-    """Return a line that lists the main settings of the started service."""
+    """Return a one-line summary of the running service's main settings."""
     settings, storage, mirror = app.settings, app.storage, "none"
     if settings.mirror is not None:
         copies = f"{settings.mirror_required} of {settings.mirror_copies} copies required"
@@ -598,10 +601,10 @@ def _what_it_is(app: App) -> str:
 
 @contextlib.asynccontextmanager
 async def running(settings: ServeSettings) -> AsyncIterator[App]:
-    """Run the service inside another program, such as a test, for the duration of an `async with` block.
+    """Run the service in another program, such as a test, for the duration of an `async with` block.
 
     Raises:
-        ServiceFailedError: the service failed, so the body of the block was cancelled at its next `await`.
+        ServiceFailedError: the service failed. The body of the block is cancelled at its next `await`.
     """
     supervisor, app = Supervisor(), None
     try:
@@ -615,29 +618,29 @@ async def running(settings: ServeSettings) -> AsyncIterator[App]:
 
 
 class StorageProcess:
-    """The storage service of a process, including its bulk port and the memory that it shares with local clients.
+    """The storage service in this process, with its bulk port and the memory that it shares with local clients.
 
     Args:
         settings: settings of the service.
         port: gRPC port number.
-        store: persists the state; None if the state is kept only in memory.
+        store: persists the state. None if the state is kept in memory.
         supervisor: runs background tasks.
-        tls_context: returns the current TLS context for the bulk port; None for plaintext.
+        tls_context: returns the current TLS context for the bulk port. None for plaintext.
 
     Attributes:
         engine: stores the puts.
-        endpoint: the endpoint at which clients reach the storage service.
-        shared_memory: shares memory with clients on this host; None if shared memory is off.
-        bulk: the bulk port; None if it is off.
-        keys: the controllers' receipt keys.
-        mirroring: the mirror, and the instances taken over from other storage services; None without a mirror.
-        mirror: the mirror of the service's own puts; None without a mirror.
-        journal: the journal of puts in the data directory; None without a data directory.
-        segments: the files that contain the puts in the data directory; None without a data directory.
-        registration: tracks until when this service is certain to be registered with the controller.
+        endpoint: endpoint at which clients reach the storage service.
+        shared_memory: shares memory with clients on this host. None if shared memory is off.
+        bulk: the bulk port. None if it is off.
+        keys: receipt keys of the controllers.
+        mirroring: manages the mirror and the instances adopted from lost storage services. None without a mirror.
+        mirror: mirror of this service's own puts. None without a mirror.
+        journal: journal of the puts in the data directory. None without a data directory.
+        segments: files that store the puts in the data directory. None without a data directory.
+        registration: tracks how long this service is certain to remain registered with the controller.
 
     Raises:
-        OSError: shared memory is required but not available, or the bulk port is in use.
+        OSError: shared memory is required but unavailable, or the bulk port is in use.
         InvalidArgumentError: the mirror's object store is unusable.
     """
 
@@ -685,12 +688,12 @@ class StorageProcess:
     def servicer(
         self, settings: ServeSettings, controller: ControllerServicer | None, waiting: WaitingCalls
     ) -> StorageServicer:
-        """Return the gRPC servicer of the storage service.
+        """Create the gRPC servicer of the storage service.
 
         Args:
             settings: settings of the service.
-            controller: controller in this process, which commits puts sent together with their commit; None if it is in
-                another process.
+            controller: controller in this process, which handles commits included in puts. None if the controller runs
+                in another process.
             waiting: counts waiting calls.
         """
         return StorageServicer(
@@ -711,22 +714,22 @@ class StorageProcess:
         )
 
     def _adopted(self) -> list[StorageEngine]:
-        """Return the engines for the instances that this service has adopted."""
+        """Return the engines of the storage instances that this service has adopted."""
         return [] if self.mirroring is None else [each.engine for each in self.mirroring.adopted.values()]
 
     def adopted_stats(self) -> list[EngineStat]:
-        """Return the statistics of the adopted instances, whose puts use the quota of this service's engine."""
+        """Return the statistics of the adopted instances. Their puts count toward this service's quota."""
         return [engine.stat() for engine in self._adopted()]
 
     def partition_of(self, put_id: bytes) -> str | None:
-        """Return the partition of a complete put, including adopted puts. Return None for an unknown put."""
+        """Return the partition of a complete put, which may be an adopted put. Return None for an unknown put."""
         engines = [self.engine, *self._adopted()]
         found = {partition for engine in engines if (partition := engine.partition_of(put_id)) is not None}
-        # If puts in several partitions share the id, return a name that only tokens for all partitions cover.
+        # If puts in several partitions have this id, return a name that only tokens for all partitions cover.
         return found.pop() if len(found) == 1 else "\0" if found else None
 
     def join(self, controller: str, credentials: Credentials, supervisor: Supervisor) -> None:
-        """Start tasks that register this service and its adopted instances with a controller in another process."""
+        """Start the tasks that register this service and its adopted instances with a remote controller."""
 
         def register(of: StorageProcess | Adopted) -> Coroutine[Any, Any, None]:
             return register_storage(
@@ -750,14 +753,14 @@ class StorageProcess:
             self.shared_memory.drain()
 
     def trim(self) -> None:
-        """Release unneeded memory; must be called regularly."""
+        """Release unused memory. Call this method regularly."""
         for engine in (self.engine, *self._adopted()):
             engine.trim()
 
     async def flush(self, seconds: float) -> None:
-        """Finish mirroring puts, taking at most `seconds`.
+        """Wait up to `seconds` for all puts to be mirrored.
 
-        Puts that are not mirrored by then are lost when this process ends.
+        Puts that are still unmirrored after this time are lost when the process exits.
         """
         if self.mirror is not None and (unmirrored_bytes := await self.mirror.flush_all(seconds)):
             _log.warning(LogMessage("stopped before all puts were mirrored", unmirrored_bytes=unmirrored_bytes))
@@ -770,7 +773,7 @@ class StorageProcess:
             self.bulk.close()
 
     async def close(self) -> None:
-        """Release all resources: memory, files and the mirror."""
+        """Close the mirror and release all memory and files."""
         self.end_transfers()
         await self.engine.close()
         if self.mirroring is not None:
@@ -778,11 +781,11 @@ class StorageProcess:
 
 
 def _open_mirroring(settings: ServeSettings, port: int, supervisor: Supervisor) -> Mirroring | None:
-    """Open the mirror described by the settings; return None if no mirror is set.
+    """Open the mirror configured in the settings. Return None if no mirror is configured.
 
     Raises:
-        InvalidArgumentError: the object store is unknown or not installed, stores fewer copies than required, or is not
-            durable enough for `mirror_memory_bytes`.
+        InvalidArgumentError: the object store is unknown, is not installed, cannot store the required number of copies,
+            or is not durable enough for `mirror_memory_bytes`.
     """
     if settings.mirror is None:
         return None
@@ -808,9 +811,9 @@ def _open_mirroring(settings: ServeSettings, port: int, supervisor: Supervisor) 
 
 
 def _node_of(settings: ServeSettings, port: int) -> str:
-    """Return the host at which clients reach this storage service.
+    """Return the host name at which clients reach this storage service.
 
-    Copies on the same host as the put itself do not count as mirror copies.
+    A copy on this host does not count as a mirror copy.
     """
     pairs = hosts_and_ports(settings.advertised_address(port))
     return pairs[0][0] if pairs else settings.host

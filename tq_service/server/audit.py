@@ -1,4 +1,4 @@
-"""The audit log: one line for each refused call and each administrative call, without secrets or payloads."""
+"""The audit log, with a line for each refused call and each administrative call. It contains no secrets or payloads."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class AuditLine:
         decision: whether the call was refused or allowed.
         method: full name of the method.
         peer: address of the caller.
-        certificate: common name of the caller's TLS certificate; "" without a certificate.
-        token: name of the caller's token; "" without a token or for an unknown token.
-        partition: the partition that caused the refusal, or the first partition that the call names; "" if the call
-            names none.
+        certificate: common name of the caller's TLS certificate, or "" without a certificate.
+        token: name of the caller's token, or "" if the token is missing or unknown.
+        partition: partition that caused the refusal, or the first partition named in the request. "" if the request
+            names no partition.
         reason: reason for a refusal.
-        repeats: number of similar refusals summarized by this line; the first one was logged separately.
+        repeats: number of similar refusals summarized by this line. The first refusal is logged separately.
     """
 
     decision: Literal["refused", "allowed"]
@@ -40,14 +40,14 @@ class AuditLine:
     repeats: int = 0
 
     def shown(self) -> dict[str, str | int]:
-        """Return the non-empty fields by name."""
+        """Return all non-empty fields by name."""
         known = {
             name: value[:_LONGEST_TEXT] if isinstance(value, str) else value for name, value in asdict(self).items()
         }
         return {name: value for name, value in known.items() if value}
 
     def __str__(self) -> str:
-        # JSON escapes line breaks and control characters, so a name cannot forge a line of the log.
+        # JSON escapes line breaks and control characters, so a name cannot forge a log line.
         others = [f"{name}={json.dumps(value)}" for name, value in self.shown().items() if name != "decision"]
         return " ".join([self.decision, *others])
 
@@ -56,21 +56,21 @@ class Audit:
     """Writes the audit log.
 
     Args:
-        repeat_seconds: time after a refusal during which further refusals with the same token, method, host and reason
-            are only counted. Their count is then logged in one line. If 0, each refusal is logged.
-        clock: monotonic clock, in seconds.
+        repeat_seconds: time after a refusal during which refusals with an equal token, method, host and reason are only
+            counted. After this time, a single line with their number is logged. If 0, each refusal is logged.
+        clock: monotonic clock that returns seconds.
     """
 
     def __init__(self, repeat_seconds: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = logging.getLogger(LOGGER_NAME)
         self._repeat_seconds = repeat_seconds
         self._clock = clock
-        # By kind: the time until which refusals are counted, and the line that summarizes them. The first refusal is
-        # logged at once.
+        # By kind: the time until which refusals are counted, and the line that summarizes them. The first refusal of a
+        # kind is logged immediately.
         self._kinds: dict[tuple[str, ...], tuple[float, AuditLine]] = {}
 
     def note(self, line: AuditLine) -> None:
-        """Write a line, or only count it if it repeats a recent refusal."""
+        """Write a line. If the line repeats a recent refusal, only count it."""
         if line.decision == "allowed" or self._repeat_seconds <= 0:
             self._write(line)
             return
@@ -87,9 +87,9 @@ class Audit:
         self._write(line)
 
     def flush(self, *, everything: bool = False) -> None:
-        """Write the summary lines of refusals whose counting time has passed, or of all counted refusals."""
+        """Write the summary lines of refusals whose counting time has ended, or of all counted refusals."""
         now = self._clock()
-        # Kinds are sorted by end time, since all are counted for the same duration.
+        # Kinds are sorted by end time, because the counting time is equal for all kinds.
         while self._kinds:
             kind, (until, line) = next(iter(self._kinds.items()))
             if until > now and not everything:

@@ -1,4 +1,4 @@
-"""Writing, listing and restoring checkpoints, while the service continues to answer other calls."""
+"""Writes, lists and restores checkpoints while the service continues to handle other calls."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ Answer = TypeVar("Answer")
 _MOST_NAMED: Final = 5
 _MOST_METADATA_BYTES: Final = 1 << 20  # per page
 _BLOCK_SECONDS: Final = 120.0
-# An empty service cannot free anything, so a put that does not fit at once will never fit.
+# An empty service has no samples to release, so a put that does not fit immediately will never fit.
 _CAPACITY_SECONDS: Final = 5.0
 _BYTES_A_SECOND: Final = 10e6
 _WATCH_SECONDS: Final = 0.002
 
 
 class Checkpoints:
-    """Writes and restores the checkpoints of one controller, one at a time.
+    """Writes and restores checkpoints of a controller. Only one checkpoint can be written or restored at a time.
 
     Args:
-        catalog: the catalog of partitions.
-        storages: the storage services that store the samples' bytes.
-        store: persists the state; None if the state is kept only in memory.
-        checkpoint_dir: parent directory of all checkpoints; None if checkpoints are off.
+        catalog: catalog of partitions.
+        storages: storage services that store the samples' bytes.
+        store: persists the state. None if the state is kept in memory.
+        checkpoint_dir: parent directory of all checkpoints. None if checkpoints are off.
     """
 
     def __init__(
@@ -81,16 +81,16 @@ class Checkpoints:
     # Writing
 
     async def write(self, name: str, metadata: str = "", prefix: str = "") -> pb.CheckpointResponse:
-        """Write a checkpoint of the current state and of the caller's `metadata`, a JSON object.
+        """Write a checkpoint of the current state, with the caller's `metadata`, which must be a JSON object.
 
-        The checkpoint contains the partitions whose names begin with `prefix`, and stores their names without the
+        The checkpoint contains all partitions whose names begin with `prefix`. Their names are stored without the
         prefix.
 
         Raises:
             InvalidArgumentError: the name is invalid, its directory is unusable, or the metadata is not a JSON object.
             PreconditionError: another checkpoint is being written or restored, or checkpoint_dir is not set.
             DiskFullError: the disk is full.
-            DataLossError: some of the bytes to write have been lost.
+            DataLossError: some samples' bytes have been lost.
             UnavailableError: a storage service cannot be reached.
         """
         await _in_thread(check_json_object, "metadata", metadata)
@@ -104,16 +104,16 @@ class Checkpoints:
         return answer
 
     async def _copy(self, path: Path, metadata: str, prefix: str) -> pb.CheckpointResponse:
-        """Write the bytes of all current samples and then the state; return a summary."""
+        """Write the bytes of all current samples, then write the state. Return a summary."""
         with self._storages.puts.holding_frees():
-            # No `await` separates the snapshot from the line above, so none of the snapshot's puts is freed.
+            # There is no `await` between the line above and the snapshot, so no put in the snapshot is freed.
             partitions, answers = self._catalog.snapshot(), self._catalog.answers.snapshot()
             policies = [
                 replace(policy, name=policy.name.removeprefix(prefix))
                 for policy in self._catalog.policies.values()
                 if policy.name.startswith(prefix)
             ]
-            if prefix:  # recorded answers are for retries of calls with full partition names
+            if prefix:  # recorded responses are for retries, which use full partition names
                 partitions, answers = _renamed(partitions, lambda name: name.removeprefix(prefix), prefix), iter(())
             copied: list[PartitionSnapshot] = []
             facts = CheckpointFacts(
@@ -151,7 +151,7 @@ class Checkpoints:
     # Listing
 
     async def page(self, *, prefix: str, size: int, token: str) -> pb.ListCheckpointsResponse:
-        """Return a page of the checkpoints whose names begin with a prefix. For `size` and `token`, see `find_names`.
+        """Return a page of checkpoints whose names begin with a prefix. See `find_names` for `size` and `token`.
 
         Raises:
             PreconditionError: checkpoint_dir is not set.
@@ -176,7 +176,7 @@ class Checkpoints:
         return answer
 
     def _summary(self, name: str) -> pb.CheckpointSummary | None:
-        """Return the summary at the start of a checkpoint, or None if the checkpoint no longer exists."""
+        """Read a checkpoint's summary. Return None if the checkpoint no longer exists."""
         path, file_bytes = checkpoint_path(self._checkpoint_dir, name), 0
         try:
             file_bytes = path.stat().st_size
@@ -192,17 +192,17 @@ class Checkpoints:
     async def restore(
         self, request_id: bytes, name: str, *, replace: bool = False, prefix: str = ""
     ) -> pb.RestoreResponse:
-        """Restore a checkpoint, once per request_id, and add a prefix to its partition names.
+        """Restore a checkpoint, adding a prefix to its partition names. Runs once per request_id.
 
-        With `replace`, the checkpoint replaces all partitions whose names begin with the prefix. These partitions
-        remain usable until the checkpoint's bytes have been stored. They are removed in the step that makes the new
-        state visible. While the new state is being persisted, no partition can be changed.
+        If `replace` is set, the checkpoint replaces all partitions whose names begin with the prefix. These partitions
+        remain usable until the checkpoint's bytes have been stored. They are removed atomically when the new state
+        becomes visible. No partition can be changed while the new state is being persisted.
 
         Raises:
             InvalidArgumentError: the checkpoint does not exist, or the request_id belongs to another call.
             SnapshotDamagedError: the checkpoint is damaged.
             NewerVersionError: a newer version of the service wrote the checkpoint.
-            PreconditionError: partitions with the prefix exist and `replace` is not set, another checkpoint is being
+            PreconditionError: partitions with the prefix exist but `replace` is not set, another checkpoint is being
                 written or restored, or checkpoint_dir is not set.
             QuotaExceededError: the storage services lack capacity for the checkpoint's bytes.
             UnavailableError: a storage service cannot be reached.
@@ -226,7 +226,7 @@ class Checkpoints:
             puts: list[Put] = []
             try:
                 for block in checkpoint.blocks:
-                    puts.append(await self._place(checkpoint, block, prefix))  # noqa: PERF401  (needed if one of them fails)
+                    puts.append(await self._place(checkpoint, block, prefix))  # noqa: PERF401  (needed if a later put fails)
                 await _in_thread(relocate, partitions, puts)
 
                 await _to_the_end(self._appear(checkpoint, partitions, puts, request_id, answer, prefix=prefix))
@@ -245,7 +245,7 @@ class Checkpoints:
         *,
         prefix: str,
     ) -> None:
-        """Persist the restored state, then make it visible in one step that replaces all partitions with the prefix."""
+        """Persist the restored state. Then atomically replace all partitions with the prefix by the restored state."""
         catalog, answers = self._catalog, checkpoint.state.answers
 
         policies = [replace(policy, name=prefix + policy.name) for policy in checkpoint.state.policies]
@@ -304,7 +304,7 @@ class Checkpoints:
 
 @contextlib.asynccontextmanager
 async def _pauses() -> AsyncIterator[list[float]]:
-    """Yield a list whose only element is the longest time for which the event loop has been blocked so far."""
+    """Yield a list with a single element: the longest time, in seconds, for which the event loop has been blocked."""
     late = [0.0]
 
     async def watch() -> None:
@@ -315,7 +315,7 @@ async def _pauses() -> AsyncIterator[list[float]]:
             late[:] = [max(late)]
 
     task = asyncio.get_running_loop().create_task(watch())
-    await asyncio.sleep(0)  # lets the task start before the body of the `async with` block
+    await asyncio.sleep(0)  # start the task before the body of the `async with` block
     try:
         yield late
     finally:
@@ -328,7 +328,7 @@ async def _in_thread(work: Callable[..., Answer], *arguments: Any) -> Answer:
 
 
 async def _to_the_end(work: Coroutine[Any, Any, Answer]) -> Answer:
-    """Run a coroutine to completion and return its result. Even a cancelled caller waits for completion."""
+    """Run a coroutine to completion and return its result. A cancelled caller still waits for the coroutine to end."""
     task = asyncio.get_running_loop().create_task(work)
     try:
         return await asyncio.shield(task)
@@ -338,7 +338,7 @@ async def _to_the_end(work: Coroutine[Any, Any, Answer]) -> Answer:
 
 
 def _columns(checkpoint: Checkpoint, block: StoredBlock) -> list[Column]:
-    """Return a block's columns with their bytes. A block contains a few MiB, or a single larger row."""
+    """Return the columns of a block with their bytes, which are a few MiB or a single larger row."""
     values = memoryview(b"".join(checkpoint.values(block)))
     ends = list(accumulate(column.value_bytes for column in block.columns))
     return [
@@ -356,7 +356,7 @@ def _columns(checkpoint: Checkpoint, block: StoredBlock) -> list[Column]:
 def _renamed(
     partitions: Sequence[PartitionSnapshot], rename: Callable[[str], str], prefix: str = ""
 ) -> list[PartitionSnapshot]:
-    """Rename the partitions whose names begin with a prefix, including the names in their admissions and leases.
+    """Rename the partitions whose names begin with a prefix. Names in their admissions and leases are also changed.
 
     Raises:
         InvalidArgumentError: a new name is too long.
@@ -376,7 +376,7 @@ def _renamed(
 
 
 def _of_renamed(claim: Claim, rename: Callable[[str], str]) -> Claim:
-    """Return a renamed partition's claim, also renaming the partition with which the claim shares its lease."""
+    """Return a claim of a renamed partition. If another partition shares the claim's lease, rename it too."""
     if claim.lease is None or not claim.lease.shared_with:
         return claim
     return replace(claim, lease=replace(claim.lease, shared_with=rename(claim.lease.shared_with)))

@@ -1,9 +1,9 @@
-"""A controller in a cluster: follows the log, leads once elected, and ends when another controller takes over.
+"""A controller in a cluster. It follows the log, leads once elected, and exits when another controller takes over.
 
     open -> restore snapshot -> follow the log ... elected -> read the rest of the log -> serve ... superseded: fatal
 
-A superseded controller may have changes in memory that are not in the log, so it cannot become a standby. Its process
-ends instead, and becomes a standby when it is restarted.
+A superseded controller may have changes in memory that are not in the log, so it cannot become a standby. Instead, its
+process exits, and becomes a standby after a restart.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _LOOK_SECONDS: Final = 0.05  # interval between checks of a lease that may have 
 
 
 class ClusterMember:
-    """A controller as a member of its cluster. Confined to one event loop, except for etcd calls, which run in threads.
+    """A controller's cluster membership. Use it from a single event loop. Calls to etcd run in threads.
 
     Args:
         settings: settings of the service.
@@ -80,9 +80,9 @@ class ClusterMember:
 
     Attributes:
         store: persists the controller's state.
-        controller_id: the id that all controllers of the cluster share.
+        controller_id: id shared by all controllers in the cluster.
         name: name of the cluster.
-        member_id: name of this controller within the cluster; unchanged while its data directory exists.
+        member_id: name of this controller in the cluster. It remains the same until the data directory is deleted.
 
     Raises:
         JournalUnreachableError: etcd does not respond.
@@ -125,15 +125,15 @@ class ClusterMember:
         self.store = StateStore(data_dir, Log(self._backend))
         self.store.is_shared = True
         self._election = Election(self._etcd, self._keys, self.member_id, address)
-        self._standing_by = ThreadPoolExecutor(1, thread_name_prefix="tq-election")  # used while this is a standby
+        self._standing_by = ThreadPoolExecutor(1, thread_name_prefix="tq-election")  # used only by a standby
         self._lease: Lease | None = None
         self._leader: Leader | None = None
         self._leadership: Lease | None = None
         self._is_serving = False
-        self._standbys: list[ControllerStatus] = []  # at most about a second old while this controller leads
+        self._standbys: list[ControllerStatus] = []  # updated about every second while this controller leads
 
     def add_services(self, server: Any) -> None:
-        """Register the service for the cluster's other controllers with a server."""
+        """Add the service that other controllers in the cluster call to a gRPC server."""
         add_ClusterServiceServicer_to_server(SnapshotServicer(self.store), server)
 
     # Status
@@ -145,7 +145,7 @@ class ClusterMember:
 
     @property
     def leader_address(self) -> str:
-        """Address of the leader; "" if the leader is unknown or is this controller."""
+        """Address of the leader, or "" if the leader is unknown or is this controller."""
         return "" if self._leader is None or self._leader.address == self.address else self._leader.address
 
     @property
@@ -156,27 +156,27 @@ class ClusterMember:
         return 0 if self._leader is None else self._leader.epoch
 
     def statuses(self) -> list[ControllerStatus]:
-        """Return the status of all controllers; valid only while this controller leads."""
+        """Return the status of all controllers. Valid only while this controller leads."""
         own = ControllerStatus(name=self.member_id, address=self.address, is_leader=True, epoch=self.epoch, lag_count=0)
         return [own, *self._standbys]
 
     def lags(self) -> dict[str, int]:
-        """Return the number of records by which each standby lags, by name; valid only while this controller leads."""
+        """Return each standby's lag in records, by standby name. Valid only while this controller leads."""
         return {each.name: each.lag_count for each in self._standbys}
 
     # Lifecycle
 
     async def run(self, catalog: Catalog, take_up: Callable[[], None], on_standing: Callable[[bool], None]) -> None:
-        """Run as a standby until elected, then as the leader. Return once this controller leads.
+        """Run as a standby until elected, then start to lead. Return once this controller leads.
 
         Args:
-            catalog: the catalog of partitions, initially empty.
-            take_up: called once the state is complete and calls may be answered.
+            catalog: catalog of partitions, initially empty.
+            take_up: called once the state is complete and calls can be served.
             on_standing: called with False when another controller may lead, and with True when this controller's lease
-                turns out to be valid after all.
+                is found to be valid after all.
 
         Raises:
-            TqError: a failure that is fatal for this process.
+            TqError: a fatal failure occurred.
         """
         number = await self._restore(catalog)
         has_lost = await asyncio.to_thread(self._backend.has_lost, number)
@@ -214,7 +214,7 @@ class ClusterMember:
         )
 
     async def _watch_lease(self, lease: Lease, on_standing: Callable[[bool], None]) -> None:
-        """Report when the lease may have expired, judging by the clock because etcd may be unreachable."""
+        """Report when the lease may have expired. This is based on the clock, because etcd may be unreachable."""
         was_held = True
         while True:
             await asyncio.sleep(max(_LOOK_SECONDS, lease.held_until - time.monotonic()))
@@ -229,7 +229,7 @@ class ClusterMember:
             on_standing(is_held)
 
     async def _restore(self, catalog: Catalog) -> int:
-        """Restore the newest local snapshot, or the leader's if the log lacks records after the local snapshot."""
+        """Restore the newest local snapshot. If the log lacks later records, restore the leader's snapshot instead."""
         number = max(snapshot_numbers(self.store.data_dir.path), default=0)
 
         def has_log_since() -> bool:
@@ -242,7 +242,7 @@ class ClusterMember:
         return number
 
     async def _fetch(self, number: int) -> int:
-        """Fetch the leader's newest snapshot, waiting until its number is at least `number`; return its number."""
+        """Wait for a snapshot of the leader whose number is at least `number`. Fetch it and return its number."""
         while True:
             leader = await asyncio.to_thread(self._election.leader)
             if leader is None or leader.address == self.address:
@@ -265,7 +265,7 @@ class ClusterMember:
             await asyncio.sleep(_PAUSE_SECONDS)
 
     def _soon(self, callback: Callable[..., None]) -> Callable[..., None]:
-        """Return a thread-safe function that schedules `callback` on this event loop, unless the loop is closed."""
+        """Return a thread-safe function that schedules `callback` on this event loop if the loop is not closed."""
         loop = asyncio.get_running_loop()
 
         def call(*arguments: Any) -> None:
@@ -289,10 +289,10 @@ class ClusterMember:
             self._supervisor.fatal("this controller's lease has expired, so another controller may lead")
 
     async def _catch_up(self, following: asyncio.Future[Any]) -> None:
-        """Wait until this controller has nearly caught up with the log, or no other controller leads.
+        """Wait until this controller has nearly caught up with the log, or until no other controller leads.
 
-        A controller that is far behind must not be elected instead of one that could lead at once. The log grows during
-        the wait.
+        A controller that is far behind must not win the election against a controller that could lead immediately. The
+        log continues to grow during the wait.
         """
         while not following.done():
             with contextlib.suppress(JournalUnreachableError):
@@ -306,7 +306,7 @@ class ClusterMember:
             await asyncio.sleep(_CATCH_UP_SECONDS)
 
     async def _elected(self, following: asyncio.Future[Any]) -> Lease:
-        """Wait until this controller is elected. Raise an error if it can no longer follow the log."""
+        """Wait until this controller is elected. Raise an error if the log can no longer be followed."""
         while True:
             lease = self._lease
             if lease is None or lease.is_over:
@@ -353,7 +353,7 @@ class ClusterMember:
             await asyncio.sleep(_PUBLISH_SECONDS)
 
     async def close(self) -> None:
-        """Leave the cluster, so that another controller can lead at once. Close the state store first."""
+        """Leave the cluster so that another controller can lead immediately. Close the state store first."""
         self._is_serving = False
         self._election.close()
         self._standing_by.shutdown(wait=False)
@@ -363,16 +363,16 @@ class ClusterMember:
 
 
 def _retrieve(done: asyncio.Future[Any]) -> None:
-    """Retrieve a future's exception, in case no task awaits the future."""
+    """Retrieve the exception of a future, so that asyncio does not log it if no task awaits the future."""
     if not done.cancelled():
         done.exception()
 
 
 class SnapshotServicer(ClusterServiceServicer):
-    """Sends the newest snapshot of this controller to other controllers.
+    """Sends this controller's newest snapshot to other controllers.
 
     Args:
-        store: the state store that contains the snapshot.
+        store: state store that contains the snapshot.
     """
 
     def __init__(self, store: StateStore) -> None:
@@ -383,7 +383,7 @@ class SnapshotServicer(ClusterServiceServicer):
     ) -> AsyncIterator[pb.FetchSnapshotResponse]:
         """Send the newest snapshot in parts."""
         number, path = await self._store.newest_snapshot(request.least_number)
-        file = await asyncio.to_thread(path.open, "rb")  # the open file stays readable if a newer one replaces it
+        file = await asyncio.to_thread(path.open, "rb")  # the open file stays readable if a newer snapshot replaces it
         with file:
             size = os.fstat(file.fileno()).st_size
             while part := await asyncio.to_thread(file.read, _PART_BYTES):
@@ -391,10 +391,10 @@ class SnapshotServicer(ClusterServiceServicer):
 
 
 async def fetch_snapshot(address: str, credentials: Credentials, directory: Path, least_number: int) -> int:
-    """Fetch a controller's newest snapshot into a data directory, and return the snapshot's number.
+    """Download a controller's newest snapshot to a data directory, and return the snapshot's number.
 
     Raises:
-        grpc.aio.AioRpcError: the controller did not send the snapshot.
+        grpc.aio.AioRpcError: the call failed before the complete snapshot was received.
         UnavailableError: the snapshot is incomplete, or its number is less than `least_number`.
         OSError: the snapshot cannot be written.
     """

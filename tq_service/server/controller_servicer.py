@@ -1,4 +1,4 @@
-"""The controller's gRPC methods, which convert requests, call the core and convert answers."""
+"""gRPC methods of the controller, which convert requests, call the core, and convert results to responses."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ from tq_service.wire.metadata import check_json, decode_integers, decode_meta_co
 
 _log = logging.getLogger(__name__)
 
-_MOST_STATUS_BYTES: Final = 1 << 20  # per page, not counting the page's last partition
+_MOST_STATUS_BYTES: Final = 1 << 20  # per page, excluding the last partition on the page
 _MOST_WAITS: Final = 32  # per partition
-_TASKS_A_TURN: Final = 4  # described per event-loop iteration; at most a millisecond of work
+_TASKS_A_TURN: Final = 4  # number of tasks described per event-loop iteration, which takes at most a millisecond
 Request = TypeVar("Request", bound=Any)  # a message with a request_id
 Answer = TypeVar("Answer")
 PackedAnswer: TypeAlias = tuple[str, bytes]
@@ -86,7 +86,7 @@ PackedAnswer: TypeAlias = tuple[str, bytes]
 def _once(
     change: Callable[[ControllerServicer, Request], Answer],
 ) -> Callable[[ControllerServicer, Request, Context], Awaitable[Answer]]:
-    """Convert a change to a method that makes the change once per `request_id`; retries receive the recorded answer."""
+    """Decorate a change so that it runs once per `request_id`. Retries receive the recorded response."""
     answer: type = get_type_hints(change)["return"]
 
     async def method(self: ControllerServicer, request: Request, context: Context) -> Answer:
@@ -98,21 +98,21 @@ def _once(
 class ControllerServicer(
     controller_service_pb2_grpc.ControllerServiceServicer, storage_registry_pb2_grpc.StorageRegistryServiceServicer
 ):
-    """Implements `ControllerService` and `StorageRegistryService`; the protos document each method.
+    """Implements `ControllerService` and `StorageRegistryService`. The protos document each method.
 
     Args:
         settings: settings of the service.
-        catalog: the catalog of partitions.
+        catalog: catalog of partitions.
         runner: runs samplers.
-        storages: the storage services.
+        storages: registry of storage services.
         waiting: counts waiting calls.
-        store: persists the state; None if the state is kept only in memory.
-        shared_memory: whether clients on this host share memory with this process.
-        controllers: returns the status of each controller in the cluster; empty without a cluster.
+        store: persists the state. None if the state is kept in memory.
+        shared_memory: whether this process shares memory with clients on this host.
+        controllers: returns the status of each controller in the cluster, or an empty sequence without a cluster.
 
     Attributes:
-        batches: serves streams of calls (CallMany); set by the code that adds this servicer to a server.
-        recording: records batches, or None if recording is off.
+        batches: serves CallMany streams. Set by the code that adds this servicer to a server.
+        recording: records batches. None if recording is off.
     """
 
     batches: Batches
@@ -155,12 +155,12 @@ class ControllerServicer(
         self._explainer = Explainer(catalog, runner)
 
     def take_up(self) -> None:
-        """Start leases and reconcile puts; called after the state has been recovered."""
+        """Start leases and reconcile puts. Called after the state has been recovered."""
         self.catalog.start_leases()
         self.storages.recover()
 
     def drain(self) -> None:
-        """End streams of calls, watch calls, and calls that wait for samples."""
+        """End CallMany streams, watches, and calls that wait for samples."""
         self.catalog.drain()
         self.watches.drain()
         self.batches.drain()
@@ -203,7 +203,7 @@ class ControllerServicer(
         return await self._described(partition)
 
     async def _described(self, partition: Partition) -> pb.DescribePartitionResponse:
-        """Describe a partition, yielding to the event loop after every few tasks."""
+        """Describe a partition. Yield to the event loop after every few tasks."""
         description = description_of(self.catalog, self.backlogs, partition)
         await asyncio.sleep(0)
         tasks = []
@@ -249,9 +249,9 @@ class ControllerServicer(
         return answer
 
     def _info(self, instance_id: bytes, *, for_all_partitions: bool) -> pb.ServiceInfo:
-        """Return facts about this process.
+        """Return information about this process.
 
-        Paths and recording errors are included only for callers that may see all partitions.
+        Paths and recording errors are included only if the caller may see all partitions.
         """
         settings = self._settings
         info = pb.ServiceInfo(
@@ -427,7 +427,7 @@ class ControllerServicer(
         clock = wait_clock.get()
         if clock is None:
             clock = WaitClock()
-            wait_clock.set(clock)  # affects only this call, since gRPC runs each call in a separate task
+            wait_clock.set(clock)  # affects only this call, because gRPC runs each call in a separate task
         serve = self.catalog.claim if spec.admit is None else self._prompts.claim
         claimed = await serve(
             request.partition_id,
@@ -472,7 +472,7 @@ class ControllerServicer(
         return list(filter(shown_partitions.get(), self.catalog.names()))
 
     def _retract_if_unsent(self, context: Context, partition: Partition, task_name: str, request_id: bytes) -> None:
-        """Undo a queue claim if its call is cancelled before the answer is sent."""
+        """Undo a queue claim if its call is cancelled before the response is sent."""
         asked = weakref.ref(partition)  # gRPC may keep the callback in a reference cycle for a long time
 
         def when_done(done: Context) -> None:
@@ -684,28 +684,28 @@ class ControllerServicer(
 def _named_indexes(
     request: pb.ReleaseClaimRequest | pb.AckClaimRequest | pb.RequeueDeadLetteredRequest,
 ) -> Indexes | None:
-    """Return the indexes of the samples named in a request, or None (all samples) if the request names none."""
+    """Return the sample indexes listed in a request, or None (all samples) if the list is empty."""
     return decode_integers(request.global_indexes) if request.global_indexes else None
 
 
-# Recorded answers
+# Recorded responses
 
 
 def pack_answer(answer: Message) -> PackedAnswer:
-    """Pack an answer for recording: the name of its message type in `tq_service.v1`, and its serialized bytes.
+    """Convert a response to its message type in `tq_service.v1` and its serialized bytes, so that it can be recorded.
 
     A message object uses 2 KB of memory, whereas its serialized form uses a few hundred bytes.
     """
-    return type(answer).__name__, answer.SerializeToString()  # `__name__` is one shared string
+    return type(answer).__name__, answer.SerializeToString()  # `__name__` is a shared string
 
 
 def answer_bytes(packed: PackedAnswer) -> int:
-    """Return a packed answer's size in bytes."""
+    """Return the size of a packed response in bytes."""
     return len(packed[1])
 
 
 def unpack_answer(packed: PackedAnswer) -> Message:
-    """Unpack a recorded answer."""
+    """Convert a packed response back to a message."""
     name, data = packed
     kind = GetMessageClass(descriptor_pool.Default().FindMessageTypeByName(f"tq_service.v1.{name}"))
     return kind.FromString(data)

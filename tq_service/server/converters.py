@@ -1,4 +1,4 @@
-"""Conversion between the controller's protobuf messages and the core's types."""
+"""Conversions between the controller's protobuf messages and the types of the core."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ from tq_service.wire.metadata import (
 )
 
 _REMEMBERED_REQUEST_BYTES: Final = 1024
-_MOST_CLAIM_BYTES: Final = 256 * 1024  # a claim's spec stays in memory with its waiting call and its batches
-_MOST_RANGE_BYTES: Final = 1 << 20  # per answer with several batches
+_MOST_CLAIM_BYTES: Final = 256 * 1024  # the claim spec stays in memory with the waiting call and its batches
+_MOST_RANGE_BYTES: Final = 1 << 20  # per response with several batches
 _RANK_FIELDS: Final = ("dp_rank", "dp_size", "batch_index")
-# Fields of GetMetaRequest that may differ between calls by ranks of the same task.
+# Fields of GetMetaRequest that may differ between the ranks of a task.
 _FIELDS_OF_ONE_CALL: Final = (
     "request_id", "partition_id", "incarnation", "task_name", "epoch", "dp_rank", "batch_index", "max_wait", "lease",
     "max_deliveries", "claim_name", "explain", "not_before_version", "policy", "batch_count", "step_times",
@@ -78,7 +78,7 @@ def sample_write(
     put: Put | None = None,
     columns: Sequence[ColumnShape] = (),
 ) -> SampleWrite:
-    """Convert the write in an Insert or Commit request."""
+    """Convert the `write` field of an Insert or Commit request."""
     if write.global_indexes and not write.incarnation:
         raise InvalidArgumentError(
             "global_indexes are set without incarnation; send the incarnation of the BatchMeta that contains them",
@@ -131,10 +131,10 @@ _OF_GROUP_WRITES: Final = {"partition_id", "incarnation", "row_count", "groups",
 
 
 def group_write(write: commit_pb2.SampleWrite, put: Put, columns: Sequence[ColumnShape]) -> GroupsWritten:
-    """Convert a commit that writes to groups.
+    """Convert the `write` field of a commit that writes to groups.
 
     Raises:
-        InvalidArgumentError: fields are set that apply only to samples, or the numbers of groups and rows differ.
+        InvalidArgumentError: a field is set that applies only to samples, or the numbers of groups and rows differ.
     """
     for name in sorted({each.name for each, _ in write.ListFields()} - _OF_GROUP_WRITES):
         raise InvalidArgumentError(
@@ -169,14 +169,14 @@ def _column_writes(columns: Iterable[ColumnShape]) -> list[ColumnWrite]:
 
 
 def slots(request: pb.AcquireRequest, start_version: int | None) -> SampleWrite:
-    """Convert a request for slots to the write that creates them.
+    """Convert a request for slots to the write that creates the slots.
 
     Args:
-        request: the request.
-        start_version: policy version with which generation of the slots starts, or None.
+        request: request for slots.
+        start_version: policy version with which generation starts, or None.
 
     Raises:
-        InvalidArgumentError: the request names existing samples, or sets a field that slots cannot have.
+        InvalidArgumentError: the request refers to existing samples, or sets a field that slots do not support.
     """
     write = request.write
     for name in ("global_indexes", "key_mode", "state", "claim", "rows_per_put", "append_at", "of_groups"):
@@ -203,7 +203,7 @@ def leased_claim(
     | pb.FailSamplesRequest
     | pb.HeldSamples,
 ) -> LeasedClaim | None:
-    """Return the leased claim named in a request to change samples, or None."""
+    """Return the leased claim in a request that changes samples, or None if the request contains no claim."""
     if not request.HasField("claim"):
         return None
     return LeasedClaim(task_name=request.claim.task_name, request_id=request.claim.claim_request_id)
@@ -221,7 +221,7 @@ def placement(message: commit_pb2.PutPlacement) -> Put:
 
 
 def claim_spec(request: pb.GetMetaRequest) -> ClaimSpec:
-    """Return the part of a GetMeta request that is equal for all ranks and batches, and is therefore parsed once."""
+    """Return the part of a GetMeta request that is equal for all ranks and batches. The parsed result is cached."""
     _check_size(request, "name fewer fields")
     alike = pb.GetMetaRequest()
     alike.CopyFrom(request)
@@ -232,7 +232,7 @@ def claim_spec(request: pb.GetMetaRequest) -> ClaimSpec:
 
 
 def read_step_times(request: pb.GetMetaRequest) -> StepTimes:
-    """Read the trainer step times reported by one of the trainer's ranks.
+    """Read the step times reported by a trainer rank.
 
     Raises:
         InvalidArgumentError: a step time is negative.
@@ -256,7 +256,7 @@ def _check_size(request: Message, remedy: str) -> None:
 
 
 def _size_alone(request: Message, name: str) -> int:
-    """Return the size in bytes of one field of a request."""
+    """Return the size of a request field in bytes."""
     rest = type(request)()
     rest.CopyFrom(request)
     rest.ClearField(name)
@@ -266,7 +266,7 @@ def _size_alone(request: Message, name: str) -> int:
 @lru_cache(maxsize=1024)
 def _read_claim_spec(serialized: bytes) -> ClaimSpec:
     request = pb.GetMetaRequest.FromString(serialized)
-    # Canonical JSON, with whole floats as integers, makes equal sampler options of different ranks compare equal.
+    # Use canonical JSON with whole floats as integers, so that equal sampler options from different ranks match.
     config = json.dumps(whole_numbers(MessageToDict(request.sampler_config)), sort_keys=True)
     data_fields = tuple(sorted(request.data_fields))
     batch_spec = read_message(BatchSpec, request, sampler_config=config, data_fields=data_fields)
@@ -274,7 +274,7 @@ def _read_claim_spec(serialized: bytes) -> ClaimSpec:
 
 
 def claim_request(request: pb.GetMetaRequest, spec: ClaimSpec, sampler: Sampler) -> ClaimRequest:
-    """Convert a GetMeta request to the claim that the planner handles."""
+    """Convert a GetMeta request to a claim request for the planner."""
     lease = None
     if request.HasField("lease"):
         lease = LeaseTerms(seconds=read_seconds("lease", request.lease), max_deliveries=request.max_deliveries or None)
@@ -299,12 +299,12 @@ def claim_request(request: pb.GetMetaRequest, spec: ClaimSpec, sampler: Sampler)
 
 
 def rank_of(request: pb.GetMetaRequest) -> Rank | None:
-    """Return the rank and batch index of a request, or None for a queue worker."""
+    """Return the rank and batch index in a request, or None if the caller is a queue worker."""
     return Rank.of(**{name: getattr(request, name) if request.HasField(name) else None for name in _RANK_FIELDS})
 
 
 def selection(request: pb.LookupSamplesRequest) -> Selection:
-    """Return the samples that a look-up selects; with `all_samples`, named samples are ignored."""
+    """Return the selection of a lookup request. If `all_samples` is set, listed samples are ignored."""
     if request.HasField("max_wait"):
         _check_size(request, "name fewer samples or groups")
     where = tuple(read_message(Condition, each) for each in request.where)
@@ -315,7 +315,7 @@ def selection(request: pb.LookupSamplesRequest) -> Selection:
 
 
 def _question(request: pb.LookupSamplesRequest) -> str:
-    """Return a checksum of a look-up's selection, which identifies the look-up in page tokens."""
+    """Return a checksum of a lookup's selection, which ties page tokens to the lookup."""
     samples = pb.LookupSamplesRequest()
     samples.CopyFrom(request)
     for name in _FIELDS_OF_A_PAGE:
@@ -324,10 +324,10 @@ def _question(request: pb.LookupSamplesRequest) -> str:
 
 
 def page_token(request: pb.LookupSamplesRequest) -> str:
-    """Return a request's page token.
+    """Return the page token in a request.
 
     Raises:
-        InvalidArgumentError: the token belongs to a request for other samples.
+        InvalidArgumentError: the token is from a lookup with a different selection.
     """
     if not request.page_token:
         return ""
@@ -340,10 +340,12 @@ def page_token(request: pb.LookupSamplesRequest) -> str:
 def changed_selection(
     request: pb.ClearFieldsRequest | pb.ClearSamplesRequest | pb.FailSamplesRequest, skipped_by: str = ""
 ) -> Selection:
-    """Return the samples to change: those named or, if none is named, those that match the conditions and tasks.
+    """Return the selection of samples to change.
+
+    If the request lists no samples, the selection contains all samples that match the conditions and tasks.
 
     Args:
-        request: the request.
+        request: request that changes samples.
         skipped_by: see `Selection`.
     """
     where = tuple(read_message(Condition, each) for each in request.where)
@@ -368,18 +370,18 @@ def changed_selection(
     )
 
 
-# Answers
+# Responses
 
 
 def written_meta(written: Written) -> metadata_pb2.BatchMeta:
-    """Return the metadata that answers a write, without facts that the client already knows."""
+    """Return the metadata for the response to a write, without information that the client already has."""
     meta = groups_meta(written)
     set_indexes(meta, written.global_indexes)
     return meta
 
 
 def groups_meta(written: Written) -> metadata_pb2.BatchMeta:
-    """Return the metadata that answers a write to groups, which contains no samples."""
+    """Return the metadata for the response to a group write. It contains no samples."""
     return _meta_of(written.partition, fields=[encode_spec(spec) for spec in written.specs])
 
 
@@ -392,7 +394,7 @@ def claim_answer(
     *,
     now: float,
 ) -> pb.GetMetaResponse:
-    """Return the answer to a claim; `now` is the current time on the event loop's clock."""
+    """Return the response to a claim. `now` is the current time on the event loop's clock."""
     partition = claimed.partition
     if partition is None:
         meta = metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_NOT_YET, partition_id=partition_id)
@@ -413,9 +415,9 @@ def claim_answer(
 def slots_answer(
     partition: Partition, answer: Answer, task_name: str, endpoints: Endpoints, *, now: float
 ) -> pb.AcquireResponse:
-    """Return the answer to a request for slots; `now` is the current time on the event loop's clock."""
+    """Return the response to a request for slots. `now` is the current time on the event loop's clock."""
     meta = _claim_meta(partition, answer, task_name, (), endpoints, now=now)
-    if isinstance(answer, Claim) and answer.lease is not None:  # the lease begins only at the end of this step
+    if isinstance(answer, Claim) and answer.lease is not None:  # the lease starts at the end of this step
         meta.lease.CopyFrom(to_duration(answer.lease.seconds))
     return pb.AcquireResponse(meta=meta)
 
@@ -464,7 +466,7 @@ def samples_meta(
     data_fields: Sequence[str],
     endpoints: Endpoints | None,
 ) -> metadata_pb2.BatchMeta:
-    """Return metadata of existing samples, with the locations of those `data_fields` that all of the samples have."""
+    """Return metadata of existing samples, with locations of the `data_fields` that all samples have."""
     positions = partition.table.find(rows)
     meta = located_meta(partition, positions, data_fields, endpoints)
     if partition.groups.in_use:
@@ -477,7 +479,7 @@ def samples_meta(
 def found_page(
     page: Page, request: pb.LookupSamplesRequest, endpoints: Endpoints, *, not_yet: bool
 ) -> pb.LookupSamplesResponse:
-    """Return the answer to a look-up.
+    """Return the response to a lookup.
 
     Raises:
         TaskNotFoundError: the task does not exist, and `missing_ok` is not set.
@@ -501,7 +503,7 @@ def found_page(
 
 
 def nothing_found(request: pb.LookupSamplesRequest, *, not_yet: bool) -> pb.LookupSamplesResponse:
-    """Return the answer to a look-up in a partition that does not exist."""
+    """Return the response to a lookup in a partition that does not exist."""
     named = pb.LookupSamplesRequest() if request.all_samples else request
     return pb.LookupSamplesResponse(
         meta=metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_BATCH, partition_id=request.partition_id),
@@ -514,12 +516,12 @@ def nothing_found(request: pb.LookupSamplesRequest, *, not_yet: bool) -> pb.Look
 
 
 def all_meta(partition: Partition, rows: Indexes, endpoints: Endpoints | None) -> metadata_pb2.BatchMeta:
-    """Return all metadata of existing samples, with the fields that at least one of the samples has.
+    """Return all metadata of existing samples, including every field that any of the samples has.
 
     Args:
-        partition: the samples' partition.
+        partition: partition of the samples.
         rows: global indexes of the samples.
-        endpoints: returns the endpoints of storage services; None to omit the locations of cells.
+        endpoints: returns the endpoint of a storage service. None to omit cell locations.
     """
     produced = partition.cells.produced_by(partition.table.find(rows))
     meta = samples_meta(partition, rows, list(produced), endpoints)
@@ -533,9 +535,9 @@ def located_meta(
     data_fields: Sequence[str],
     endpoints: Endpoints | None,
 ) -> metadata_pb2.BatchMeta:
-    """Return the samples at some positions, with the locations of those `data_fields` that all the samples have.
+    """Return metadata of the samples at the given positions, with locations of the `data_fields` that all samples have.
 
-    If `endpoints` is None, no locations are included.
+    If `endpoints` is None, locations are omitted.
     """
     cells = partition.cells
     known = [name for name in data_fields if name in cells.fields]
@@ -552,7 +554,7 @@ def located_meta(
 
 
 def names_of(names: Sequence[str | None]) -> list[str]:
-    """Return sample names for a message, with "" for unnamed samples; empty if all samples are unnamed."""
+    """Return sample names for a message, with "" for unnamed samples. If all samples are unnamed, return []."""
     return [name or "" for name in names] if any(names) else []
 
 
@@ -587,7 +589,7 @@ def _add_locations(message: metadata_pb2.Locations, runs: Iterable[CellRuns], en
 
 
 def add_plan(meta: metadata_pb2.BatchMeta, part: RankPlan) -> None:
-    """Add the steps, packs, dropped samples, and totals of a rank's part to the part's metadata."""
+    """Add the steps, dropped samples, and totals of a rank's part of a batch to the metadata."""
     _add_steps(meta, part)
     meta.dropped_indexes.extend(part.dropped.tolist())
     if part.totals:
@@ -607,7 +609,7 @@ def _add_steps(meta: metadata_pb2.BatchMeta, part: RankPlan) -> None:
 
 @lru_cache(maxsize=256)
 def _totals_of(totals: tuple[TotalsOfStep, ...], summed: tuple[str, ...]) -> bytes:
-    """Return a serialized BatchMeta that contains only the totals of a batch, which are equal for all ranks."""
+    """Return a serialized BatchMeta with the totals of a batch, which are equal for all ranks."""
     meta = metadata_pb2.BatchMeta()
     for samples, rollouts, groups, tokens, sums in totals:
         meta.totals.add(

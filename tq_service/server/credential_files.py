@@ -1,14 +1,14 @@
-"""Credential files, reloaded when they are replaced: tokens, the certificate, and the internal secret.
+"""Credential files for tokens, the certificate, and the internal secret. They are reloaded when they change.
 
-A token has 256 random bits and is stored as its SHA-256 digest. Since tokens cannot be guessed, a slow hash would add
-no security. It would even let any client keep the service busy with wrong tokens. Tokens are looked up by digest. A
-caller cannot choose the digest of its token, so the duration of a look-up reveals nothing about stored tokens.
+A token has 256 random bits and is stored as its SHA-256 digest. Tokens cannot be guessed, so a slow hash would add no
+security, but would allow clients to overload the service with wrong tokens. Tokens are looked up by digest. Callers
+cannot choose the digest of a token, so the duration of a lookup reveals nothing about stored tokens.
 
-The services of one deployment share an internal secret, which distinguishes calls between services from calls by
-clients. Calls between services carry a proof derived from the secret, never the secret itself. For each other purpose,
-a different value is derived. No derived value reveals another one. If all services run on one machine and use only its
-loopback address, the secret needs no configuration. A service then creates the secret file in a directory that only its
-user may enter.
+The services of a deployment share an internal secret, which distinguishes calls by services from calls by clients.
+Services never send the secret itself. Instead, they send a proof derived from the secret. A separate value is derived
+for each purpose, and no derived value reveals another value. If all services run on one machine and use only its
+loopback address, the secret does not need to be configured. In this case, the first service creates the secret file in
+a directory that only its user can enter.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ ALL_PARTITIONS: Final = ""
 _MARK: Final = "tq_"  # lets secret scanners find a leaked token
 _RANDOM_BYTES: Final = 32
 INTERNAL_KEY: Final = "tq-internal"
-"""Metadata key for the proof that a calling service has the internal secret."""
+"""Metadata key of the proof that a calling service knows the internal secret."""
 SHORTEST_SECRET: Final = 32
 _LONGEST_SECRET: Final = 4096
 _CALLS: Final = "tq_service internal calls 1"
-# Services notice a new secret file within about two seconds of each other, so all accept the old proof for a while.
+# Services do not notice a new secret file at the same time, so they send and accept the old proof for a while.
 _SEND_OLD_SECONDS: Final = 5.0
 _ACCEPT_OLD_SECONDS: Final = 60.0
 
@@ -59,12 +59,13 @@ _ACCEPT_OLD_SECONDS: Final = 60.0
 class ReloadingFiles(ABC):
     """A set of files that is loaded at startup and reloaded after changes.
 
-    Changed files are loaded once two consecutive checks find them unchanged. A file that is being written in place may
-    be empty for a moment, and an empty tokens file would be valid. An error is logged once, and loading is retried at
-    each check. The cause of an error may be outside the files, such as a wrong mode or too many open files.
+    Changed files are reloaded only after two consecutive checks have found the same state. Otherwise, a file that is
+    being written in place could be read while it is still empty, and an empty tokens file is valid. Each error is
+    logged only once. Loading is retried at each check, because the cause may be outside the files, such as too many
+    open files.
 
     Args:
-        *paths: paths of the files; None for an unused file.
+        *paths: paths of the files. None for an unused file.
         what_stays: end of the log message about an error, which states what stays in use until the files are valid.
 
     Raises:
@@ -83,10 +84,10 @@ class ReloadingFiles(ABC):
 
     @abstractmethod
     def _read(self) -> None:
-        """Load the files and use them; raise InvalidArgumentError if they are unusable."""
+        """Load the files and start using them. Raise InvalidArgumentError if they are unusable."""
 
     def reload(self) -> None:
-        """Reload the files if they have changed and are stable."""
+        """Reload the files if they have changed and are no longer being written."""
         signature = self._signature()
         has_settled, self._seen = signature == self._seen, signature
         if not has_settled or signature == self._taken:
@@ -102,7 +103,7 @@ class ReloadingFiles(ABC):
 
 
 def check_private(path: Path) -> None:
-    """Refuse a secret file that other users may read or change. Group members may read the file.
+    """Refuse a secret file that other users may read or change. Read access for the group is allowed.
 
     Raises:
         OSError: the file does not exist.
@@ -116,20 +117,20 @@ def check_private(path: Path) -> None:
 
 
 class ServerCertificate(ReloadingFiles):
-    """The TLS credentials of a port, which are updated when their files change.
+    """TLS credentials of a port, reloaded when their files change.
 
-    At each handshake, one of gRPC's threads requests the certificate and key, and receives the last valid pair; open
-    connections are unaffected. If the files are invalid, for example because only the certificate has been replaced so
-    far, the error is logged and the previous pair stays in use.
+    At each handshake, a gRPC thread requests the certificate and key, and receives the last valid pair. Open
+    connections are not affected. If the files are invalid, for example because only the certificate has been replaced
+    so far, the error is logged and the previous pair stays in use.
 
     Args:
         cert: PEM file with the certificate and its chain.
-        key: PEM file with the private key, without a passphrase; other users must not be able to read it.
-        client_ca: PEM file with certificate authorities, one of which must have signed each client's certificate
-            (mTLS); None if clients need no certificate.
+        key: PEM file with the private key. It must have no passphrase and must not be readable by other users.
+        client_ca: PEM file with the certificate authorities that may sign client certificates (mTLS). None if clients
+            need no certificate.
 
     Attributes:
-        context: TLS context for connections other than gRPC's; replaced when the files change.
+        context: TLS context for connections that do not use gRPC. Replaced when the files change.
 
     Raises:
         InvalidArgumentError: the files are unusable.
@@ -141,7 +142,7 @@ class ServerCertificate(ReloadingFiles):
         self._delivered = self._current
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Return the credentials for opening the port."""
+        """Return the credentials with which gRPC opens the port."""
         return grpc.dynamic_ssl_server_credentials(
             self._current,
             self._changed,  # type: ignore[arg-type]  # grpc documents that None means no change
@@ -152,7 +153,7 @@ class ServerCertificate(ReloadingFiles):
         try:
             check_private(self._key)
             contents = self._contents()
-            # Python's ssl module checks the pair, since gRPC would only log a problem at the first handshake.
+            # Check the pair with Python's ssl module, because gRPC would report a problem only at the first handshake.
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(self._cert, self._key, password=_no_passphrase)
             if self._client_ca is not None:
@@ -172,7 +173,7 @@ class ServerCertificate(ReloadingFiles):
         return [path.read_bytes() for path in (self._key, self._cert, self._client_ca) if path is not None]
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        # Only gRPC's threads write `_delivered` and only the event loop writes `_current`, so no write is lost.
+        # Only gRPC threads write `_delivered`, and only the event loop writes `_current`, so no write is lost.
         current = self._current
         if current is self._delivered:
             return None
@@ -207,7 +208,7 @@ def _why(error: OSError | ValueError) -> str:
 
 
 class Token(BaseModel):
-    """A token's entry in the tokens file, which contains the token's digest instead of the token itself.
+    """An entry of the tokens file. It contains the token's digest instead of the token itself.
 
     Use `make_token` to create a `Token`.
 
@@ -215,8 +216,9 @@ class Token(BaseModel):
         name: name of the token's holder, shown in logs.
         sha256: digest of the token.
         roles: roles of the holder.
-        prefixes: name prefixes of the partitions for which the token is valid; "" means all partitions.
-        expires: time at which the token expires; None if it does not expire.
+        prefixes: the token is valid for partitions whose names begin with any of these prefixes. "" matches all
+            partitions.
+        expires: expiry time, or None if the token does not expire.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -225,7 +227,7 @@ class Token(BaseModel):
     sha256: str = Field(
         pattern="^[0-9a-f]{64}$",
         description="64 hexadecimal digits, as created by `tq-service token new`",
-        repr=False,  # users may mistakenly put the token itself here
+        repr=False,  # a user may have entered the token itself by mistake
     )
     roles: frozenset[Role] = Field(min_length=1, description=f"a list of at least one of {', '.join(ROLES)}")
     prefixes: tuple[str, ...] = Field(min_length=1, description="a list of at least one string ('' for all partitions)")
@@ -239,7 +241,7 @@ class Token(BaseModel):
         return sorted(self.roles, key=ROLES.index)
 
     def is_expired(self) -> bool:
-        """Return whether the token has expired according to this machine's clock."""
+        """Return whether the token has expired, according to this machine's clock."""
         return self.expires is not None and self.expires <= datetime.now(UTC)
 
     def covers(self, partition_id: str) -> bool:
@@ -253,12 +255,12 @@ def new_secret() -> str:
 
 
 def digest_of(secret: str) -> str:
-    """Return the digest under which a token is stored."""
+    """Return the digest that identifies a token in the tokens file."""
     return hashlib.sha256(secret.encode("utf-8", "replace")).hexdigest()
 
 
 def make_token(**entry: object) -> Token:
-    """Create a token from the values in its tokens file entry.
+    """Create a token from the keys and values of a tokens file entry.
 
     Raises:
         InvalidArgumentError: a value is invalid or missing.
@@ -289,7 +291,7 @@ def format_entry(token: Token) -> str:
 
 
 def parse_tokens(text: str) -> dict[str, Token]:
-    """Parse a tokens file's text, and return its tokens by digest.
+    """Parse the text of a tokens file. Return the tokens by digest.
 
     Raises:
         InvalidArgumentError: the text is not TOML, an entry is invalid, or two entries have the same name or token.
@@ -316,7 +318,7 @@ def parse_tokens(text: str) -> dict[str, Token]:
 
 
 def read_tokens(path: Path) -> dict[str, Token]:
-    """Return the tokens in a tokens file, by digest.
+    """Read a tokens file. Return the tokens by digest.
 
     Raises:
         InvalidArgumentError: the file cannot be read, other users may access it, or its content is invalid.
@@ -331,9 +333,9 @@ def read_tokens(path: Path) -> dict[str, Token]:
 
 
 def append_token(path: Path, token: Token) -> None:
-    """Add a token to a tokens file, creating the file if needed. Readers see either the old or the new content.
+    """Add a token to a tokens file. The file is created if it does not exist.
 
-    Concurrent calls, in this process or in others, wait for each other.
+    The file is replaced atomically. Concurrent calls wait for each other, even in different processes.
 
     Raises:
         InvalidArgumentError: the file is invalid, or already has a token with this name.
@@ -348,7 +350,7 @@ def append_token(path: Path, token: Token) -> None:
 
 
 def remove_token(path: Path, name: str) -> None:
-    """Remove a token from a tokens file, leaving its other entries and comments unchanged.
+    """Remove a token from a tokens file. Other entries and comments are kept.
 
     Raises:
         InvalidArgumentError: the file is invalid, cannot be read, or has no token with this name.
@@ -393,7 +395,7 @@ def _replace(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Lock a file's directory during the `with` block; a lock on the file itself would be lost when it is replaced."""
+    """Lock a file's directory during the `with` block. A lock on the file would be lost when the file is replaced."""
     descriptor = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -403,13 +405,13 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 class TokenFile(ReloadingFiles):
-    """The current tokens of a tokens file. If a new file is invalid, the error is logged and the old tokens stay valid.
+    """A tokens file and its current tokens. If a changed file is invalid, the previous tokens stay valid.
 
     Args:
         path: path of the file.
 
     Attributes:
-        tokens: tokens by digest; a new mapping each time the file is loaded.
+        tokens: tokens by digest. Each load of the file creates a new mapping.
 
     Raises:
         InvalidArgumentError: the file cannot be read, other users may access it, or its content is invalid.
@@ -426,22 +428,22 @@ class TokenFile(ReloadingFiles):
 
 
 def _quote(text: str) -> str:
-    """Quote a string in a way that is valid in both TOML and JSON."""
+    """Return a string literal that is valid in both TOML and JSON."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 class InternalSecret(ReloadingFiles):
-    """The current internal secret. If a new file is invalid, the error is logged and the old secret stays in use.
+    """The internal secret and its file. If a changed file is invalid, the previous secret stays in use.
 
-    Confined to one event loop.
+    Use it from a single event loop.
 
     Args:
         path: path of the secret file.
-        is_made: whether to create the file if it is missing, and recreate it if it disappears. If several services
-            start at the same time, one creates the file and all of them read it.
-        is_own: whether the file and its directory must be accessible only to this user, because all users may create
-            files next to the directory, as in /tmp. If false, only the file must not be readable by other users.
-        clock: monotonic clock, in seconds.
+        is_made: whether to create the file if it is missing, and to recreate it if it is removed. If several services
+            start at the same time, one service creates the file and all services read it.
+        is_own: whether the file and its directory must be accessible only to this user. Set this if other users can
+            create files next to the directory, as in /tmp. If false, only the file must not be readable by other users.
+        clock: monotonic clock that returns seconds.
 
     Raises:
         InvalidArgumentError: the file is unusable.
@@ -463,24 +465,24 @@ class InternalSecret(ReloadingFiles):
 
     @property
     def proof(self) -> str:
-        """The proof to send with calls to other services."""
+        """Proof to send with calls to other services."""
         is_new = bool(self._old_proof) and self._clock() - self._renewed_at < _SEND_OLD_SECONDS
         return self._old_proof if is_new else self._proof
 
     def accepts(self, proof: str) -> bool:
-        """Return whether a proof matches the current secret or, for a minute after a change, the previous secret."""
+        """Return whether a proof is valid. For a minute after a change, the previous secret's proof is also valid."""
         given = proof.encode("utf-8", "replace")
         is_present = hmac.compare_digest(given, self._proof.encode())
         is_old = bool(self._old_proof) and self._clock() - self._renewed_at < _ACCEPT_OLD_SECONDS
         return is_present | (is_old & hmac.compare_digest(given, self._old_proof.encode()))
 
     def derive(self, purpose: str) -> bytes:
-        """Derive 32 bytes for one purpose, which reveal neither the secret nor the bytes for other purposes."""
+        """Derive 32 bytes for a purpose. They reveal neither the secret nor the bytes derived for other purposes."""
         return hmac.new(self._secret, purpose.encode(), hashlib.sha256).digest()
 
     def reload(self) -> None:
-        """Reload the file if it has changed and is stable."""
-        # A temporary-file cleaner may have removed the file, but other services may still need to read it.
+        """Reload the file if it has changed and is no longer being written."""
+        # A cleaner of temporary files may have removed the file, but other services may still need to read it.
         if self._is_made and file_signature(self._path) is None:
             try:
                 self._publish(self._secret + b"\n")
@@ -506,17 +508,17 @@ class InternalSecret(ReloadingFiles):
         self._proof = self.derive(_CALLS).hex()
 
     def _checked(self) -> bytes:
-        """Read the secret from the file and check it.
+        """Read and validate the secret.
 
         Raises:
             OSError: the file cannot be read.
-            InvalidArgumentError: other users may access the file, or it contains no valid secret.
+            InvalidArgumentError: other users may access the file, or its content is not a valid secret.
         """
         if self._is_own:
             self._check_directory()
         else:
             check_private(self._path)
-        # O_NONBLOCK prevents blocking if the path is a named pipe.
+        # O_NONBLOCK prevents `open` from blocking if the path is a named pipe.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_NOFOLLOW if self._is_own else 0)
         with open(os.open(self._path, flags), "rb") as file:  # noqa: PTH123  (a descriptor)
             status = os.fstat(file.fileno())
@@ -540,18 +542,18 @@ class InternalSecret(ReloadingFiles):
         _check_own(directory, directory.stat(follow_symlinks=False), stat.S_ISDIR)
 
     def _publish(self, content: bytes) -> None:
-        """Atomically create the file, readable only by this user, unless it already exists."""
+        """Create the file atomically, readable only by this user. Do nothing if the file exists."""
         try:
             if self._is_own:
                 self._path.parent.mkdir(mode=0o700, exist_ok=True)
                 self._check_directory()
-            with NamedTemporaryFile(dir=self._path.parent, prefix=f".{self._path.name}.") as file:  # of mode 0600
+            with NamedTemporaryFile(dir=self._path.parent, prefix=f".{self._path.name}.") as file:  # has mode 0600
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
                 os.link(file.name, self._path)
         except FileExistsError:
-            return  # another service created the file first, and all services read that file
+            return  # another service has created the file
         except OSError as error:
             raise InvalidArgumentError(
                 f"the internal secret {self._path} does not exist and could not be created ({error.strerror}); set "
@@ -572,11 +574,11 @@ class ServiceCredentials(Credentials):
 
     @property
     def sent_secret(self) -> str:
-        """Name of the secret that a plaintext connection would reveal; "" if no secret is sent."""
+        """Name of the secret that a plaintext connection would reveal, or "" if no secret is sent."""
         return super().sent_secret or ("the proof of the internal secret" if self.secret is not None else "")
 
     def metadata(self) -> Metadata | None:
-        """Return the metadata with the token and the proof.
+        """Return call metadata with the token and the proof of the internal secret.
 
         Raises:
             UnauthenticatedError: the token file is unusable.
@@ -586,12 +588,12 @@ class ServiceCredentials(Credentials):
 
 
 def find_secret(settings: ServeSettings, *, has_tokens: bool) -> InternalSecret | None:
-    """Return the internal secret of a service, or None if the service does not need one.
+    """Return the internal secret of a service, or None if the service does not need a secret.
 
     Args:
         settings: settings of the service.
-        has_tokens: whether the service requires tokens and has its own token. Services can then identify each other by
-            their tokens.
+        has_tokens: whether the service requires tokens and has its own token. If true, services can identify each other
+            by their tokens.
 
     Raises:
         InvalidArgumentError: the service needs a secret, but the secret is missing or unusable.
@@ -601,7 +603,7 @@ def find_secret(settings: ServeSettings, *, has_tokens: bool) -> InternalSecret 
     if has_tokens:
         return None
     targets = (settings.advertise, settings.controller)
-    # All addresses that the service listens on, advertises, and connects to are loopback addresses of this machine.
+    # The service listens on, advertises, and connects to only loopback addresses.
     if is_loopback(settings.host) and all(target is None or is_loopback_target(target) for target in targets):
         try:
             return InternalSecret(own_secret_path(), is_made=True, is_own=True)
@@ -622,7 +624,7 @@ def find_secret(settings: ServeSettings, *, has_tokens: bool) -> InternalSecret 
 
 
 def own_secret_path() -> Path:
-    """Return the default path of the internal secret, which this user's services on this machine share."""
+    """Return the default path of the internal secret, shared by this user's services on this machine."""
     directory = os.environ.get("TMPDIR") or "/tmp"  # noqa: S108  (owner and mode are checked)
     return Path(directory) / f"tq_service-internal-{os.geteuid()}" / "secret"
 

@@ -1,4 +1,4 @@
-"""The standard gRPC health service. Its watches end when the server drains, so they do not delay shutdown."""
+"""The standard gRPC health service. Watch calls end when the server drains, so they do not delay shutdown."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _NOT_SERVING: Any = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the package has no types
-    """Reports whether each service of this process accepts calls; the name "" means the process itself.
+    """Reports whether each service of this process accepts calls. The name "" refers to the process itself.
 
-    All services are NOT_SERVING from `add` until `serve`, and after `drain`. The process of a standby is SERVING,
-    although its services are NOT_SERVING.
+    Services are NOT_SERVING until `serve` is called, and after `drain` has been called. On a standby, the process is
+    SERVING, although its services are NOT_SERVING.
 
-    The servicer in the package `grpc_health` is unsuitable, because it locks all watchers while it writes to one. A
-    client that does not read could therefore delay `drain`, which must finish within one event-loop iteration. In
-    addition, that servicer's watches end only when the server stops.
+    The servicer in the package `grpc_health` is unsuitable, because it locks all watchers while it writes to a watcher.
+    A client that does not read could therefore delay `drain`, which must finish in a single event-loop iteration. In
+    addition, Watch calls of `grpc_health` end only when the server stops.
 
     Args:
-        most_watches: maximum number of Watch calls. No other limit applies to them, because they need no token.
+        most_watches: maximum number of Watch calls. They need no token, so no other limit applies to them.
     """
 
     def __init__(self, most_watches: int = 1024) -> None:
@@ -41,15 +41,15 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
         self._statuses |= dict.fromkeys(services, _NOT_SERVING)
 
     def serve(self) -> None:
-        """Report that all services accept calls, unless the server is draining."""
+        """Report that all services accept calls. Has no effect while the server is draining."""
         self._set(process=_SERVING, services=_SERVING)
 
     def stand_by(self) -> None:
-        """Report that the process is alive, but its services accept no calls because another controller leads."""
+        """Report that the process is alive but that its services accept no calls, because another controller leads."""
         self._set(process=_SERVING, services=_NOT_SERVING)
 
     def drain(self) -> None:
-        """Report permanently that no service accepts calls. Watch calls send this status and end."""
+        """Report that no service accepts calls. This is permanent. Watch calls send the status and end."""
         self._set(process=_NOT_SERVING, services=_NOT_SERVING)
         self._is_draining = True
 
@@ -76,7 +76,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
     async def Watch(  # noqa: N802  (the name of the rpc)
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """Send the current status of a service, and then each new status."""
+        """Send the current status of a service, followed by each new status."""
         sent = None
         with self._watches.one(context):
             while True:
@@ -87,5 +87,5 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
                     yield health_pb2.HealthCheckResponse(status=status)
                     continue  # the status may have changed while it was being sent
                 if self._is_draining:
-                    return  # with OK, because gRPC drops unread answers if a call ends with an error
+                    return  # end with OK, because gRPC drops unread responses if a call ends with an error
                 await changed.wait()

@@ -1,4 +1,4 @@
-"""Registration of a storage service with a controller in another process, by regular heartbeats."""
+"""Registers a storage service with a controller in another process by sending regular heartbeats."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     )
 
 MOST_OVERDUE_PUTS: Final = 4096
-"""Maximum number of puts that a storage service asks about per heartbeat; processing takes a few milliseconds."""
+"""Maximum number of puts that a storage service asks about per heartbeat. They take a few milliseconds to process."""
 _log = logging.getLogger(__name__)
 _CALL_SECONDS = 5.0
 _CLUSTER_CALL_SECONDS = 1.5
 _RETRY_SECONDS = 0.25
 _CLUSTER_RETRY_SECONDS = 0.1  # short, because a new leader needs the registrations
-_REFUSED_SECONDS = 1.0  # less than a heartbeat interval, since a service that misses three heartbeats counts as lost
+_REFUSED_SECONDS = 1.0  # kept short, because a service that misses three heartbeats is considered lost
 _REFUSALS = {
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED,
@@ -62,30 +62,30 @@ async def register_storage(
 ) -> None:
     """Send a storage service's heartbeats to a controller, and drop puts that the controller does not know.
 
-    In a cluster, the service registers with the leader. It searches for the leader again whenever a controller does not
+    In a cluster, the service registers with the leader. It searches for the leader again if a controller does not
     respond.
 
-    An overdue put is dropped only if its controller does not know it, or if this service has long been registered with
-    a different controller.
+    An overdue put is dropped if its controller does not know the put. It is also dropped if this service has been
+    registered with a different controller for a long time.
 
     Args:
-        engine: the engine that stores the puts.
-        keys: receives the key with which receipts for the puts are sealed.
-        endpoint: the endpoint at which clients reach the storage service.
-        controller: address of the controller; for a cluster, the addresses of its controllers, separated by commas.
+        engine: engine that stores the puts.
+        keys: receives the key for sealing receipts.
+        endpoint: endpoint at which clients reach the storage service.
+        controller: address of the controller. For a cluster, the addresses of its controllers, separated by commas.
         credentials: credentials of this service.
         registration: renewed when a heartbeat is accepted.
-        is_adopted: whether the puts were taken over from a lost storage service, under whose name they are registered.
+        is_adopted: whether the puts were adopted from a lost storage service. They are registered under its name.
 
     Raises:
-        PreconditionError: another storage service has taken over the puts, so this process must stop serving them.
+        PreconditionError: another storage service has adopted the puts, so this process must stop serving them.
     """
     registration = registration or Registration()
     controller_id, controllers = b"", Controllers(controller)
     outage = PeerOutage(_log, "controller", address=controller)
 
     async def beat(address: str, peer: Peer[StorageRegistryServiceAsyncStub]) -> float:
-        """Send one heartbeat; return the number of seconds to wait before the next one."""
+        """Send a heartbeat. Return the number of seconds to wait before the next heartbeat."""
         nonlocal controller_id
         stat, overdue = engine.stat(), engine.puts.overdue(controller_id, MOST_OVERDUE_PUTS)
         request = storage_registry_pb2.RegisterStorageRequest(
@@ -115,7 +115,7 @@ async def register_storage(
         interval_seconds = read_seconds("heartbeat_interval", answer.heartbeat_interval)
         registration.renew(sent_at, interval_seconds)
         dropped_count = 0
-        if answer.controller_id == controller_id:  # otherwise the request listed puts of another controller
+        if answer.controller_id == controller_id:  # if not, the request listed puts of another controller
             dropped_count = engine.on_answer(overdue, answer.unknown_put_ids)
         else:
             controller_id = answer.controller_id
@@ -142,7 +142,7 @@ async def register_storage(
 
 
 def _note(error: grpc.aio.AioRpcError, controllers: Controllers, address: str) -> None:
-    """Choose the controller to call next. Raise an error if another storage service has taken over the puts."""
+    """Choose the controller to call next. Raise an error if another storage service has adopted the puts."""
     meant = from_rpc_error(error.code(), error.details(), status_from_trailers(error.trailing_metadata()))
     if isinstance(meant, DeadlineError):  # a paused controller accepts calls but does not respond
         meant = UnavailableError(f"timed out: {meant.message}")
@@ -154,8 +154,8 @@ def _note(error: grpc.aio.AioRpcError, controllers: Controllers, address: str) -
 def _pause_after(error: grpc.aio.AioRpcError | TqError, outage: PeerOutage, *, has_several: bool) -> float:
     """Log why a registration failed, and return the number of seconds to wait before the next attempt.
 
-    The storage service continues to report healthy, because it can still serve reads. If a failed probe restarted it,
-    samples would be lost.
+    The storage service continues to report healthy, because it can still serve reads. A restart after a failed probe
+    would lose samples.
     """
     code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
     if code is not None and code not in _REFUSALS:

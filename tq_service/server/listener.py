@@ -1,9 +1,9 @@
-"""The gRPC port: its TLS and access control, and its incoming connections.
+"""The gRPC port, with its TLS, access control, and incoming connections.
 
-gRPC limits the number of connections, but cannot tell which of them are legitimate. A call that passes access control
-marks its connection as admitted. Every second, a sweep over this process's sockets closes connections that were not
-admitted within `first_call_seconds`. If one address has too many connections that are not admitted, the sweep closes
-its oldest ones at once. Callers without a token therefore cannot use up all connections.
+gRPC limits the number of connections but cannot tell which connections are legitimate. A connection is admitted once a
+call on it passes access control. Every second, a sweep over this process's sockets closes connections that have not
+been admitted within `first_call_seconds`. If an address has too many connections without admission, the sweep closes
+the oldest of them immediately. Callers without a token therefore cannot use up all connections.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _LOOK_SECONDS: Final = 1.0
 _SCARCE_SECONDS: Final = 0.1
 _SETTLED_SECONDS: Final = 1.0
 _SHARE: Final = 8
-"""Unadmitted connections from one address may make up 1/8 of all connections; at least 8 are always allowed."""
+"""Each address may have up to 1/8 of all connections without admission, and at least 8 connections."""
 _FILES: Final = Path("/proc/self/fd")
 
 
 class Listener:
-    """The gRPC port, its TLS and its access control.
+    """The gRPC port, with its TLS and access control.
 
     Args:
         settings: settings of the service.
@@ -65,8 +65,8 @@ class Listener:
         takes_services: whether calls by other services can be distinguished from calls by clients.
 
     Raises:
-        InvalidArgumentError: a configured file is unusable, or the settings contain neither the secret nor the tokens
-            that distinguish services from clients.
+        InvalidArgumentError: a configured file is unusable, or the service needs an internal secret or tokens to
+            distinguish services from clients, but neither is configured.
     """
 
     def __init__(self, settings: ServeSettings) -> None:
@@ -91,7 +91,7 @@ class Listener:
 
     @property
     def tls_context(self) -> Callable[[], ssl.SSLContext] | None:
-        """A function that returns the current TLS context for connections other than gRPC's; None if TLS is off."""
+        """Function that returns the current TLS context for connections that do not use gRPC. None if TLS is off."""
         certificate = self._certificate
         return None if certificate is None else lambda: certificate.context
 
@@ -114,7 +114,7 @@ class Listener:
         if port == 0:
             raise OSError(f"cannot listen on {address}")
         if not settings.is_secured and not is_loopback(settings.host):
-            # Logged as critical, so it is visible at every log level.
+            # Log at level critical so that the message is visible at every log level.
             risk = (
                 "every machine that can reach this address may read, change and clear everything"
                 if self._tokens is None
@@ -130,12 +130,12 @@ class Listener:
 
     def scrape_access(self, loop: asyncio.AbstractEventLoop) -> Access:
         """Return the access control for the metrics port. Metrics reveal the names of all partitions and tasks."""
-        from tq_service.observe.endpoint import Access  # noqa: PLC0415  (needs the extra `metrics`)
+        from tq_service.observe.endpoint import Access  # noqa: PLC0415  (requires the extra `metrics`)
 
         return Access(context=self.tls_context, refusal=partial(self.access.refused_scrape, loop))
 
     async def watch(self) -> None:
-        """Reload changed files and write audit lines for repeated refusals, until cancelled."""
+        """Reload changed files and flush the audit log periodically until cancelled."""
         await regularly(_LOOK_SECONDS, self._look)
 
     async def _look(self) -> None:
@@ -146,12 +146,12 @@ class Listener:
         self._audit.flush()
 
     def close(self) -> None:
-        """Write the remaining lines to the audit log."""
+        """Flush the audit log."""
         self._audit.flush(everything=True)
 
 
 def _check_free(host: str, port: int) -> None:
-    """Refuse an address that this process cannot listen on. State the reason, which gRPC prints only to stderr.
+    """Check that this process can listen on an address. gRPC would print the reason for a failure only to stderr.
 
     Raises:
         OSError: the address is in use, or is not an address of this machine.
@@ -177,10 +177,10 @@ class _Connection(NamedTuple):
     """The socket of an incoming connection.
 
     Attributes:
-        inode: inode of the socket, which distinguishes the socket from a later one with the same descriptor.
+        inode: inode of the socket. It differs between sockets that use the same descriptor at different times.
         peer: gRPC's name for the peer, such as "ipv4:10.0.0.1:4711".
-        address: address of the peer, without its port.
-        since: time at which the connection was first seen, on the clock `time.monotonic`.
+        address: address of the peer, without the port.
+        since: time at which the connection was first seen, as returned by `time.monotonic`.
     """
 
     inode: int
@@ -190,12 +190,12 @@ class _Connection(NamedTuple):
 
 
 class Connections:
-    """Closes connections without an admitted call, and connections from given peers. Without /proc, does nothing.
+    """Closes connections that have no admitted call, and connections of given peers. Does nothing without /proc.
 
-    The event loop owns `_admitted_at`. The sweep that is running owns `_connections`.
+    `_admitted_at` is owned by the event loop, and `_connections` by the running sweep.
 
     Args:
-        admitted_at: time of the first admitted call on each connection, by peer. Entries for closed connections are
+        admitted_at: time of the first admitted call on each connection, by peer. Entries of closed connections are
             removed.
         most: maximum number of connections to the server.
         first_call_seconds: maximum age of a connection without an admitted call.
@@ -210,9 +210,9 @@ class Connections:
         self._closed_count = 0
 
     async def sweep(self, port: int) -> None:
-        """Close the connections to a port that have no admitted call and are too old or too numerous.
+        """Close connections to a port that have no admitted call and are too old or too numerous.
 
-        Must be called about every second. While connections are scarce, the sweep is repeated more often.
+        Call this method about every second. If few connections are left, the sweep is repeated at a shorter interval.
         """
         while True:
             if await self._sweep(port) <= self._most * 3 // 4:
@@ -226,12 +226,14 @@ class Connections:
             lambda: self._close_idle(port, admitted, now), thread_name="tq-connections"
         )
         for peer in admitted.difference(each.peer for each in self._connections.values()):
-            if self._admitted_at.get(peer, now) < now - _SETTLED_SECONDS:  # newer entries may belong to new connections
+            if (
+                self._admitted_at.get(peer, now) < now - _SETTLED_SECONDS
+            ):  # a newer entry may belong to a new connection
                 del self._admitted_at[peer]
         return len(self._connections)
 
     async def end(self, port: int, peer: str) -> None:
-        """Close a connection to a port, which ends all its calls even if the client does not read their answers."""
+        """Close a peer's connection. This ends all its calls, even if the peer does not read the responses."""
 
         def close() -> None:
             for descriptor, each in _look(port, {}, time.monotonic()):
@@ -241,13 +243,13 @@ class Connections:
         await run_in_daemon_thread(close, thread_name="tq-connections")
 
     def report(self) -> None:
-        """Log the number of connections that were closed since the last report."""
+        """Log the number of connections closed since the last report."""
         if self._closed_count:
             _log.warning(LogMessage("closed connections without an authenticated call", count=self._closed_count))
             self._closed_count = 0
 
     def _close_idle(self, port: int, admitted: set[str], now: float) -> int:
-        """Close idle connections and return their number. Runs in a thread."""
+        """Close connections without an admitted call, and return the number of closed connections. Runs in a thread."""
         self._connections = dict(_look(port, self._connections, now))
         strangers: dict[str, list[tuple[float, int]]] = defaultdict(list)
         for descriptor, each in self._connections.items():
@@ -263,7 +265,10 @@ class Connections:
 
 
 def _look(port: int, known: dict[int, _Connection], now: float) -> Iterator[tuple[int, _Connection]]:
-    """Yield the connections to a port, by descriptor. A known connection costs only one system call."""
+    """Yield the descriptor and connection of each socket connected to a port.
+
+    A connection in `known` costs only one system call.
+    """
     try:
         names = os.listdir(_FILES)  # noqa: PTH208  (thousands of names, every second)
     except OSError:
@@ -284,7 +289,7 @@ def _look(port: int, known: dict[int, _Connection], now: float) -> Iterator[tupl
 
 
 def _peer_of(descriptor: int, port: int) -> tuple[str, str] | None:
-    """Return gRPC's name for the peer of a connection to a port, and the peer's address; None for other sockets."""
+    """Return gRPC's name for a connection's peer, and the peer's address. Return None for other sockets."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             if connection.family not in {socket.AF_INET, socket.AF_INET6} or connection.getsockname()[1] != port:
@@ -300,7 +305,7 @@ def _peer_of(descriptor: int, port: int) -> tuple[str, str] | None:
 
 
 def _close(descriptor: int, inode: int) -> bool:
-    """Shut down a connection, so that gRPC closes its descriptor. Return False if the descriptor was reused."""
+    """Shut down a connection so that gRPC closes its descriptor. Return False if the descriptor has been reused."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
         if os.fstat(connection.fileno()).st_ino == inode:
             connection.shutdown(socket.SHUT_RDWR)

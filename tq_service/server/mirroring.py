@@ -1,4 +1,4 @@
-"""A storage service's mirror, and the puts that the service has taken over from lost storage services."""
+"""The mirror of a storage service, and the adoption of puts from lost storage services."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ _LOOK_SECONDS: Final = 5.0
 class Registration:
     """Tracks whether this storage service is certain to be registered with its controller.
 
-    If three heartbeats fail, the service may be considered lost, and another service may take over its puts. The lost
-    service must then remove no more objects from the mirror.
+    If three heartbeats fail, the controller may consider the service lost, and another service may adopt its puts. From
+    this time on, the lost service must not remove objects from the mirror.
     """
 
     def __init__(self) -> None:
         self._until = 0.0
 
     def renew(self, sent_at: float, heartbeat_seconds: float) -> None:
-        """Record that a heartbeat was accepted. The time `sent_at` is on the monotonic clock."""
+        """Record that a heartbeat sent at the monotonic time `sent_at` was accepted."""
         self._until = sent_at + 3 * heartbeat_seconds - _MARGIN_SECONDS
 
     def holds(self) -> bool:
-        """Return whether the service is certain to be registered, so no other service can have taken over its puts."""
+        """Return whether the service is certain to be registered. If so, no other service has adopted its puts."""
         return time.monotonic() < self._until
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Adopted:
-    """The puts of a lost storage service that this service has adopted.
+    """An instance of a lost storage service whose puts this service has adopted.
 
     Attributes:
-        engine: stores the puts.
-        keys: receipt keys for the registrations under the old name. No receipts are issued for adopted puts.
+        engine: stores the adopted puts.
+        keys: receipt keys of the registrations under the old name. No receipts are issued for adopted puts.
         registration: tracks the registration under the old name.
-        tasks: the background tasks for these puts.
+        tasks: background tasks of the instance.
     """
 
     engine: StorageEngine
@@ -65,22 +65,22 @@ class Adopted:
 
 
 class Mirroring:
-    """A storage service's mirror, and the instances that the service has taken over. Confined to one event loop.
+    """Manages the mirror of a storage service and its adopted instances. Use it from a single event loop.
 
     Args:
-        objects: the object store; `close` closes it.
+        objects: object store. It is closed by `close`.
         url: URL of the object store, without secrets.
         node: name of this service's machine.
         copies: desired number of copies of each put.
         required: minimum number of copies of each put.
-        offered_bytes: bytes of memory offered for other nodes' objects.
+        offered_bytes: bytes of memory offered to other nodes for their objects.
         supervisor: runs background tasks.
 
     Attributes:
-        adopted: the instances that were taken over, by instance id.
+        adopted: adopted instances by instance id.
 
     Raises:
-        InvalidArgumentError: more copies are required than the object store makes.
+        InvalidArgumentError: the object store cannot store the required number of copies.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Mirroring:
     def mirror_of(
         self, storage_id: str, boot_id: bytes, registration: Registration, generation: int = 0
     ) -> tuple[Mirror, ObjectWriter]:
-        """Create the mirror for a storage service instance's puts, and the writer of the mirror's objects."""
+        """Create the mirror of an instance's puts, and the writer of the mirror's objects."""
         writer = ObjectWriter(
             self._objects,
             Names(storage_id=storage_id, boot_id=boot_id),
@@ -128,12 +128,12 @@ class Mirroring:
         return Mirror(writer, required=self._required, url=self._url), writer
 
     async def run(self, mirror: Mirror, register: Callable[[Adopted], Coroutine[Any, Any, None]]) -> None:
-        """Open the object store, retrying until it responds, and then run the mirror of this service's puts.
+        """Open the object store, retrying until it responds. Then run the mirror of this service's puts.
 
         Args:
-            mirror: the mirror of this service's puts.
-            register: keeps adopted puts registered with the controller until cancelled. Raises PreconditionError if
-                another storage service has taken over these puts.
+            mirror: mirror of this service's puts.
+            register: keeps an adopted instance registered with the controller until cancelled. Raises PreconditionError
+                if another storage service has adopted the instance.
         """
         self._register = register
         while True:
@@ -147,17 +147,17 @@ class Mirroring:
         await mirror.run()
 
     async def take_over(self, storage_id: str, boot_id: bytes, own: StorageEngine, search_id: bytes) -> Adopted:
-        """Take over a lost storage service's puts, which then use the quota of this service's engine.
+        """Adopt the puts of a lost storage service. Adopted puts count toward the quota of this service's engine.
 
         Args:
             storage_id: name of the lost service.
             boot_id: instance id of the lost service.
-            own: this service's engine.
+            own: engine of this service.
             search_id: id of the controller's search for a successor. The mirror is read again for each new search,
-                since the lost service may have returned and stored more puts after the previous search.
+                because the lost service may have returned and stored more puts after the previous search.
 
         Raises:
-            NotFoundError: the mirror contains nothing from the lost service.
+            NotFoundError: the mirror contains no data of the lost service.
             UnavailableError: the mirror does not respond.
             DataLossError: the index of the lost service's puts is damaged.
         """
@@ -169,7 +169,7 @@ class Mirroring:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            if not task.cancelled():  # otherwise the caller was cancelled
+            if not task.cancelled():  # the caller was cancelled, not the task
                 raise
             raise UnavailableError("the lost storage service returned and was lost again; retry later") from None
 
@@ -177,7 +177,7 @@ class Mirroring:
         if boot_id in self._adopting and self._adopting[boot_id][1] is done:
             del self._adopting[boot_id]
         if not done.cancelled():
-            done.exception()  # retrieves the exception, since all callers may have been cancelled
+            done.exception()  # retrieves the exception, because all callers may have been cancelled
 
     async def _adopt(
         self,
@@ -187,7 +187,7 @@ class Mirroring:
         own: StorageEngine,
         search_id: bytes,
     ) -> Adopted:
-        """End an earlier search and release the puts that it found, then take over the puts."""
+        """Adopt the puts of a lost instance. Before that, end an earlier adoption and release its puts."""
         if earlier is not None:
             earlier.cancel()
             await asyncio.wait((earlier,))
@@ -212,7 +212,7 @@ class Mirroring:
             quota_of=own,
             clock=time.monotonic,
         )
-        engine.run_id = search_id  # shows the controller which search this successor answered
+        engine.run_id = search_id  # tells the controller for which search this service adopted the puts
         count = mirror.take_over(left.objects)
         adopted = Adopted(engine=engine, keys=ReceiptKeys(), registration=registration, tasks=[])
         self.adopted[boot_id] = adopted
@@ -230,7 +230,7 @@ class Mirroring:
         adopted.tasks.append(self._supervisor.start(name, work, may_end=True))
 
     async def _stay_registered(self, adopted: Adopted) -> None:
-        """Keep adopted puts registered until another storage service has taken them over, then release them."""
+        """Keep an adopted instance registered. Release it if another storage service has adopted it."""
         if self._register is None:
             return
         try:
@@ -242,7 +242,7 @@ class Mirroring:
             await self.leave(adopted)
 
     async def _watch(self, adopted: Adopted) -> None:
-        """Release an adopted instance some time after all its puts have been freed."""
+        """Release an adopted instance once it has contained no puts for `_IDLE_SECONDS`."""
         idle_seconds = 0.0
         while idle_seconds < _IDLE_SECONDS:
             await asyncio.sleep(_LOOK_SECONDS)
@@ -250,7 +250,7 @@ class Mirroring:
         await self.leave(adopted)
 
     async def leave(self, adopted: Adopted) -> None:
-        """Stop serving an adopted instance, after its puts were freed or taken over by another storage service."""
+        """Stop serving an adopted instance whose puts have been freed, or adopted by another storage service."""
         self.adopted.pop(adopted.engine.boot_id, None)
         current = asyncio.current_task()
         for task in adopted.tasks:
@@ -260,7 +260,7 @@ class Mirroring:
         adopted.engine.release_all()
 
     async def close(self) -> None:
-        """Close the object store. Objects are not removed, since a successor may need them."""
+        """Close the object store. Objects are kept, because a successor may need them."""
         for adopted in list(self.adopted.values()):
             await adopted.engine.close()
         await self._objects.aclose()

@@ -1,4 +1,4 @@
-"""Connections to other services in the same deployment, and logging of their outages."""
+"""Connections to other services in the deployment, and logging of outages."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _NO_ANSWER: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEE
 
 
 class Peer(Generic[Stub]):
-    """A channel to another service in the deployment, and the stub for calls on it. Confined to one event loop.
+    """A gRPC channel to another service in the deployment, with its stub. Use it from a single event loop.
 
     Args:
         address: address of the other service.
         credentials: credentials of this service.
-        make_stub: returns the stub for a channel. Use the generated class, which is typed for sync channels.
+        make_stub: creates the stub for a channel. Pass the generated class, which is typed for sync channels.
         options: options of the channel.
 
     Attributes:
-        stub: the current stub; pass `metadata()` to each call.
+        stub: current stub. Pass `metadata()` to each call.
 
     Raises:
         InvalidArgumentError: the credentials must not be sent to this address, for example in plaintext.
@@ -53,7 +53,7 @@ class Peer(Generic[Stub]):
         self.stub: Stub = make_stub(self._channel)
 
     def metadata(self) -> Metadata | None:
-        """Return the metadata with the credentials, or None without credentials.
+        """Return call metadata with the credentials, or None if there are no credentials.
 
         Raises:
             UnauthenticatedError: the token file is unusable.
@@ -61,35 +61,35 @@ class Peer(Generic[Stub]):
         return self._credentials.metadata()
 
     def follow_files(self) -> None:
-        """Open a new channel if the certificates have been replaced. Call this after a failed call."""
+        """Open a new channel if the certificates have changed. Call this method after a failed call."""
         signature = self._credentials.signature()
         if signature == self._opened_with:
             return
         try:
             channel = open_channel(grpc.aio, self._address, self._credentials, self._options)
-        except InvalidArgumentError as error:  # the files are being replaced; the next failed call retries
+        except InvalidArgumentError as error:  # the files are being replaced, so retry after the next failed call
             _log.warning(
                 LogMessage(
                     "could not use new certificates; the old ones stay in use", address=self._address, error=error
                 )
             )
             return
-        # Not supervised, since nothing depends on closing the old channel.
+        # Not supervised, because nothing depends on closing the old channel.
         closing = asyncio.get_running_loop().create_task(self._channel.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
         self._opened_with, self._channel, self.stub = signature, channel, self._make_stub(channel)
 
     async def aclose(self) -> None:
-        """Close the channel, which cancels running calls."""
+        """Close the channel and cancel running calls."""
         await asyncio.gather(self._channel.close(), *self._closing)
 
 
 class PeerOutage:
-    """Logs outages of another service: the first failed call, each new problem, and the end of the outage.
+    """Logs the start and end of outages of another service, and each new problem during an outage.
 
     Args:
-        log: the logger to use.
+        log: logger to use.
         peer: name of the other service in log messages.
         fields: fields added to each log message, such as the address.
     """
@@ -102,11 +102,11 @@ class PeerOutage:
         self._problem = ""
 
     def lasts(self, problem: str, error: Exception, level: int = logging.WARNING) -> None:
-        """Record that a call failed. Log the first failure of an outage, and each failure with a new problem.
+        """Record that a call failed. Log the failure if it starts an outage or has a new problem.
 
         Args:
-            problem: the problem as a verb phrase, such as "does not answer".
-            error: the call's error, whose text may differ between attempts.
+            problem: problem as a verb phrase, such as "does not answer".
+            error: error of the call. Its text may differ between attempts.
             level: level of the log message.
         """
         if self._began is None:
@@ -120,7 +120,7 @@ class PeerOutage:
             self._log.log(level, LogMessage(f"{self._peer} {problem}", **self._fields, error=reason))
 
     def is_over(self) -> None:
-        """Record that a call succeeded, and log the end of an outage."""
+        """Record that a call succeeded. If this ends an outage, log the end."""
         if self._began is not None:
             seconds = round(time.monotonic() - self._began, 1)
             self._log.info(LogMessage(f"{self._peer} answers again", **self._fields, after_seconds=seconds))

@@ -1,4 +1,4 @@
-"""Tuning of a serving process: memory, the limit on open files, threads, garbage collection, and the event loop."""
+"""Tuning of memory, file limits, threads, garbage collection, and the event loop of a serving process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tq_service.errors import InvalidArgumentError
 
 # Parameters of glibc's mallopt(3). Streams use buffers of a few MiB in bursts. By default, glibc returns these buffers
 # to the system after each burst, and mapping them again costs more than filling them. The inbox limits the bytes in
-# flight, so it is enough to keep a few buffers; `give_back_freed_memory` returns the rest.
+# flight, so keeping a few buffers is enough. `give_back_freed_memory` returns all other freed memory.
 _MALLOPT = {
     -3: 8 * 2**20,  # M_MMAP_THRESHOLD: larger buffers are not allocated on the heap
     -1: 16 * 2**20,  # M_TRIM_THRESHOLD: amount of freed memory to keep
@@ -25,13 +25,12 @@ _MALLOPT = {
     -8: 2,  # M_ARENA_MAX: each arena keeps its own free memory
 }
 
-# A planning thread that runs pure Python blocks the event loop for this long at a time; Python's default is ten times
-# longer.
+# Time for which a planning thread that runs pure Python blocks the event loop. Python's default is ten times longer.
 _SWITCH_INTERVAL_SECONDS = 0.0005
 
-# Numbers of allocations per young collection, young collections per middle collection, and middle collections per full
-# collection; Python's defaults are 700, 10 and 10. Python checks the thresholds only when the allocations reach the
-# first one; `collect_garbage` collects without waiting for that.
+# Number of allocations per young collection, of young collections per middle collection, and of middle collections per
+# full collection. Python's defaults are 700, 10 and 10. Python checks the thresholds only once the number of
+# allocations reaches the first threshold. `collect_garbage` also runs collections before this happens.
 _COLLECTION_THRESHOLDS = (50_000, 1_000, 50)
 _YOUNG_COLLECTION_SECONDS = 0.1
 _YOUNG_COLLECTIONS_BEFORE_A_MIDDLE_ONE = 20
@@ -39,7 +38,7 @@ _FULL_COLLECTION_SECONDS = 30.0
 _MOST_OF_THE_TIME = 0.001
 
 
-# Child processes inherit the limit on open files, and some programs try to close as many descriptors as it allows.
+# Upper bound for the file limit. Child processes inherit the limit, and some programs close every possible descriptor.
 _MOST_FILES = 1 << 20
 
 _lock = threading.Lock()
@@ -49,14 +48,14 @@ _restore = contextlib.ExitStack()
 
 @contextlib.contextmanager
 def tuned_process() -> Iterator[None]:
-    """Tune this process during a `with` block. If blocks overlap, the process stays tuned until the last one ends.
+    """Tune this process during a `with` block. If blocks overlap, the process stays tuned until the last block ends.
 
     Existing objects are excluded from garbage collection, and Python starts collections later. The service creates few
     reference cycles, whereas a full collection scans all recorded plans and blocks the event loop. `collect_garbage`
     compensates for the later collections.
 
-    Threads yield to the event loop sooner. Two settings remain in effect after the block: malloc keeps freed buffers,
-    and the soft limit on open files equals the hard limit, up to a million.
+    Threads yield to the event loop sooner. The memory settings and the raised file limit remain in effect after the
+    block.
     """
     global _tuned_count  # noqa: PLW0603  (the settings are per process)
     with _lock:
@@ -79,7 +78,7 @@ def _tune() -> None:
     gc.set_threshold(*_COLLECTION_THRESHOLDS)
     _restore.callback(sys.setswitchinterval, sys.getswitchinterval())
     sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
-    if not gc.get_freeze_count():  # otherwise the embedding program has already frozen objects
+    if not gc.get_freeze_count():  # skipped if the embedding program has already frozen objects
         _collect_what_imports_left()
         gc.freeze()
         _restore.callback(gc.unfreeze)
@@ -89,7 +88,7 @@ def _tune() -> None:
 def keep_freed_memory() -> bool:
     """Make malloc keep freed buffers for reuse. Return whether the C library accepted all settings.
 
-    Environment variables such as `MALLOC_TRIM_THRESHOLD_` have the same effect but must be set before the process
+    Environment variables such as `MALLOC_TRIM_THRESHOLD_` have this effect too, but must be set before the process
     starts. Without glibc, this function does nothing.
     """
     try:
@@ -113,7 +112,7 @@ def raise_file_limit() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Return malloc's free memory to the system, which may take a while. Without glibc, do nothing."""
+    """Return malloc's free memory to the operating system. This may take a while. Without glibc, do nothing."""
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -124,15 +123,17 @@ def _collect_what_imports_left() -> None:
 
 
 async def collect_garbage() -> None:
-    """Collect the young generation every tenth of a second and older generations less often, until cancelled.
+    """Run garbage collections periodically until cancelled.
+
+    The young generation is collected every 0.1 s, and older generations less often.
 
     Python counts allocations minus deallocations, so even thousands of completed calls do not trigger a collection.
     Without this task, the young generation grew to 400,000 objects, and collecting it blocked the event loop for 0.3 s.
     With this task, a collection takes at most 25 ms with 8,192 clients, and almost no time on an idle server.
 
     gRPC leaves each call in a reference cycle. Calls that survive a young collection, such as long polls, are in an
-    older generation when they end, so older generations must be collected too. The longer a full collection takes, the
-    less often it runs.
+    older generation when they end. Therefore, older generations must be collected too. The longer a full collection
+    takes, the less often it runs.
     """
     full_at, count = time.monotonic() + _FULL_COLLECTION_SECONDS, 0
     while True:
@@ -147,7 +148,10 @@ async def collect_garbage() -> None:
 
 
 def loop_factory(mode: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return uvloop's event loop factory if `mode` is "on", or "auto" with uvloop installed; None for asyncio's loop.
+    """Return the event loop factory for a mode ("on", "off" or "auto").
+
+    Returns:
+        uvloop's factory if the mode is "on", or if the mode is "auto" and uvloop is installed. None for asyncio's loop.
 
     Raises:
         InvalidArgumentError: `mode` is "on", but uvloop is not installed.

@@ -1,4 +1,4 @@
-"""The controller's authoritative record of all puts, each of which is absent, being committed, or committed.
+"""The controller's authoritative record of puts. Each put is absent, being committed, or committed.
 
     controller, here                                   storage service (`storage/index/put_table.py`)
 
@@ -14,28 +14,28 @@
 
 Why no put is lost or leaked:
 
-- *Commit in flight*: the controller knows the put, so the storage service does not drop it and asks again later.
-- *Commit after the controller reported the put as unknown*: the put's receipt is void. The heartbeat that asked about
-  the put also stated the earliest time of issue of valid receipts, and receipts of overdue puts are older.
-- *Second commit after the put was freed*: refused while any receipt of the put may be valid. A client that puts the
-  data again uses another put_id, so freeing cells late or twice is harmless.
-- *Restarted controller, or a standby that took over*: the controller has new receipt keys, and reads all committed puts
-  from its journal. It lists these puts to the storage service, which drops committed puts that are not listed. The
-  storage service asks about uncommitted puts once they are overdue.
-- *Commit that races with a heartbeat about its put*: either the controller already knows the put, or the receipt is
-  void. The controller records the earliest valid time of issue and answers the heartbeat in one step. It also checks a
-  receipt and records the put in one step.
+- *A commit is in flight.* The controller knows the put, so the storage service keeps the put and asks again later.
+- *A commit arrives after the controller reported the put as unknown.* The put's receipt is void. The heartbeat that
+  asked about the put also raised the earliest valid issue time, and receipts of overdue puts are older than this time.
+- *A second commit arrives after the put was freed.* It is refused while any receipt of the put may be valid. A client
+  that puts the data again uses a new put_id, so freeing cells late or twice is harmless.
+- *The controller restarts, or a standby takes over.* The controller creates new receipt keys and reads all committed
+  puts from its journal. It sends the list of committed puts to the storage service, which drops committed puts that are
+  not listed. The storage service asks about uncommitted puts once they are overdue.
+- *A commit races with a heartbeat about its put.* Either the controller already knows the put, or the receipt is void.
+  The controller records the earliest valid issue time and responds to the heartbeat in a single step. It also checks
+  the receipt and records the put in a single step.
 
-The list of known puts is sent to a storage service in several messages, while other puts are committed and freed. A put
-that is freed after the list was made is still listed, and a later call frees it. A put that is committed after the list
-was made is not dropped. If its commit was already in flight, the put is listed. Otherwise it is confirmed after the
-storage service began to record confirmations.
+The list of known puts is sent in several messages, while other puts may be committed and freed. If a put is freed after
+the list was created, the list still contains the put, and a later call frees it. If a put is committed after the list
+was created, the storage service does not drop it. Either the commit was already in flight, so the list contains the
+put, or the put is confirmed after the storage service has begun to record confirmations.
 
-This module implements Insert, Commit, and puts to a storage service in the controller's process, which include their
-commit:
+This module implements Insert, Commit, and puts with an included commit, which are sent to a storage service in the
+controller's process:
 
-    (put is stored in another process: its receipt is checked) -> admitted -> capacity for many rows is reserved in
-        steps -> written and answered in one step -> later confirmed to its storage service
+    (receipt check if the put is stored in another process) -> admission -> capacity for many rows is reserved in steps
+        -> write and response in a single step -> later confirmation to the storage service
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ from tq_service.wire.metadata import read_indexes, runs_of
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Answer = TypeVar("Answer", pb.InsertResponse, commit_pb2.CommitResponse)
-MANY_ROWS: Final = 1 << 15  # with this many rows or more, a thread decodes columns and capacity is reserved in steps
-_FREED_PER_TURN: Final = 128  # puts, or parts of puts, freed before yielding to the loop; takes about a millisecond
-_MOST_PUTS: Final = 1024  # per message of known puts, which a storage service processes in a few milliseconds
+MANY_ROWS: Final = 1 << 15  # from this many rows, columns are decoded in a thread and capacity is reserved in steps
+_FREED_PER_TURN: Final = 128  # (parts of) puts freed before yielding to the event loop, which takes about 1 ms
+_MOST_PUTS: Final = 1024  # puts per message of the known-puts list, which takes a few milliseconds to process
 _MOST_RUNS: Final = 4096  # runs of rows per message
 _NO_ROWS: Final = np.zeros(0, np.int64)
 
@@ -97,39 +97,39 @@ class Holder(Protocol):
         ...
 
     def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> PutReceipt:
-        """Return the content of a receipt for an uncommitted put in a partition."""
+        """Return the content of an uncommitted put's receipt."""
         ...
 
     def free(self, cells: Sequence[PutCells]) -> None:
-        """Free cells, in order, as soon as the storage service is reachable."""
+        """Free cells in order, as soon as the storage service is reachable."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _Calls:
-    """The in-flight calls that commit one put: their number, and whether one of them has been answered."""
+    """In-flight calls that commit the same put: the number of calls, and whether any call has received a response."""
 
     call_count: int = 0
     is_answered: bool = False
 
 
 class Puts:
-    """Committed puts, puts that are being committed, and cells to free. Confined to the event loop.
+    """Committed puts, puts that are being committed, and cells to free. Use it only on the event loop.
 
     Args:
         embedded_id: name of the storage service in this process, or None.
-        find: returns the storage service that holds an instance's puts, or None if the instance is unknown.
-        require: returns the storage service that holds an uncommitted put, or raises an error if the put cannot be
+        find: returns the storage service that stores an instance's puts, or None if the instance is unknown.
+        require: returns the storage service that stores an uncommitted put, or raises an error if the put cannot be
             committed.
-        snapshot_cells: returns the samples' current cells, by partition.
+        snapshot_cells: returns the cells that samples currently use, by partition.
         after_durable: calls its argument once all changes made so far are durable.
         supervisor: runs the background task.
 
     Attributes:
         require: see the argument.
-        has_some_elsewhere: whether storage services in other processes store puts. If not, updates of puts take effect
-            at once, because the embedded storage service writes its records to the same journal as the controller,
-            after the controller's records.
+        has_some_elsewhere: whether storage services in other processes store puts. If false, put updates take effect
+            immediately, because the embedded storage service and the controller share a journal. The journal contains
+            the controller's record of a change before the storage service's record.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Puts:
         self._is_closed = False
 
     def recover(self) -> None:
-        """Collect the committed puts from the recovered samples."""
+        """Rebuild the set of committed puts from the recovered samples."""
         self._committed = {cells.put for each in self._snapshot_cells() for cells in live_cells(each)}
 
     def instances(self) -> set[tuple[str, bytes]]:
@@ -167,12 +167,12 @@ class Puts:
         return {put[:2] for put in self._committed}
 
     def unknown(self, storage_id: str, boot_id: bytes, put_ids: Iterable[bytes]) -> list[bytes]:
-        """Return the ids in `put_ids` whose puts are neither committed nor being committed."""
+        """Return the ids of puts that are neither committed nor being committed."""
         puts = (Put(storage_id, boot_id, put_id) for put_id in put_ids)
         return [put.put_id for put in puts if put not in self._committed and put not in self._uncommitted]
 
     def known(self, storage_id: str, boot_id: bytes) -> KnownPuts:
-        """Return a snapshot of the puts that the controller knows in a storage service."""
+        """Return a snapshot of the puts in a storage service that are known to the controller."""
         return KnownPuts(
             storage_id=storage_id,
             boot_id=boot_id,
@@ -184,11 +184,11 @@ class Puts:
     # Committing
 
     def is_committed(self, put: Put) -> bool:
-        """Return whether samples have cells in a put."""
+        """Return whether samples use cells of a put."""
         return put in self._committed
 
     def check_uncommitted(self, put: Put) -> None:
-        """Refuse to commit a put again, since clearing one commit's samples would also free the other's cells."""
+        """Refuse to commit a put twice, because clearing the samples of one commit would free the cells of both."""
         if put in self._committed:
             raise AlreadyExistsError(
                 f"put {put.put_id.hex()} is already committed under another request_id; put the data again",
@@ -197,11 +197,14 @@ class Puts:
 
     @contextlib.contextmanager
     def committing(self, put: Put) -> Iterator[Callable[[], None]]:
-        """Record a put as being committed during the `with` block. Yield a check that raises if the put was freed.
+        """Record a put as being committed during the `with` block.
 
-        Several calls may commit the same put concurrently, such as an abandoned call and its retry. If none of them
-        commits the put and at least one was refused, the last one frees it. If all were cancelled or failed with
-        `UnavailableError`, the put is not freed, since a retry may still commit it.
+        Several calls may commit a put concurrently, such as an abandoned call and its retry. If all of these calls end
+        without committing the put and at least one call was refused, the last call frees the put. If all calls were
+        cancelled or failed with `UnavailableError`, the put is kept, because a retry may still commit it.
+
+        Yields:
+            A function that raises an error if the put has been freed.
 
         Raises:
             AlreadyExistsError: the put is already committed.
@@ -234,7 +237,7 @@ class Puts:
 
     @contextlib.contextmanager
     def commit(self, put: Put) -> Iterator[None]:
-        """Record a put as committed, unless the `with` block raises.
+        """Record a put as committed unless the `with` block raises an error.
 
         Raises:
             AlreadyExistsError: the put is already committed.
@@ -249,7 +252,7 @@ class Puts:
             if commits is not None:
                 self._uncommitted[put] = commits
             raise
-        # A put in this process's engine is confirmed at once, since one journal restores both the put and its samples.
+        # Confirm puts in this process's engine immediately, because one journal restores both puts and samples.
         if put.storage_id == self._embedded_id:
             self._confirm(put)
         else:
@@ -257,9 +260,9 @@ class Puts:
 
     @contextlib.contextmanager
     def placing(self, put: Put) -> Iterator[None]:
-        """Record a put made by the controller as uncommitted until `mark_committed` or `free_now` is called for it.
+        """Record a put created by the controller as uncommitted, until `mark_committed` or `free_now` is called.
 
-        If the block raises, free the put.
+        If the `with` block raises an error, the put is freed.
         """
         self._uncommitted[put] = _Calls(call_count=1)
         try:
@@ -269,7 +272,7 @@ class Puts:
             raise
 
     def mark_committed(self, puts: Sequence[Put]) -> None:
-        """Record that puts made by the controller are committed."""
+        """Record puts created by the controller as committed."""
         for put in puts:
             with self.commit(put):
                 pass
@@ -288,7 +291,7 @@ class Puts:
 
     @contextlib.contextmanager
     def holding_frees(self) -> Iterator[None]:
-        """Free no cells until the `with` block ends, so cells that exist at its start remain readable."""
+        """Defer freeing cells until the `with` block ends, so that all cells remain readable in the block."""
         self._hold_count += 1
         try:
             yield
@@ -299,11 +302,11 @@ class Puts:
                 self._when_durable(partial(self._free_more, count))
 
     def free(self, freed: Sequence[Freed]) -> None:
-        """Free cells that samples no longer use, in order, once their removal from the samples is durable.
+        """Free cells that samples no longer use. The cells are freed in order, once this change is durable.
 
-        A few cells are freed at once. Many cells, such as all cells of a partition, are freed in small steps that yield
-        to the event loop. Cells that are not yet freed when this process ends are unknown to its successor, so storage
-        services drop them.
+        A small number of cells is freed immediately. A large number, such as all cells of a partition, is freed in
+        small steps that yield to the event loop. If this process ends before the cells are freed, storage services drop
+        them, because the next controller process does not know them.
         """
         self._leaving += freed
         if self._hold_count:
@@ -332,13 +335,13 @@ class Puts:
         self._free(freed_cells(self._leaving.popleft()) for _ in range(count))
 
     def free_now(self, puts: Iterable[Put]) -> None:
-        """Free uncommitted puts at once."""
+        """Free uncommitted puts immediately."""
         self._free(CellSet(put=put) for put in puts)
 
     def _free(self, freed: Iterable[CellSet]) -> None:
         """Free cells at their storage services.
 
-        Instances that no longer exist are skipped, since they have no cells.
+        Instances that no longer exist are skipped, because their cells are gone.
         """
         cells_of: dict[tuple[str, bytes], list[PutCells]] = {}
         for each in freed:
@@ -351,7 +354,7 @@ class Puts:
                 holder.free(cells)
 
     async def close(self) -> None:
-        """Free the cells that are due and end the background task."""
+        """Stop the background task and free all cells that are due."""
         self._is_closed = True
         if self._freeing is not None:
             self._freeing.cancel()
@@ -360,14 +363,14 @@ class Puts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownPuts:
-    """A snapshot of the puts that the controller knows in one storage service.
+    """A snapshot of the puts in a storage service that are known to the controller.
 
     Attributes:
         storage_id: name of the storage service.
         boot_id: instance id of the storage service.
-        cells: cells that samples use, by partition, in all storage services.
-        leaving: cells that samples no longer use and that are not freed yet, in all storage services.
-        uncommitted: puts whose commit is in flight, in all storage services.
+        cells: cells used by samples in all storage services, by partition.
+        leaving: cells in all storage services that samples no longer use but that have not been freed yet.
+        uncommitted: puts in all storage services whose commit is in flight.
     """
 
     storage_id: str
@@ -377,19 +380,19 @@ class KnownPuts:
     uncommitted: Sequence[Put] = ()
 
     def staying(self) -> set[bytes]:
-        """Return the ids of puts to leave unchanged: those being committed, and those with cells that will be freed."""
+        """Return the ids of puts to leave unchanged: puts that are being committed, and puts with cells to free."""
         leaving = (freed_cells(each).put for each in self.leaving)
         return {put.put_id for put in chain(self.uncommitted, leaving) if self._is_own(put)}
 
     def parts(self) -> Iterator[PutCells]:
-        """Yield the cells that samples use, except in puts to leave unchanged, one put after another. Thread-safe."""
+        """Yield the cells that samples use, except cells of puts to leave unchanged. Thread-safe."""
         staying = self.staying()
         for cells in chain.from_iterable(map(live_cells, self.cells)):
             if self._is_own(cells.put) and cells.put.put_id not in staying:
                 yield put_cells(cells)
 
     def pieces(self) -> Iterator[storage_control_pb2.ReconcilePutsRequest]:
-        """Yield all messages in the list except the first, each with about a thousand puts. Thread-safe."""
+        """Yield the messages of the list after its first message, with about a thousand puts each. Thread-safe."""
         staying = iter(self.staying())
         while some := list(islice(staying, _MOST_PUTS)):
             yield storage_control_pb2.ReconcilePutsRequest(staying_put_ids=some)
@@ -402,14 +405,14 @@ class KnownPuts:
 
 
 def put_cells(cells: CellSet) -> PutCells:
-    """Convert cells to the form that their storage service uses."""
+    """Convert cells to the representation used by storage services."""
     if cells.rows is None:
         return PutCells(put_id=cells.put.put_id)
     return PutCells(put_id=cells.put.put_id, field_names=cells.field_names, rows=np.sort(cells.rows))
 
 
 def encode_cells(cells: PutCells) -> Iterator[storage_control_pb2.PutCells]:
-    """Encode a put's cells in parts, each of them small enough for one message."""
+    """Encode a put's cells in parts that each fit in a message."""
     if cells.rows is None:
         yield storage_control_pb2.PutCells(put_id=cells.put_id, field_names=cells.field_names)
         return
@@ -426,7 +429,7 @@ def encode_cells(cells: PutCells) -> Iterator[storage_control_pb2.PutCells]:
 def in_messages(
     cells: Iterable[storage_control_pb2.PutCells], most: int
 ) -> Iterator[list[storage_control_pb2.PutCells]]:
-    """Yield the cells for each message, with at most `most` entries and a few thousand runs of rows."""
+    """Group cells into messages, each with at most `most` entries and a few thousand runs of rows."""
     message: list[storage_control_pb2.PutCells] = []
     message_runs = 0
     for each in cells:
@@ -444,7 +447,7 @@ def in_messages(
 
 
 async def columns_of(headers: Sequence[metadata_pb2.ColumnHeader], row_count: int) -> list[ColumnShape]:
-    """Decode a put's columns, in a thread if there are many rows; see `decode_headers`."""
+    """Decode a put's columns. If there are many rows, decode them in a thread. See `decode_headers`."""
     if row_count < MANY_ROWS:
         return decode_headers(headers, row_count)
     return await asyncio.to_thread(decode_headers, headers, row_count)
@@ -454,10 +457,10 @@ class Commits:
     """Writes samples to the catalog, and commits the puts that contain their cells.
 
     Args:
-        catalog: the catalog that receives the samples.
-        puts: the record of puts, which the commits update.
+        catalog: catalog to write to.
+        puts: record of puts, updated by each commit.
         endpoint_of: returns the endpoint at which clients reach a storage service instance.
-        waiting: counts the calls that wait for capacity.
+        waiting: counts calls that wait for capacity.
     """
 
     def __init__(
@@ -494,8 +497,7 @@ class Commits:
         put = converters.placement(request.placement)
         columns = await columns_of(request.columns, request.write.row_count)
         if (answer := self.recorded(request.request_id)) is not None:
-            # This call is a retry. If its put is uncommitted, the client has put the data a second time, so free this
-            # put.
+            # This call is a retry. If its put is uncommitted, free the put, because the client has put the data twice.
             with contextlib.suppress(TqError):
                 self._open_receipt(request, put, columns)
                 with self._puts.committing(put):
@@ -515,7 +517,7 @@ class Commits:
                 )
 
     def _open_receipt(self, request: commit_pb2.CommitRequest, put: Put, columns: Sequence[ColumnShape]) -> PutReceipt:
-        """Return the content of a put's receipt after checking that the put has the given columns.
+        """Return the content of a put's receipt, after checking that the put has the given columns.
 
         Raises:
             InvalidArgumentError: the put has different columns.
@@ -531,7 +533,7 @@ class Commits:
         return opened
 
     def check(self, request: commit_pb2.CommitRequest) -> None:
-        """Refuse a commit that requests the metadata of more samples than one answer may contain."""
+        """Refuse a commit that requests metadata for more samples than a response may contain."""
         count = request.write.row_count
         if request.return_all_meta and count > MOST_NAMED:
             raise InvalidArgumentError(
@@ -542,15 +544,15 @@ class Commits:
             )
 
     async def add_all_meta(self, request: commit_pb2.CommitRequest, answer: commit_pb2.CommitResponse) -> None:
-        """If requested, add the samples' current metadata to the answer to a commit.
+        """Add the samples' current metadata to the response of a commit, if the request asks for it.
 
-        The metadata of many samples is read in parts, yielding to the event loop between parts. It is not recorded with
-        the answer, because recorded answers are stored for hours, including on disk.
+        The metadata of many samples is read in parts, yielding to the event loop between parts. Metadata is excluded
+        from the recorded response, because recorded responses are stored for hours in memory and on disk.
         """
         rows = read_indexes(answer.meta) if request.return_all_meta else _NO_ROWS
         while rows.size:
             known = first_known(self._catalog, request.write.partition_id, answer.meta.incarnation, rows)
-            if known is None:  # some of the samples have been cleared
+            if known is None:  # some samples have been cleared
                 answer.ClearField("all_meta")
                 break
             partition, some = known
@@ -578,15 +580,15 @@ class Commits:
     async def admitted(
         self, request: pb.InsertRequest | commit_pb2.CommitRequest, size_bytes: int, context: Context
     ) -> AsyncIterator[None]:
-        """Wait until a partition has capacity for new samples, and reserve it for the `async with` block.
+        """Wait until the partition has capacity for new samples, and reserve the capacity for the `async with` block.
 
-        Without capacity, gathered puts fail at once. Puts of groups do not need capacity, but the bytes that they store
-        delay later samples.
+        If there is no capacity, gathered puts fail immediately. Group puts do not wait for capacity, but their bytes
+        reduce the capacity for later samples.
 
         Raises:
-            InvalidArgumentError: too many keys, groups or rollouts are named.
-            QuotaExceededError, AdmissionLimitError: no capacity became free before the deadline, or the write can never
-                fit.
+            InvalidArgumentError: the request contains too many keys, groups or rollouts.
+            QuotaExceededError, AdmissionLimitError: no capacity became available before the deadline, or the write can
+                never fit.
             LimitExceededError: too many calls are waiting.
         """
         message = request.write
@@ -614,13 +616,13 @@ class Commits:
         for_existing_rows: bool,
         check: Callable[[], object],
     ) -> commit_pb2.CommitResponse:
-        """Make a stored put's columns visible in one step, once per request_id.
+        """Make a stored put's columns visible in a single step, once per request_id.
 
         Args:
-            request: the commit, which describes the samples to write.
-            put: the put that contains the cells.
+            request: commit request that describes the samples to write.
+            put: put that contains the cells.
             columns: columns of the put.
-            for_existing_rows: whether the put may use the capacity reserved for rows of existing samples. If so, the
+            for_existing_rows: whether the put may use the capacity reserved for rows of existing samples. If true, the
                 commit must not create samples.
             check: raises an error if the put no longer exists.
         """
@@ -646,7 +648,7 @@ class Commits:
         change: GroupsWritten,
         committing: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> commit_pb2.CommitResponse:
-        """Write groups in one step within `committing`, once per request_id."""
+        """Write groups in a single step inside the context `committing`, once per request_id."""
 
         def answer() -> commit_pb2.CommitResponse:
             with committing():
@@ -662,9 +664,9 @@ class Commits:
         write: SampleWrite,
         committing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> Answer:
-        """Write samples in one step within `committing`, once per request_id.
+        """Write samples in a single step inside the context `committing`, once per request_id.
 
-        Capacity for many rows is reserved beforehand, in several steps.
+        If there are many rows, their capacity is first reserved in several steps.
         """
         message = request.write
         where = message.partition_id, message.incarnation
@@ -681,9 +683,9 @@ class Commits:
             return self._catalog.run_once(request.request_id, change, kind)
 
     def makes_samples(self, write: commit_pb2.SampleWrite) -> bool:
-        """Return whether a write creates samples in the current state. The result is undefined for an invalid write.
+        """Return whether a write would create samples. The result is undefined if the write is invalid.
 
-        A put of groups counts as creating samples unless it may name only existing groups.
+        A group put counts as creating samples unless its key mode allows only existing groups.
         """
         if write.of_groups:
             return write.key_mode != commit_pb2.KEY_MODE_EXISTING
@@ -694,7 +696,7 @@ class Commits:
         return not self._catalog.knows_keys(write.partition_id, write.incarnation, write.keys)
 
     def recorded(self, request_id: bytes) -> commit_pb2.CommitResponse | None:
-        """Return the recorded answer to a commit, or None if the commit has not been answered yet.
+        """Return the recorded response to a commit, or None if no response has been recorded.
 
         Raises:
             InvalidArgumentError: the request_id belongs to another call.

@@ -1,12 +1,12 @@
-"""Receipts for puts. A storage service issues a receipt to the client as proof of the put for the controller.
+"""Receipts for puts. A receipt is issued by a storage service and proves to the controller that a put is complete.
 
-    storage service: put is complete -> seals a receipt -> client -> Commit -> controller: opens it without a call
+    storage service completes put and seals receipt -> client -> Commit -> controller opens receipt, without a call
 
-The controller creates a random key for each registration of a storage service, and sends the key in its answer. A key
-therefore belongs to one controller process and one storage service process. A receipt is invalid if it was sealed for
-another controller or by another storage service, or if either has restarted since. A receipt contains its time of issue
-on the storage service's clock. The storage service regularly reports the earliest valid time of issue. A freed put's
-receipts stay revoked for as long as they would otherwise be valid. A freed put's id is not reused.
+The controller creates a random key for each registration of a storage service, and sends the key in its response. A key
+therefore belongs to a single pair of controller process and storage service process. A receipt is invalid if it was
+sealed for another controller or by another storage service, or if either process has restarted since. A receipt
+contains its issue time on the storage service's clock. The storage service regularly reports the earliest valid issue
+time. When a put is freed, its receipts are revoked until they would have expired. The id of a freed put is not reused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SEAL_BYTES: Final = 32
 
 
 class ReceiptKeys:
-    """The keys with which a storage service seals receipts: one for each controller that it is registered with."""
+    """The keys with which a storage service seals receipts. Each controller that it registers with has its own key."""
 
     def __init__(self) -> None:
         self._keys: dict[bytes, bytes] = {}
@@ -44,7 +44,7 @@ class ReceiptKeys:
         return bool(self._keys)
 
     def check_epoch(self, controller_id: bytes, epoch: int) -> None:
-        """Record the epoch of a cluster's controller, or refuse the controller if it was superseded.
+        """Record the epoch of a cluster's controller, or refuse the controller if it has been superseded.
 
         Raises:
             PreconditionError: a controller with a higher epoch has called.
@@ -59,13 +59,15 @@ class ReceiptKeys:
             self._epochs[controller_id] = epoch
 
     def renew(self, controller_id: bytes, key: bytes) -> None:
-        """Record the key that a controller has sent in its answer to the latest registration."""
+        """Record the key that a controller sent in its response to the latest registration."""
         self._keys[controller_id] = key
         self._superseded.discard(key_id(key))
         self.expect(controller_id, key_id(key))
 
     def expect(self, controller_id: bytes, key: bytes) -> None:
-        """Record the latest registration's `key_id`, possibly before its key. `check_key` then accepts no other key.
+        """Record the `key_id` of the latest registration, possibly before its key is known.
+
+        After this call, `check_key` accepts only this key.
 
         Raises:
             UnavailableError: a later registration is already known.
@@ -77,10 +79,10 @@ class ReceiptKeys:
         self._current[controller_id] = key
 
     def check_key(self, controller_id: bytes, key: bytes) -> None:
-        """Refuse a call whose key is not that of the latest registration, for example after a restart.
+        """Refuse a call whose key differs from the key of the latest registration, for example after a restart.
 
         Raises:
-            UnavailableError: this service does not know the key yet, or the key was replaced.
+            UnavailableError: this service does not know the key yet, or the key has been replaced.
         """
         if not key or self._current.get(controller_id) != key:
             raise _unknown_key(controller_id)
@@ -97,7 +99,7 @@ class ReceiptKeys:
             raise not_registered(controller_id)
 
     def seal(self, controller_id: bytes, receipt: PutReceipt) -> bytes:
-        """Seal the receipt for a put, and return it as bytes."""
+        """Seal a put's receipt. Return the sealed bytes."""
         self.check_registered(controller_id)
         key = self._keys[controller_id]
         receipt.key_id = key_id(key)
@@ -106,19 +108,19 @@ class ReceiptKeys:
 
 
 class ReceiptBook:
-    """Opens receipts issued by one storage service process, and tracks which receipts are no longer valid.
+    """Opens receipts issued by a storage service process, and tracks which receipts are no longer valid.
 
     Attributes:
-        key: the key that seals the receipts.
+        key: key with which the receipts are sealed.
     """
 
     def __init__(self) -> None:
         self.key = secrets.token_bytes(KEY_BYTES)
         self._valid_from = 0.0
-        self._revoked: dict[bytes, float] = {}  # time at which each put was freed; infinity while it is being freed
+        self._revoked: dict[bytes, float] = {}  # time at which each put was freed, or infinity while it is being freed
 
     def void_before(self, valid_from: float) -> None:
-        """Invalidate all receipts that were issued before a time."""
+        """Invalidate all receipts issued before the given time."""
         self._valid_from = max(self._valid_from, valid_from)
         for put_id in list(takewhile(lambda put_id: self._revoked[put_id] < self._valid_from, self._revoked)):
             del self._revoked[put_id]
@@ -128,7 +130,7 @@ class ReceiptBook:
         self._revoked[put_id] = math.inf
 
     def on_freed(self, put_ids: Iterable[bytes], freed_at: float) -> None:
-        """Record the time at which puts were freed. All their receipts are older."""
+        """Record the time at which puts were freed. All receipts of these puts are older."""
         for put_id in put_ids:
             self._revoked.pop(put_id, None)
             self._revoked[put_id] = freed_at
@@ -137,13 +139,13 @@ class ReceiptBook:
         """Check a receipt and return its content.
 
         Args:
-            receipt: bytes sent by the client, which may not be a receipt.
+            receipt: untrusted bytes sent by the client.
             put_id: id of the put for which the receipt must have been issued.
-            partition_id: the partition that the put must belong to.
+            partition_id: partition that the put must belong to.
 
         Raises:
-            InvalidArgumentError: the seal is wrong, or the receipt is for another put or another partition.
-            PutNotFoundError: the receipt was issued before this controller or the storage service restarted, has
+            InvalidArgumentError: the seal is invalid, or the receipt is for another put or another partition.
+            PutNotFoundError: the receipt was issued before a restart of this controller or the storage service, has
                 expired, was revoked, or is empty because the put was already committed.
         """
         seal, content = receipt[:_SEAL_BYTES], receipt[_SEAL_BYTES:]
@@ -185,7 +187,7 @@ class ReceiptBook:
 
 
 def not_registered(controller_id: bytes) -> UnavailableError:
-    """Return the error for a put to a storage service that is not registered with the put's controller."""
+    """Create the error for a put to a storage service that is not registered with the put's controller."""
     return UnavailableError(
         f"this storage service is not registered with controller {controller_id.hex()}, the put's controller; "
         "request a placement from that controller (PlacePut), and retry"

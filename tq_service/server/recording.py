@@ -1,4 +1,4 @@
-"""Records a controller's batches and their bytes, which the storage service in the same process stores."""
+"""Records the batches of a controller, with bytes from the storage service in this process."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _log = logging.getLogger(__name__)
 
 
 class StepRecording:
-    """Passes each batch to the recorder, in the event-loop iteration that plans the batch.
+    """Passes each batch to the recorder immediately after the batch has been planned.
 
     Args:
-        recorder: the open recorder, which writes the batches.
-        catalog: the catalog of partitions.
-        engine: stores the samples' bytes; batches with samples in other storage services are counted as skipped.
-        after_durable: calls its argument once the plan is durable, since a plan that is lost in a crash must not be
+        recorder: open recorder, which writes the batches.
+        catalog: catalog of partitions.
+        engine: stores the samples' bytes. Batches with samples in other storage services are counted as skipped.
+        after_durable: calls its argument once the plan is durable, because a plan that a crash could lose must not be
             recorded.
     """
 
@@ -45,10 +45,10 @@ class StepRecording:
         self._after_durable = after_durable
 
     def start(self, recorded: Mapping[TaskEpoch, int]) -> None:
-        """Record all batches that will be planned, and existing batches that have not been recorded yet.
+        """Record existing batches that have not been recorded yet, and all batches planned from now on.
 
         Args:
-            recorded: last recorded batch_index of each task epoch.
+            recorded: last recorded batch_index by task epoch.
         """
         for partition in self._catalog.partitions():
             for task in partition.tasks.values():
@@ -59,11 +59,11 @@ class StepRecording:
         self._catalog.on_planned.append(self._take)
 
     def status(self) -> RecordingStatus:
-        """Return the recording status."""
+        """Return the status of the recording."""
         return self._recorder.status()
 
     def _take(self, partition: Partition, task_name: str, batch: Claim) -> None:
-        """Pass a batch to the recorder. Errors end only the recording, not the call that planned the batch."""
+        """Pass a batch to the recorder. An error stops the recording, but not the call that planned the batch."""
         if not self._recorder.is_recording:
             return
         began_at = time.thread_time()

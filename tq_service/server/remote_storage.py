@@ -1,7 +1,7 @@
 """The controller's view of a storage service in another process.
 
-Committed and freed puts are reported to the service in batches and in order; each batch is resent until the service
-answers.
+The controller reports committed and freed puts to the service in batches and in order. Each batch is sent again until
+the service responds.
 """
 
 from __future__ import annotations
@@ -48,35 +48,35 @@ _RECONCILE_SECONDS = 3600.0
 _FIRST_RETRY_SECONDS = 0.2
 _LAST_RETRY_SECONDS = 10.0
 _MOST_CONFIRMED_PER_CALL = 4096
-_MOST_FREED_PER_CALL = 1024  # a few milliseconds of work for the storage service
-_CONFIRM_SECONDS = 0.05  # time for which a confirmation is delayed, to be sent together with others
+_MOST_FREED_PER_CALL = 1024  # takes the storage service a few milliseconds
+_CONFIRM_SECONDS = 0.05  # delay before confirmations are sent, so that they can be batched
 _MOST_NAMED = 5
 _MOST_EARLIER_RUNS = 16
-_ARRIVAL_SECONDS = 1.0  # after this time, a placed put is either included in heartbeats or will never arrive
+_ARRIVAL_SECONDS = 1.0  # after this time, a placed put is either included in heartbeats or has failed
 UNBOUNDED_BYTES: Final = 1 << 62
 
 
 class RemoteStorage:
-    """One process of a storage service, which the controller reaches over gRPC.
+    """A storage service process that the controller reaches over gRPC.
 
-    The controller first sends the list of known puts in several messages. Meanwhile, other puts may be confirmed or
-    freed.
+    The controller first sends the list of known puts in several messages. Other puts may be confirmed or freed while
+    the list is being sent.
 
     Args:
-        request: the process's first heartbeat.
-        known: returns those of the service's puts that the controller currently knows.
+        request: first heartbeat of the process.
+        known: returns the service's puts that are known to the controller.
         silence_seconds: time without a heartbeat after which no more puts are placed in the service.
         credentials: credentials of this controller.
         controller_id: id of this controller as the owner of puts.
-        epoch: epoch of this controller, if it leads a cluster.
-        supervisor: runs the background tasks; None for a private supervisor.
-        replaces: this service's previously registered process, or None.
+        epoch: epoch of this controller if it leads a cluster.
+        supervisor: runs the background tasks. None for a private supervisor.
+        replaces: previously registered process of this service, or None.
 
     Attributes:
         run_id: id of the process.
-        earlier_run_ids: ids of the processes registered earlier under the same name.
+        earlier_run_ids: ids of earlier processes registered under the service's name.
         heard: status reported in the last heartbeat.
-        turns: virtual start time and size in bytes of the last put placed here, by size class; see
+        turns: virtual start time and size in bytes of the last put placed here, by size class. See
             `StorageRegistry.place`.
     """
 
@@ -109,9 +109,9 @@ class RemoteStorage:
             self.endpoint.address, credentials, StorageControlServiceStub
         )
         self._outage = PeerOutage(_log, "storage service", storage=self.storage_id, address=self.endpoint.address)
-        self._bulk: Peer[AsyncGrpcDriver] | None = None  # separate, so transfers of bytes do not delay confirmations
+        self._bulk: Peer[AsyncGrpcDriver] | None = None  # separate, so that data does not delay confirmations
         self.turns: dict[int, tuple[float, int]] = {}
-        self._placed: dict[bytes, tuple[int, float]] = {}  # size and time of placed puts not yet in a heartbeat, by id
+        self._placed: dict[bytes, tuple[int, float]] = {}  # size and time of placed puts that no heartbeat includes yet
         self._placed_bytes = 0
         self._to_confirm: dict[bytes, None] = {}
         self._to_free: list[storage_control_pb2.PutCells] = []
@@ -124,7 +124,7 @@ class RemoteStorage:
 
     @property
     def receipt_key(self) -> bytes:
-        """The key with which the service seals receipts for this controller."""
+        """Key with which the service seals receipts for this controller."""
         return self._receipts.key
 
     def on_heartbeat(self, request: storage_registry_pb2.RegisterStorageRequest) -> None:
@@ -149,54 +149,54 @@ class RemoteStorage:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the last heartbeat is so old that no more puts are placed in the service."""
+        """Whether the service has not sent a heartbeat for too long. No puts are placed in a silent service."""
         return time.monotonic() - self._heard_at > self._silence_seconds
 
     @property
     def max_bytes(self) -> int | None:
-        """The service's quota in bytes; None if its capacity is unlimited."""
+        """Quota of the service in bytes, or None if its capacity is unlimited."""
         return self.heard.max_bytes
 
     def free_bytes(self) -> int:
-        """Return the number of free bytes, excluding the bytes of placed puts that have not arrived yet."""
+        """Return the number of free bytes. Bytes expected for placed puts are not free."""
         limit = UNBOUNDED_BYTES if self.heard.max_bytes is None else self.heard.max_bytes
         return limit - self.heard.used_bytes - self._placed_bytes
 
     def expect(self, put_id: bytes, size_bytes: int) -> None:
-        """Count the bytes of a put placed in this service as used, until a heartbeat includes the put."""
+        """Count the bytes of a placed put as used until a heartbeat includes the put."""
         self._placed[put_id] = size_bytes, time.monotonic()
         self._placed_bytes += size_bytes
 
     def withdraw(self, put_id: bytes) -> bool:
-        """Stop counting a placed put's bytes. Return whether they were still counted."""
+        """Stop counting the bytes of a placed put. Return whether they were still being counted."""
         size_bytes, _ = self._placed.pop(put_id, (None, 0.0))
         self._placed_bytes -= size_bytes or 0
         return size_bytes is not None
 
     def status(self) -> StorageStatus:
-        """Return the status reported in the last heartbeat, and how long ago that was."""
+        """Return the status reported in the last heartbeat, and the time since that heartbeat."""
         return replace(self.heard, heard_ago_seconds=time.monotonic() - self._heard_at, is_silent=self.is_silent)
 
     def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> put_receipt_pb2.PutReceipt:
-        """Return the content of a receipt for an uncommitted put in a partition."""
+        """Return the content of an uncommitted put's receipt."""
         return self._receipts.open(receipt, put_id, partition_id)
 
     def confirm(self, put_id: bytes) -> None:
-        """Report to the service that a put is committed; several reports are collected and sent together."""
+        """Report to the service that a put is committed. Reports are batched and sent in the background."""
         if not self._is_closed:
             self._to_confirm[put_id] = None
             self._deliver()
 
     async def take_over(self, instance: tuple[str, bytes], search_id: bytes) -> int:
-        """Make the service take over a lost instance's puts; return the number of puts.
+        """Ask the service to adopt a lost instance's puts. Return the number of adopted puts.
 
         Args:
             instance: name and instance id of the lost instance.
-            search_id: id of this search for a successor.
+            search_id: id of the search for a successor.
 
         Raises:
-            NotFoundError: the service's mirror contains nothing from the instance.
-            TqError: the service could not take over the puts; the error may be temporary.
+            NotFoundError: the service's mirror contains no data of the instance.
+            TqError: the service could not adopt the puts. The error may be temporary.
         """
         storage_id, boot_id = instance
         request = storage_control_pb2.AdoptRequest(
@@ -212,7 +212,7 @@ class RemoteStorage:
 
     @property
     def driver(self) -> AsyncDriver:
-        """The driver that writes puts to the service and reads their bytes."""
+        """Driver that writes puts to the service and reads their bytes."""
         if self._bulk is None:
             self._bulk = Peer(self.endpoint.address, self._credentials, self._bulk_calls)
         self._bulk.follow_files()
@@ -243,17 +243,17 @@ class RemoteStorage:
             self._delivering = self._supervisor.start(name, self._deliver_all(), may_end=True)
 
     async def _reconcile_always(self) -> None:
-        """Send the list of known puts until the service has accepted it, and again about every hour."""
+        """Send the list of known puts, retrying until the service accepts it. Repeat this about every hour."""
         while True:
             try:
                 answer = await self._repeat("does not accept the list of known puts", self._reconcile)
             except DataLossError:
-                return  # a new instance of the service registers itself
+                return  # a new instance of the service will register
             report_reconciled(self.storage_id, answer.missing_put_ids, answer.missing_count, answer.dropped_count)
             await asyncio.sleep(_RECONCILE_SECONDS)
 
     async def _repeat(self, outage: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Make a call, and retry while it fails, since the same process may respond again. Return the answer.
+        """Make a call, retrying until it succeeds, and return the response. The process may recover after a failure.
 
         Raises:
             DataLossError: another instance of the service responds.
@@ -277,7 +277,9 @@ class RemoteStorage:
     async def _reconcile(self) -> storage_control_pb2.ReconcilePutsResponse:
         call = self._peer.stub.ReconcilePuts(timeout=_RECONCILIATION_SECONDS, metadata=self._peer.metadata())
         try:
-            with contextlib.suppress(asyncio.InvalidStateError):  # the service has ended the call with an error
+            with contextlib.suppress(
+                asyncio.InvalidStateError
+            ):  # raised if the service has ended the call with an error
                 await call.write(
                     storage_control_pb2.ReconcilePutsRequest(
                         boot_id=self.boot_id,
@@ -286,7 +288,7 @@ class RemoteStorage:
                         key_id=key_id(self.receipt_key),
                     )
                 )
-                await call.initial_metadata()  # the service now keeps newly confirmed puts, so the list can be made
+                await call.initial_metadata()  # from now on, the service keeps newly confirmed puts
                 pieces = self._known().pieces()
                 while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
                     await call.write(piece)
@@ -302,7 +304,7 @@ class RemoteStorage:
             put_ids = list(islice(self._to_confirm, _MOST_CONFIRMED_PER_CALL))
             for put_id in put_ids:
                 del self._to_confirm[put_id]
-            cells = next(in_messages(self._to_free, _MOST_FREED_PER_CALL), [])  # the service frees them in one step
+            cells = next(in_messages(self._to_free, _MOST_FREED_PER_CALL), [])  # freed by the service in a single step
             del self._to_free[: len(cells)]
             request = storage_control_pb2.UpdatePutsRequest(
                 boot_id=self.boot_id,
@@ -333,9 +335,9 @@ class RemoteStorage:
 
 @contextlib.contextmanager
 def _closing_is_an_error() -> Iterator[None]:
-    """Raise UnavailableError if a call ends because its channel is closed.
+    """Raise UnavailableError if a call fails because its channel is closed.
 
-    In this case, gRPC raises CancelledError. This would end tasks that were not cancelled, such as the task that frees
+    gRPC raises CancelledError in this case, which would end a task that was not cancelled, such as the task that frees
     cells.
     """
     try:
@@ -349,7 +351,7 @@ def _closing_is_an_error() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _typed_errors() -> Iterator[None]:
-    """Convert a call's errors to TqErrors. If the service rejects its controller, clients receive UnavailableError."""
+    """Convert gRPC errors to TqErrors. If the service rejects the controller's credentials, raise UnavailableError."""
     try:
         with _closing_is_an_error():
             yield

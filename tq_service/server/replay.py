@@ -1,9 +1,9 @@
-"""Serves a recording's steps read-only. Each rank receives the same batches as during the recording.
+"""Serves the steps of a recording read-only. Each rank receives the batches that it received during the recording.
 
-    GetMeta of (partition, task, batch_index, dp_rank) -> the recorded plan -> the rank's part
-    Get of cells -> the put, read from the recording and verified when it is first needed
+    GetMeta of (partition, task, batch_index, dp_rank) -> recorded plan -> the rank's part of the batch
+    Get of cells -> put, read from the recording and verified on first use
 
-Clients and loaders need no changes. Calls that change state, or that request unrecorded data, are refused.
+Clients and loaders do not need to be changed. Calls that change state or request unrecorded data are refused.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ from tq_service.wire.metadata import decode_integers, read_indexes
 REPLAYED: Final = frozenset(
     {"GetMeta", "CallMany", "Locate", "ListPartitions", "GetVersion", "GetStatus", "Get", "GetInline", "Stat"}
 )
-"""The methods that a replay serves, in addition to those of the health service."""
+"""Methods available in a replay, in addition to the methods of the health service."""
 
 
 class ReadOnly(Middleware):
-    """Refuses all methods that a replay does not serve, before their calls take effect."""
+    """Refuses calls to all methods that are not available in a replay."""
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Return a method's handler, or a handler that refuses all calls to the method."""
+        """Return the handler if the method is available. Otherwise, return a handler that refuses all calls."""
         if method.is_open or method.short_name in REPLAYED:
             return behavior
 
@@ -86,14 +86,14 @@ class ReadOnly(Middleware):
 
 
 class ReplayServicer(controller_service_pb2_grpc.ControllerServiceServicer):
-    """Answers ranks' claims with recorded steps.
+    """Serves recorded steps to ranks.
 
     Args:
-        steps: the steps to serve, as returned by `Recording.select`.
-        endpoint: endpoint of the storage service that serves the steps' bytes.
+        steps: steps to serve, as returned by `Recording.select`.
+        endpoint: endpoint of the storage service that serves the bytes of the steps.
 
     Attributes:
-        batches: serves streams of calls (CallMany); set by the code that adds this servicer to a server.
+        batches: serves CallMany streams. Set by the code that adds this servicer to a server.
     """
 
     batches: Batches
@@ -150,7 +150,7 @@ class ReplayServicer(controller_service_pb2_grpc.ControllerServiceServicer):
     def _part(
         self, steps: Mapping[int, RecordedStep], batch_index: int, rank: Rank, data_fields: Sequence[str]
     ) -> metadata_pb2.BatchMeta:
-        """Return a rank's part of a batch, or the task's end marker if the index is beyond the last batch.
+        """Return a rank's part of a batch. If the index is beyond the last batch, return the task's end marker.
 
         Raises:
             BatchForgottenError: the recording does not contain the batch.
@@ -177,7 +177,7 @@ class ReplayServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         return part
 
     def _meta(self, step: RecordedStep) -> metadata_pb2.BatchMeta:
-        """Return the metadata of a step's samples, with this service as the location of their bytes."""
+        """Return the metadata of a step's samples. This service is set as the location of their bytes."""
         meta = self._metas.get(step.number)
         if meta is None:
             meta = self._metas[step.number] = metadata_pb2.BatchMeta.FromString(step.meta)
@@ -267,12 +267,15 @@ def _end(steps: Mapping[int, RecordedStep]) -> metadata_pb2.BatchMeta:
 
 @contextlib.asynccontextmanager
 async def replaying(recording: Recording, steps: Sequence[RecordedStep], settings: ServeSettings) -> AsyncIterator[int]:
-    """Serve steps from an open recording during the `async with` block, and yield the port number.
+    """Serve steps of an open recording during the `async with` block.
 
     Args:
-        recording: the recording that contains the bytes of the steps' puts.
+        recording: recording that contains the puts of the steps.
         steps: see `ReplayServicer`.
-        settings: the address to listen on, with its TLS and access control.
+        settings: settings for the listening address, TLS and access control.
+
+    Yields:
+        The port number.
 
     Raises:
         OSError: the address is in use, or the process cannot listen on it.
@@ -295,7 +298,7 @@ async def replaying(recording: Recording, steps: Sequence[RecordedStep], setting
         services.add_generic_rpc_handlers((storage.bulk_handler(),))
         add_StorageServiceServicer_to_server(storage, services)
         listener.access.partition_of = engine.partition_of
-        make_servicer: Any = ReplayServicer  # abstract to type checkers, since it lacks the methods that are refused
+        make_servicer: Any = ReplayServicer  # abstract to type checkers, because the refused methods are missing
         servicer = make_servicer(steps, endpoint)
         servicer.batches = Batches(services, settings.stall_seconds)
         controller_service_pb2_grpc.add_ControllerServiceServicer_to_server(servicer, services)
@@ -315,7 +318,7 @@ async def replay(
     settings: ServeSettings,
     announce: Callable[[str], None],
 ) -> None:
-    """Serve steps from an open recording until SIGTERM or SIGINT; see `replaying`."""
+    """Serve steps of an open recording until SIGTERM or SIGINT. See `replaying`."""
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)

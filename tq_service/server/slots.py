@@ -1,4 +1,4 @@
-"""Slots: samples leased to rollout workers before they are generated, within the capacity of a partition."""
+"""Slots, which are samples leased to rollout workers before they are generated, within a partition's capacity."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Slots:
     """Creates slots and leases them to rollout workers.
 
     Args:
-        catalog: the catalog of partitions.
+        catalog: catalog of partitions.
         endpoint_of: returns the endpoint at which clients reach a storage service instance.
-        waiting: counts the calls that wait for capacity.
-        max_wait_cap_seconds: maximum time for which one call waits.
+        waiting: counts calls that wait for capacity.
+        max_wait_cap_seconds: maximum time for which a call waits.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Slots:
         self._max_wait_cap_seconds = max_wait_cap_seconds
 
     async def acquire(self, request: pb.AcquireRequest, context: Context) -> pb.AcquireResponse:
-        """Create slots once there is capacity, waiting in the same queue as puts of new samples; see `Acquire`."""
+        """Create slots once capacity is available. Calls share a queue with puts that create samples. See `Acquire`."""
         message = request.write
         recorded: pb.AcquireResponse | None = self._catalog.recorded(request.request_id, pb.AcquireResponse)
         if recorded is not None:
@@ -79,7 +79,7 @@ class Slots:
             return self._without_slots(partition, request.task_name, is_end=False)
 
     def _make(self, request: pb.AcquireRequest, write: SampleWrite, lease: LeaseTerms) -> pb.AcquireResponse:
-        """Create and lease the slots in one step, once per request_id."""
+        """Create and lease the slots in a single step, once per request_id."""
         partition_id, task_name = request.write.partition_id, request.task_name
 
         def make() -> pb.AcquireResponse:
@@ -98,7 +98,7 @@ class Slots:
         return self._catalog.run_once(request.request_id, make, pb.AcquireResponse)
 
     def _without_slots(self, partition: Partition, task_name: str, *, is_end: bool) -> pb.AcquireResponse:
-        """Return an answer without slots: "not yet", or "end" if the partition is sealed."""
+        """Return a response without slots. Its status is "not yet", or "end" if the partition is sealed."""
         task = self._catalog.task(partition, task_name)
         answer = EndCounts(consumed_count=task.consumed_count, kept_count=task.kept_count) if is_end else NotYet()
         return converters.slots_answer(
@@ -110,13 +110,13 @@ def _check_holding(catalog: Catalog, request: pb.AcquireRequest) -> ClaimAcked |
     """Refuse a worker whose lease on its previous samples has expired.
 
     Returns:
-        The change that acknowledges the samples, which has been checked and cannot fail in this step; None if the
-        request does not acknowledge samples.
+        A validated change that acknowledges the samples and cannot fail in this step. None if the request does not
+        acknowledge samples.
 
     Raises:
         LeaseExpiredError: the lease on the samples has expired.
         SampleNotFoundError: the samples were cleared, so the claim is unknown.
-        InvalidArgumentError: the request names no samples, the samples do not belong to the claim, or they are only
+        InvalidArgumentError: the request lists no samples, the samples do not belong to the claim, or they are only
             some members of a group that must stay together.
     """
     holding = request.holding

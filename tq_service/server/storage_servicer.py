@@ -1,4 +1,4 @@
-"""The storage service's gRPC methods, which stream bytes into and out of the storage engine."""
+"""gRPC methods of the storage service, which stream bytes to and from the storage engine."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ _LEAST_FRAME_BYTES: Final = 16 << 10
 
 
 def endpoint_of(engine: StorageEngine, address: str) -> metadata_pb2.StorageEndpoint:
-    """Return the endpoint for an engine. An empty `address` means that clients use the controller's address."""
+    """Return an engine's endpoint. If `address` is empty, clients use the controller's address."""
     return metadata_pb2.StorageEndpoint(storage_id=engine.storage_id, boot_id=engine.boot_id, address=address)
 
 
 class EngineDriver:
-    """An `AsyncDriver` for the engine in this process, which the servicer also uses. Confined to one event loop."""
+    """An `AsyncDriver` that calls this process's engine directly. Use it from a single event loop."""
 
     def __init__(
         self, engine: StorageEngine, mirroring: Mirroring | None = None, keys: ReceiptKeys | None = None
@@ -96,8 +96,8 @@ class EngineDriver:
 
         Args:
             engine: this process's engine.
-            mirroring: provides the engines of instances taken over from other storage services; None without a mirror.
-            keys: receipt keys for controllers in other processes; None if the controller is in this process.
+            mirroring: provides the engines of instances adopted from lost storage services. None without a mirror.
+            keys: receipt keys for controllers in other processes. None if the controller runs in this process.
         """
         self._engine = engine
         self._mirroring = mirroring
@@ -114,17 +114,19 @@ class EngineDriver:
         store: BlobStore | None = None,
         waiting: contextlib.AbstractContextManager[None] | None = None,
     ) -> AsyncIterator[PendingPut | None]:
-        """Reserve capacity for a put, and store the bytes written in the block. If the block raises, remove the put.
+        """Reserve capacity for a put whose bytes are written in the `async with` block, then complete the put.
+
+        If the block raises an error, the put is removed.
 
         Yields:
-            The pending put to which the bytes are written, or None if the put is already complete.
+            The pending put to write the bytes to, or None if the put is already complete.
 
         Args:
             header: header of the put.
-            columns: columns that the header describes.
-            until: time at which to stop waiting, on the engine's clock; None to wait without limit.
+            columns: columns described in the header.
+            until: time at which to stop waiting, on the engine's clock. None to wait indefinitely.
             for_existing_rows: whether the put may use the capacity reserved for rows of existing samples.
-            store: blob store for the put's bytes; see `StorageEngine.reserve`.
+            store: blob store for the put's bytes. See `StorageEngine.reserve`.
             waiting: context manager that is entered while the put waits for capacity.
         """
         with waiting or contextlib.nullcontext():
@@ -146,11 +148,11 @@ class EngineDriver:
             await self._engine.flush(pending, until)
             pending.finish()
         except BaseException:
-            pending.abort()  # aborts only this attempt, since a retry may have completed the put
+            pending.abort()  # aborts only this attempt, because a retry may have completed the put
             raise
 
     async def put(self, header: pb.PutHeader, columns: Sequence[Column], deadline: Deadline) -> pb.PutResponse:
-        """Store a put; see `AsyncDriver`."""
+        """Store a put. See `AsyncDriver`."""
         async with self.storing(header, columns, until=time.monotonic() + deadline.remaining()) as pending:
             if pending is not None:
                 for chunk in chain.from_iterable(column.chunks for column in columns):
@@ -160,7 +162,7 @@ class EngineDriver:
     async def get(
         self, request: pb.GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None = None
     ) -> list[Received]:
-        """Read columns, whose bytes are copied in a thread; see `AsyncDriver`."""
+        """Read columns, copying their bytes in a thread. See `AsyncDriver`."""
         with await self.open(request) as reading:
             receiver = ColumnReceiver(reading.headers)
             async for part in reading.parts():
@@ -168,9 +170,9 @@ class EngineDriver:
             return list(zip(reading.headers, receiver.finish(), strict=True))
 
     async def open(self, request: pb.GetRequest) -> Reading:
-        """Open a reading of cells, which keeps the cells unchanged until the reading is closed.
+        """Open a reading of the requested cells. The cells do not change until the reading is closed.
 
-        Use the reading in a `with` block.
+        Close the reading by using it as a context manager.
         """
         engine = self.engine_of(request.boot_id)
         await engine.check(request.put_ids)
@@ -178,11 +180,11 @@ class EngineDriver:
         return await engine.open_long_read(runs, list(request.put_ids), request.slices)
 
     def engine_of(self, boot_id: bytes) -> StorageEngine:
-        """Return the engine for an instance id: this service's own engine, or that of an instance taken over.
+        """Return the engine for an instance id: this service's own engine, or the engine of an adopted instance.
 
         Raises:
             DataLossError: the instance is unknown to this storage service.
-            UnavailableError: the instance is unknown, but this process has restarted and is not registered yet.
+            UnavailableError: the instance is unknown, but this process has not registered since its restart.
             InvalidArgumentError: `boot_id` is not a valid instance id.
         """
         if boot_id == self._engine.boot_id:
@@ -204,23 +206,24 @@ class EngineDriver:
 
 
 class StorageServicer:
-    """Implements `StorageService` and `StorageControlService`; the protos document each method.
+    """Implements `StorageService` and `StorageControlService`. The protos document each method.
 
     Args:
-        engine: the engine that stores the bytes.
-        endpoint: the endpoint at which clients reach the engine.
-        commits: commits puts to the controller in this process; None if the controller is in another process.
-        keys: receipt keys for controllers in other processes; not needed if the controller is in this process.
+        engine: stores the bytes.
+        endpoint: endpoint at which clients reach the engine.
+        commits: commits puts to the controller in this process. None if the controller runs in another process.
+        keys: receipt keys for controllers in other processes. Not needed if the controller runs in this process.
         controller_id: id of the controller in this process.
-        shared_memory: shares memory with clients on this host; None if shared memory is off.
-        bulk: transfers the bytes of large puts and gets; None if the bulk port is off.
-        bulk_address: address of the bulk port for clients, sent as `StatResponse.bulk_address`.
-        stall_seconds: maximum time for which a stream's client may transfer no bytes.
-        min_stream_rate_bytes: bytes per second that all streams together must transfer while puts wait for capacity.
-        waiting: counts the calls that wait for capacity.
+        shared_memory: shares memory with clients on this host. None if shared memory is off.
+        bulk: transfers the bytes of large puts and gets. None if the bulk port is off.
+        bulk_address: address of the bulk port, sent to clients as `StatResponse.bulk_address`.
+        stall_seconds: time after which a stream is ended if its client transfers no bytes.
+        min_stream_rate_bytes: minimum transfer rate of all streams combined, in bytes per second, while puts wait for
+            capacity.
+        waiting: counts calls that wait for capacity.
         max_puts: maximum number of stored puts.
-        max_uncommitted_puts: maximum number of stored puts that wait for a separate Commit.
-        mirroring: takes over the puts of lost storage services; None without a mirror.
+        max_uncommitted_puts: maximum number of stored puts that wait for a separate Commit call.
+        mirroring: adopts the puts of lost storage services. None without a mirror.
     """
 
     def __init__(
@@ -259,12 +262,12 @@ class StorageServicer:
         self._get_count = 0
 
     def end_slow_streams(self) -> None:
-        """If puts are waiting for capacity, end the streams that are slower than their minimum rate."""
+        """End streams that are slower than their minimum rate, but only if puts are waiting for capacity."""
         if self._engine.has_waiting_puts:
             self._least_rate.enforce()
 
     def bulk_handler(self) -> grpc.GenericRpcHandler:
-        """Return handlers for Put and Get that encode frames themselves; they replace the generated handlers."""
+        """Return handlers for Put and Get that replace the generated handlers and use their own frame encoding."""
         put = grpc.stream_unary_rpc_method_handler(self.Put, decode_put_request, pb.PutResponse.SerializeToString)
         get = grpc.unary_stream_rpc_method_handler(self.Get, pb.GetRequest.FromString, encode_part)
         return grpc.method_handlers_generic_handler(SERVICE, {"Put": put, "Get": get})
@@ -275,7 +278,7 @@ class StorageServicer:
             with self._least_rate.watching(progress):
                 async for part in parts:
                     await pending.write(_frame(part))
-                    del part  # otherwise it would stay in memory until the next part arrives
+                    del part  # a reference would keep the part in memory until the next part arrives
 
         async def receive_bulk(pending: PendingPut, server: BulkServer) -> None:
             stored = pending.require_open()
@@ -337,7 +340,7 @@ class StorageServicer:
         return pb.PutInlineResponse(put=await self._take(request.header, receive, context))
 
     async def _allocate(self, request: pb.PutInlineRequest, context: Context) -> pb.PutInlineResponse:
-        """Store a put without its bytes, and offer the client a region of shared memory to fill later."""
+        """Allocate a put without data, and offer its shared-memory region to the client, which fills it later."""
         blobs: list[Blob] = []
 
         async def receive(pending: PendingPut) -> None:
@@ -360,7 +363,10 @@ class StorageServicer:
         return answer
 
     def _session_for_put(self, header: pb.PutHeader) -> Session | None:
-        """Return the session whose shared memory receives a put's bytes, or None if the bytes are sent another way."""
+        """Return the shared-memory session that receives a put's bytes.
+
+        Return None if the bytes are sent over gRPC or bulk connections.
+        """
         if self._shared_memory is None or header.size_bytes <= INLINE_BYTES:
             return None
         session = self._session(header.shared_memory_session)
@@ -372,9 +378,9 @@ class StorageServicer:
     async def _take(
         self, header: pb.PutHeader, receive: Receive, context: Context, *, store: BlobStore | None = None
     ) -> pb.PutResponse:
-        """Reserve capacity for a put, write its bytes with `receive`, and commit it if its header includes a commit.
+        """Reserve capacity for a put, store the bytes from `receive`, and commit the put if its header has a commit.
 
-        If an error occurs, the put is removed. If `store` is None, the engine's default store receives the bytes.
+        If an error occurs, the put is removed. If `store` is None, the bytes are stored in the engine's default store.
         """
         check_id("put_id", header.put_id)
         _check_commit(header)
@@ -401,14 +407,14 @@ class StorageServicer:
             )
         self._check_controller(header)
         self._check_put_counts(header)
-        # A put without a commit waits for capacity of its partition in the later Commit.
+        # A put without a commit waits for partition capacity in the separate Commit call.
         admitted = commits.admitted(header.commit, header.size_bytes, context) if commits else contextlib.nullcontext()
         async with admitted:
             async with self._driver.storing(
                 header,
                 columns,
                 until=wait_until(context),
-                # The client's flag is not trusted: Commit refuses to create samples from a put that uses the reserve.
+                # Do not trust the client's flag: a put that creates samples must not use the reserve.
                 for_existing_rows=header.for_existing_rows
                 and not (commits and commits.makes_samples(header.commit.write)),
                 store=store,
@@ -421,7 +427,7 @@ class StorageServicer:
             try:
                 stored = self._engine.complete_put(header.put_id, header.partition_id)
                 if commits is not None:
-                    put_id = header.put_id if pending is None else pending.put_id  # one shared bytes object
+                    put_id = header.put_id if pending is None else pending.put_id  # reuse the same bytes object
                     answer.commit.CopyFrom(
                         await commits.commit_stored(
                             header.commit,
@@ -434,7 +440,7 @@ class StorageServicer:
                 elif self._commits is None:
                     answer.receipt = self._receipt(header)
             except BaseException:
-                if pending is not None:  # otherwise the put belongs to an earlier call, which may still commit it
+                if pending is not None:  # a put that was already complete may still be committed by an earlier call
                     self._engine.delete_waiting(header.put_id)
                 raise
         if commits is not None:
@@ -442,7 +448,7 @@ class StorageServicer:
         return answer
 
     def _receipt(self, header: pb.PutHeader) -> bytes:
-        """Return the receipt for a complete put, or b"" if the put is already committed."""
+        """Return the receipt of a complete put, or b"" if the put has been committed."""
         given_at = self._engine.receipt_time(header.put_id)
         if given_at is None:
             return b""
@@ -457,7 +463,7 @@ class StorageServicer:
         return self._keys.seal(header.controller_id, receipt)
 
     def _check_controller(self, header: pb.PutHeader) -> None:
-        """Refuse a put unless its controller is in this process, or this storage service is registered with it."""
+        """Refuse a put unless its controller runs in this process or has registered this storage service."""
         if self._commits is None:
             self._keys.check_registered(header.controller_id)
             return
@@ -467,7 +473,7 @@ class StorageServicer:
         header.controller_id = self._controller_id
 
     def _check_put_counts(self, header: pb.PutHeader) -> None:
-        """Refuse a new put if the maximum number of puts is reached. A put that is already stored is not refused."""
+        """Refuse a new put if the maximum number of puts has been reached. Retries of stored puts are accepted."""
         stat = self._engine.stat()
         counts = [("max_puts", stat.put_count, self._max_puts)]
         if not header.HasField("commit"):
@@ -525,7 +531,7 @@ class StorageServicer:
         progress: Progress,
         stack: contextlib.ExitStack,
     ) -> Transfer:
-        """Open the bulk transfer for a get, which takes over the resources on `stack` and is closed with `stack`."""
+        """Open the bulk transfer of a get. The transfer takes over the resources on `stack`, which then closes it."""
         slices = await reading.gather_list(without)
 
         def send(connection: BulkConnection, start: int, end: int, moved: Moved) -> None:
@@ -540,9 +546,9 @@ class StorageServicer:
         return transfer
 
     def _frame_bytes(self) -> int:
-        """Return the size in bytes of a get's next frame.
+        """Return the size of a get's next frame, in bytes.
 
-        Each get keeps a frame in memory until its client reads it.
+        Frames shrink as more gets run, because each get keeps a frame in memory until its client reads the frame.
         """
         return max(_LEAST_FRAME_BYTES, min(DEFAULT_FRAME_BYTES, _SENT_BYTES // self._get_count))
 
@@ -563,7 +569,10 @@ class StorageServicer:
     def _shared_part(
         self, request: pb.GetRequest, reading: Reading
     ) -> tuple[Session | None, Sequence[SharedMemory], pb.SharedColumns]:
-        """Return the part of a read that shared memory can transfer: session (or None), memories, and columns."""
+        """Return the session, memories and columns that can be read through shared memory.
+
+        If no column can be read through shared memory, the session is None.
+        """
         memories, columns = reading.shared_part(with_regions=True) if request.shared_memory_session else ([], [])
         session = self._session(request.shared_memory_session) if columns else None
         if session is not None and not session.is_own_user:
@@ -590,14 +599,14 @@ class StorageServicer:
     ) -> storage_control_pb2.UpdatePutsResponse:
         self._keys.check_epoch(request.controller_id, request.epoch)
         cells = [_put_cells(cells) for cells in request.freed]
-        with contextlib.suppress(DataLossError):  # raised for an unknown instance, which has nothing to change
+        with contextlib.suppress(DataLossError):  # raised for an unknown instance, which has no puts to update
             engine = self._driver.engine_of(request.boot_id)
             self._keys_of(request.boot_id).check_key(request.controller_id, request.key_id)
 
             def may_change(put_id: bytes) -> bool:
                 return put_id not in engine.puts or engine.puts.owner_of(put_id) == request.controller_id
 
-            gone = {each.put_id for each in cells}  # an earlier attempt of this call may have freed them
+            gone = {each.put_id for each in cells}  # puts that an earlier attempt of this call may have freed
             for put_id in filter(may_change, request.committed_put_ids):
                 if not engine.confirm(put_id) and put_id not in gone:
                     _log.error(LogMessage("a put that contains cells of samples is missing", put_id=put_id))
@@ -607,7 +616,7 @@ class StorageServicer:
         return storage_control_pb2.UpdatePutsResponse()
 
     def _keys_of(self, boot_id: bytes) -> ReceiptKeys:
-        """Return the receipt keys for an instance: this storage service's own, or those of an adopted instance."""
+        """Return an instance's receipt keys. The instance is either this storage service or an adopted instance."""
         adopted = None if self._mirroring is None else self._mirroring.adopted.get(boot_id)
         return self._keys if adopted is None else adopted.keys
 
@@ -632,7 +641,7 @@ class StorageServicer:
                     staying=part.staying_put_ids,
                 )
                 if part.is_last:
-                    self._keys.check_epoch(controller_id, epoch)  # a newer leader may have called since
+                    self._keys.check_epoch(controller_id, epoch)  # a newer leader may have called in the meantime
                     for _ in engine.finish_reconciliation(state):
                         await asyncio.sleep(0)
                     if state.dropped_count:
@@ -661,7 +670,7 @@ class StorageServicer:
 
 
 def _check_commit(header: pb.PutHeader) -> None:
-    """Refuse a put whose commit names another partition, or sets fields that only a separate Commit may set."""
+    """Refuse a put whose commit is for another partition or sets fields reserved for a separate Commit call."""
     check_name("partition_id", header.partition_id)
     if not header.HasField("commit"):
         return
@@ -684,7 +693,7 @@ def _check_commit(header: pb.PutHeader) -> None:
 
 
 def _check_allocates(request: pb.PutInlineRequest) -> None:
-    """Refuse a put whose data is filled in later if it already has values, a commit, or object columns."""
+    """Refuse an allocating put that contains values, a commit, or object columns."""
     header = request.header
     has_objects = any(column.spec.layout == metadata_pb2.LAYOUT_OBJECT for column in header.columns)
     for name, is_wrong in (("values", request.values), ("commit", header.HasField("commit")), ("columns", has_objects)):
@@ -713,7 +722,7 @@ async def _read_end(parts: AsyncIterator[Part], way: str) -> None:
 
 
 async def _receive_region(pending: PendingPut, session: Session, parts: AsyncIterator[Part], context: Context) -> None:
-    """Offer a put's region to a session's client, and wait until the client has filled it."""
+    """Offer a put's shared-memory region to the client, and wait until the client has filled it."""
     region = pending.require_open().values.backing
     with contextlib.closing(session.offer([region])) as offer:
         needs_no_turn.set(True)
@@ -726,7 +735,7 @@ async def _receive_region(pending: PendingPut, session: Session, parts: AsyncIte
 
 
 async def _receive_fd(pending: PendingPut, session: Session, parts: AsyncIterator[Part], context: Context) -> None:
-    """Receive the bytes of a put as a sealed memory file, whose descriptor the session's client sends."""
+    """Receive a put's bytes in a sealed memory file. The client sends the file's descriptor over the session."""
     with session.awaiting(pending.put_id) as take_fd:
         needs_no_turn.set(True)
         await context.send_initial_metadata(((SEND_AS_KEY, SEND_AS_FD),))
@@ -752,7 +761,7 @@ def _name(part: Part) -> str:
 
 
 def _get_header(reading: Reading, shared: pb.SharedColumns, ticket: pb.BulkTicket | None = None) -> pb.GetHeader:
-    """Return the header for a get: a reading's columns, and how their bytes are sent."""
+    """Return the header of a get response, which describes the columns and how their bytes are sent."""
     return pb.GetHeader(
         row_count=reading.row_count,
         columns=map(encode_header, reading.headers),
@@ -762,23 +771,23 @@ def _get_header(reading: Reading, shared: pb.SharedColumns, ticket: pb.BulkTicke
 
 
 async def _encoded(reading: Reading, shared: pb.SharedColumns, ticket: pb.BulkTicket | None) -> bytes:
-    """Encode a get's header, in a thread if there are many rows."""
+    """Encode the header of a get response. If there are many rows, encode it in a thread."""
     if reading.row_count < MANY_ROWS:
         return encode_part(_get_header(reading, shared, ticket))
     return await asyncio.to_thread(lambda: encode_part(_get_header(reading, shared, ticket)))
 
 
 def _indexes(shared: pb.SharedColumns) -> Collection[int]:
-    """Return the indexes of a get's columns whose bytes are in shared memory."""
+    """Return the indexes of the columns that are sent through shared memory."""
     return frozenset(column.column_index for column in shared.columns)
 
 
 def _put_cells(cells: storage_control_pb2.PutCells) -> PutCells:
-    """Decode a put's cells from a message.
+    """Decode a `PutCells` message.
 
     Raises:
-        InvalidArgumentError: the numbers of first rows and row counts differ, or there are more rows than a put may
-            have.
+        InvalidArgumentError: `first_rows` and `row_counts` differ in length, or the message lists more rows than a put
+            may have.
     """
     if len(cells.first_rows) != len(cells.row_counts):
         raise InvalidArgumentError(

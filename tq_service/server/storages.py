@@ -1,4 +1,4 @@
-"""A controller's storage services: registration, placement of puts, and look-up of a put's service."""
+"""Registers the storage services of a controller, places puts, and finds the storage service of a put."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ _log = logging.getLogger(__name__)
 _MOST_STORAGES = 1024
 _GRANT_SECONDS: Final = 5.0
 _MOST_GRANTED: Final = 16  # storage services per grant
-_GRANTED_SHARE: Final = 64  # a grant is 1/64 of the free bytes, so that services fill evenly
-_RESERVED_SHARE: Final = 10  # new rows leave 1/10 of the quota free
+_GRANTED_SHARE: Final = 64  # a grant covers 1/64 of the free bytes, so services fill evenly
+_RESERVED_SHARE: Final = 10  # new rows must leave 1/10 of the quota free
 _GRANTED_PUT_BYTES: Final = 1 << 20
 _EXPIRED_PER_TURN: Final = 512
 
 
 class EmbeddedStorage:
-    """The storage service in the controller's own process.
+    """The storage service in the controller's process.
 
     Args:
-        engine: the storage engine, which its owner closes.
-        endpoint: the endpoint at which clients reach the engine.
+        engine: storage engine. Its owner closes it.
+        endpoint: endpoint at which clients reach the engine.
         driver: writes puts to the engine and reads their bytes.
 
     Attributes:
-        turns: virtual start time and size in bytes of the last put placed here, by size class; see
+        turns: virtual start time and size in bytes of the last put placed here, by size class. See
             `StorageRegistry.place`.
     """
 
@@ -78,10 +78,10 @@ class EmbeddedStorage:
         return (UNBOUNDED_BYTES if self.max_bytes is None else self.max_bytes) - self.engine.stat().used_bytes
 
     def expect(self, put_id: bytes, size_bytes: int) -> None:
-        """Do nothing, since `free_bytes` is always current."""
+        """Do nothing, because `free_bytes` is always up to date."""
 
     def withdraw(self, put_id: bytes) -> bool:
-        """Return False, since the bytes of placed puts are not tracked."""
+        """Return False, because placed puts are not tracked."""
         return False
 
     def status(self) -> StorageStatus:
@@ -99,10 +99,10 @@ class EmbeddedStorage:
         )
 
     def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> PutReceipt:
-        """Return the content that a put's receipt would have, read from the put itself.
+        """Return what a receipt of the put would contain, read from the put itself.
 
         Raises:
-            InvalidArgumentError: the receipt is not empty, but this storage service does not issue receipts.
+            InvalidArgumentError: the receipt is not empty. This storage service does not issue receipts.
             PutNotFoundError: the put does not exist.
         """
         if receipt:
@@ -115,30 +115,29 @@ class EmbeddedStorage:
         return PutReceipt(for_existing_rows=put.for_existing_rows, columns_digest=columns_digest(put.shapes()))
 
     async def close(self) -> None:
-        """Do nothing, since the engine is closed by its owner."""
+        """Do nothing, because the engine is closed by its owner."""
 
 
 Storage: TypeAlias = EmbeddedStorage | RemoteStorage
-"""A storage service as seen by the controller; both classes have the same methods."""
+"""A storage service as seen by the controller. Both classes have the same methods."""
 
 
 class StorageRegistry:
-    """All of a controller's storage services, by name.
+    """Registry of a controller's storage services, by name.
 
     Args:
-        embedded: the storage service in this process, or None.
+        embedded: storage service in this process, or None.
         heartbeat_seconds: interval at which storage services in other processes send heartbeats.
         credentials: credentials of this controller.
-        snapshot_cells: returns the samples' current cells, by partition.
-        controller_id: id of this controller as the owner of puts, kept across restarts; None for a random id.
-        epoch: returns this controller's epoch in its cluster; 0 without a cluster.
+        snapshot_cells: returns the cells that samples currently use, by partition.
+        controller_id: id of this controller as the owner of puts, unchanged by restarts. None for a random id.
+        epoch: returns this controller's epoch in its cluster, or 0 without a cluster.
         after_durable: calls its argument once all changes made so far are durable.
-        takes_heartbeats: returns whether heartbeats currently reach the registry instead of being refused by
-            middleware.
-        supervisor: runs the background tasks; None for a private supervisor.
+        takes_heartbeats: returns whether heartbeats reach the registry. False while middleware refuses them.
+        supervisor: runs the background tasks. None for a private supervisor.
 
     Attributes:
-        puts: the record of all puts in the storage services.
+        puts: record of all puts in the storage services.
     """
 
     def __init__(
@@ -175,7 +174,7 @@ class StorageRegistry:
 
     @property
     def count(self) -> int:
-        """Number of registered storage services, including silent ones."""
+        """Number of registered storage services, including silent services."""
         return len(self._storages)
 
     def statuses(self) -> list[StorageStatus]:
@@ -184,22 +183,22 @@ class StorageRegistry:
         return [storage.status() for storage in sorted(storages, key=lambda each: each.storage_id)]
 
     def counts(self) -> dict[str, int]:
-        """Return the number of available, silent and lost storage services.
+        """Return the numbers of available, silent and lost storage services.
 
-        A silent service has stopped sending heartbeats. The puts of a lost service have not been taken over yet. A
-        service may be both silent and lost.
+        A service is silent if it has stopped sending heartbeats. A service is lost until another service has adopted
+        its puts. A service may be both silent and lost.
         """
         there = sum(not storage.is_silent for storage in self._storages.values())
         return {"available": there, "silent": len(self._storages) - there, "lost": len(self.adoptions.lost)}
 
     def adoption_counts(self) -> tuple[int, int]:
-        """Return how often storage services with a mirror were lost, and how often their puts were taken over."""
+        """Return how many storage services with a mirror have been lost, and how many of them have been adopted."""
         return self.adoptions.lost_count, self.adoptions.taken_over_count
 
     def endpoint_of(self, storage_id: str, boot_id: bytes) -> StorageEndpoint | None:
-        """Return the endpoint at which clients reach a storage service instance, or None if it is currently unknown.
+        """Return the endpoint at which clients reach an instance, or None if the endpoint is currently unknown.
 
-        For an instance that is lost for good, return the endpoint of its storage service, which answers DATA_LOSS.
+        If an instance is lost permanently, return the endpoint of the restarted service, which responds with DATA_LOSS.
         """
         if self._is_awaited(storage_id, boot_id):
             return None
@@ -207,19 +206,19 @@ class StorageRegistry:
         return None if storage is None else storage.endpoint
 
     def _is_awaited(self, storage_id: str, boot_id: bytes) -> bool:
-        """Return whether an instance may still appear: it is lost, or has not registered since this process started."""
+        """Return whether an instance may register later, because it is lost or has not registered yet."""
         instance = storage_id, boot_id
         return instance in self.adoptions.lost or instance in self.adoptions.expected
 
     def _find(self, storage_id: str, boot_id: bytes) -> Storage | None:
-        """Return an instance's storage service or its successor; None if both are unknown."""
+        """Return an instance's storage service or its successor, or None if both are unknown."""
         storage = self._storages.get(storage_id)
         if storage is None or storage.boot_id != boot_id:
             return self.adoptions.taken.get((storage_id, boot_id))
         return storage
 
     def recover(self) -> None:
-        """Collect the committed puts from the recovered samples, and reconcile the embedded storage with them."""
+        """Collect the committed puts of the recovered samples, and reconcile the embedded storage with them."""
         self.puts.recover()
         embedded = self.embedded
         elsewhere = {each for each in self.puts.instances() if embedded is None or each[0] != embedded.storage_id}
@@ -237,15 +236,16 @@ class StorageRegistry:
             report_reconciled(engine.storage_id, state.missing_put_ids, state.missing_count, state.dropped_count)
 
     def on_heartbeat(self, request: RegisterStorageRequest) -> RegisterStorageResponse:
-        """Record a heartbeat, and register its storage service. The answer lists those overdue puts that are unknown.
+        """Record a heartbeat and register the storage service that sent it.
 
-        A new process of the service replaces the old one. A put that the answer lists as unknown can never be
-        committed, since its receipt is void. If the request lists overdue puts of another controller, they are ignored.
+        If the service has restarted, the new process replaces the old process. The response lists overdue puts that are
+        unknown to this controller. These puts can never be committed, because their receipts are void. Overdue puts of
+        other controllers are ignored.
 
         Raises:
             AlreadyExistsError: the name is used by the embedded storage, or by a live service that registered later.
-            LimitExceededError: too many storage services send heartbeats or contain samples.
-            PreconditionError: another service has taken over this service's puts.
+            LimitExceededError: too many storage services are registered.
+            PreconditionError: another service has adopted this service's puts.
         """
         if request.controller_id != self.controller_id:
             request.ClearField("overdue_put_ids")
@@ -277,7 +277,7 @@ class StorageRegistry:
         )
 
     def _register_successor(self, request: RegisterStorageRequest) -> RemoteStorage:
-        """Register a storage service as the holder of puts that it has taken over."""
+        """Register a storage service for an instance whose puts it has adopted."""
         instance = request.storage.storage_id, request.storage.boot_id
         replaced = self._find(*instance)
         if replaced is not None and not replaced.is_silent and instance not in self.adoptions.lost:
@@ -334,14 +334,14 @@ class StorageRegistry:
             if replaced.boot_id != storage.boot_id and replaced.heard.mirror is not None:
                 self.adoptions.lose((replaced.storage_id, replaced.boot_id), replaced.heard.mirror.url)
         if storage.heard.mirror is None:
-            # The service has restarted empty and without a mirror, so expected instances of it are lost for good.
+            # The service has restarted without data or a mirror, so its expected instances are lost permanently.
             self.adoptions.expected -= {each for each in self.adoptions.expected if each[0] == storage.storage_id}
         _log.info(LogMessage("registered a storage service", storage=endpoint.storage_id, address=endpoint.address))
         self._storages[endpoint.storage_id] = storage
         return storage
 
     def _forget_lost(self) -> None:
-        """Forget silent storage services that contain no samples, such as those of deleted pods."""
+        """Forget silent storage services that contain no samples, such as services in deleted pods."""
         holders = {storage_id for storage_id, _ in self.puts.instances()}
         lost = [each for each in self._storages.values() if each.is_silent and each.storage_id not in holders]
         if not lost:
@@ -357,15 +357,18 @@ class StorageRegistry:
             del self._storages[storage.storage_id]
             self._close(storage)
 
-    def _close(self, storage: Storage) -> None:  # not supervised, as nothing depends on it
+    def _close(self, storage: Storage) -> None:  # unsupervised because nothing depends on it
         closing = asyncio.get_running_loop().create_task(storage.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
     def expire(self) -> Iterator[int]:
-        """Drop the embedded storage's overdue puts that are not being committed. Yield the number dropped per slice.
+        """Drop overdue puts in the embedded storage unless they are being committed.
 
-        Storage services in other processes instead ask the controller about their overdue puts.
+        Storage services in other processes ask the controller about their overdue puts in heartbeats.
+
+        Yields:
+            The number of puts dropped in each slice.
         """
         if self.embedded is None:
             return
@@ -375,17 +378,18 @@ class StorageRegistry:
             yield engine.on_answer(asked, unknown)
 
     def place(self, size_bytes: int, put_id: bytes = b"") -> PlacePutResponse:
-        """Choose a put's storage service. Also grant the client storage services for later puts, for a limited time.
+        """Choose a storage service for a put, and grant the client storage services for puts in the near future.
 
         Puts of similar size are distributed by start-time fair queueing (Goyal, Vin and Cheng 1996). Each storage
-        service receives a share in proportion to its free bytes, regardless of the age of its last heartbeat. There is
-        a queue for each power of two of the put size. A service that received a large put therefore still receives its
-        share of small puts. If all services are full, the put waits at the service with the most free bytes.
+        service receives a share in proportion to its free bytes, regardless of the age of its last heartbeat. Each
+        power of two of the put size has a separate queue. A service that has received a large put therefore still
+        receives its share of small puts. If all services are full, the put waits at the service with the most free
+        bytes.
 
         Args:
             size_bytes: size of the put.
-            put_id: id of the put, or b"" for a new put. If the put was placed before, that attempt has failed, so
-                another service is chosen.
+            put_id: id of the put, or b"" for a new put. If the put has been placed before, the earlier attempt has
+                failed, so another service is chosen.
 
         Raises:
             UnavailableError: no storage service is available.
@@ -431,9 +435,9 @@ class StorageRegistry:
     def _next_in_turn(self, spare: Mapping[Storage, int], size_bytes: int) -> Storage:
         """Return the storage service whose turn is next, and record its turn.
 
-        A service's turn is the virtual time at which its last put in this size class ends: the put's start plus its
-        size divided by the service's spare bytes. A turn is never earlier than the previous turn of any service. A
-        service that was full or silent therefore does not catch up.
+        A service's turn is the virtual end time of its last put in this size class. The end time is the put's start
+        time plus the put's size divided by the service's spare bytes. A turn is never earlier than the last recorded
+        turn, so a service that was full or silent does not catch up.
         """
         size_class = size_bytes.bit_length()
         now = self._turns.get(size_class, 0.0)
@@ -448,9 +452,9 @@ class StorageRegistry:
         return first
 
     def _granted(self, first: Storage, spare: Mapping[Storage, int]) -> list[Storage]:
-        """Return the services for further small puts, `first` and others, each as often as its spare bytes warrant.
+        """Return the services to grant for later small puts. Each service is repeated in proportion to its spare bytes.
 
-        The embedded storage is returned alone, since clients reach it in a different way.
+        The embedded storage is never combined with other services, because clients reach it in a different way.
         """
         if first is self.embedded or first not in spare:
             return [first]
@@ -467,8 +471,8 @@ class StorageRegistry:
     def require(self, put: Put) -> Storage:
         """Return the storage service that contains an uncommitted put.
 
-        Puts of a lost service are refused: the service may still be alive and accept puts that its successor did not
-        find in the mirror. Puts that were committed before the loss was detected have copies in the mirror.
+        Puts of a lost service are refused, because the service may still be alive and accept puts that its successor
+        did not find in the mirror. Puts committed before the loss was detected have copies in the mirror.
 
         Raises:
             UnavailableError: the storage service has not registered.
@@ -493,10 +497,10 @@ class StorageRegistry:
         return storage
 
     def driver(self, storage_id: str, boot_id: bytes) -> AsyncDriver:
-        """Return the driver that transfers an instance's bytes. After a put, call `Puts.mark_committed`.
+        """Return the driver that transfers an instance's bytes. Call `Puts.mark_committed` after a put.
 
         Raises:
-            UnavailableError: the puts of this instance are being taken over.
+            UnavailableError: another service is adopting this instance's puts.
             DataLossError: this instance no longer exists.
         """
         if self._is_awaited(storage_id, boot_id):
@@ -507,7 +511,7 @@ class StorageRegistry:
         return storage.driver
 
     async def close(self) -> None:
-        """Free the cells that are due, end the background tasks, and close the connections to storage services."""
+        """Free the cells that are due, stop background tasks, and close the connections to storage services."""
         await self.puts.close()
         storages = [*self._storages.values(), *self.adoptions.taken.values()]
         await asyncio.gather(*(storage.close() for storage in storages), *self._closing)

@@ -1,4 +1,4 @@
-"""Background tasks of a service, and the shutdown of a service that has failed."""
+"""Runs the background tasks of a service, and shuts down the service after a fatal failure."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tq_service.errors import ServiceFailedError, TqError
 from tq_service.log_message import LogMessage
 
 _log = logging.getLogger(__name__)
-# Exit code of a service that has failed: EX_SOFTWARE in sysexits.h.
+# Exit code of a failed service, from sysexits.h (EX_SOFTWARE).
 FAILED_EXIT_CODE: Final = 70
 
 
 class Supervisor:
-    """Runs background tasks, and ends the service after the first fatal failure. Confined to one event loop.
+    """Runs background tasks, and stops the service after a fatal failure. Use it from a single event loop.
 
-    running -> `fatal` -> callbacks registered with `on_fatal`, in order -> the owner of the service stops it
+    running -> `fatal` -> callbacks registered with `on_fatal`, in order -> the owner stops the service
 
     Attributes:
-        failure: the error that caused the service to fail, or None.
+        failure: error that caused the service to fail, or None if the service has not failed.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Supervisor:
         self._is_stopping = False
 
     def on_fatal(self, callback: Callable[[ServiceFailedError], object]) -> None:
-        """Register a callback that runs in the same event-loop iteration as a fatal failure. It must not block."""
+        """Register a callback to run immediately when a fatal failure occurs. The callback must not block."""
         self._on_fatal.append(callback)
 
     def start(self, name: str, work: Coroutine[Any, Any, None], *, may_end: bool = False) -> asyncio.Task[None]:
@@ -40,8 +40,8 @@ class Supervisor:
 
         Args:
             name: description of the task in log messages.
-            work: the coroutine to run.
-            may_end: whether the task may end before `stop`; otherwise its end is also a fatal failure.
+            work: coroutine to run.
+            may_end: whether the task may end before `stop` is called. If false, an early end is a fatal failure.
         """
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
@@ -50,7 +50,7 @@ class Supervisor:
 
     def _ended(self, task: asyncio.Task[None], *, may_end: bool) -> None:
         self._tasks.discard(task)
-        if task.cancelled():  # by its owner, or by `stop`
+        if task.cancelled():  # cancelled by its owner or by `stop`
             return
         error = task.exception()
         if error is not None:
@@ -59,11 +59,11 @@ class Supervisor:
             self.fatal(f"{task.get_name()} has ended")
 
     def fatal(self, reason: str, cause: BaseException | None = None) -> None:
-        """Make the service fail. Only the first call has an effect and is logged.
+        """Report a fatal failure. Only the first failure is logged and takes effect.
 
         Args:
-            reason: the reason for the failure, for the log and the service's owner.
-            cause: the error that caused the failure, or None.
+            reason: reason for the failure, shown in the log and in `failure`.
+            cause: exception that caused the failure, or None.
         """
         if self.failure is not None:
             return
@@ -71,7 +71,7 @@ class Supervisor:
             f"the service has failed and is stopping: {reason}; restart it", metadata={"cause": reason}
         )
         self.failure.__cause__ = cause
-        # The message of a `TqError` is sufficient; for any other exception, the traceback is needed.
+        # The message of a `TqError` is sufficient, but other exceptions need their traceback.
         trace = None if isinstance(cause, TqError) else cause
         _log.critical(LogMessage("the service has failed and is stopping", reason=reason), exc_info=trace)
         for callback in self._on_fatal:
@@ -91,7 +91,7 @@ class Supervisor:
             raise ServiceFailedError(self.failure.message, metadata=self.failure.metadata) from self.failure.__cause__
 
     async def stop(self) -> None:
-        """End all background tasks."""
+        """Cancel all background tasks and wait for them to end."""
         self._is_stopping = True
         tasks = tuple(self._tasks)
         for task in tasks:
@@ -103,7 +103,7 @@ class Supervisor:
 async def failing_with(supervisor: Supervisor) -> AsyncIterator[None]:
     """Cancel the body of an `async with` block when the service fails, and raise the failure from the block.
 
-    A cancellation from outside the block is not replaced by this failure.
+    If the block is cancelled from outside, the cancellation takes precedence over the failure.
 
     Raises:
         ServiceFailedError: the service has failed.
@@ -125,9 +125,9 @@ async def failing_with(supervisor: Supervisor) -> AsyncIterator[None]:
 
 
 async def regularly(seconds: float, work: Callable[[], Awaitable[None]]) -> None:
-    """Do some work at regular intervals until cancelled.
+    """Call a coroutine function at regular intervals until cancelled.
 
-    An error in one round is logged, and the next round still runs.
+    If a call raises an error, the error is logged and the next call still runs.
     """
     while True:
         await asyncio.sleep(seconds)

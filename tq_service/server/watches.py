@@ -1,11 +1,11 @@
 """Watch calls, which send partition changes to clients at a limited total rate.
 
-Sending is expensive, so its rate is limited. A change is sent at once if nothing was sent for a while, otherwise in the
-next round. The interval between rounds grows with the number of watch calls. An answer that fits in one message is
-built once for all calls with the same selection and revision. A round with a hundred calls therefore costs little more
-than writing a hundred messages. Changes between rounds cost nothing.
+Sending is expensive, so changes are sent in rounds. A change is sent immediately if no round has run recently.
+Otherwise, it is sent in the next round. The interval between rounds grows with the number of watch calls. An update
+that fits in a single message is built once and shared by all calls with equal selections and revisions. A round with a
+hundred calls therefore costs little more than writing a hundred messages. Changes between rounds cost nothing.
 
-A watch call stores only a revision number and the message that is being written. If its client does not read, the call
+A watch call stores only a revision number and the message that is being written. If the client does not read, the call
 is ended after `stall_seconds`. A watch call never delays other calls.
 """
 
@@ -38,17 +38,17 @@ _LEAST_INTERVAL_SECONDS: Final = 0.1
 _ANSWERS_A_SECOND: Final = 100
 _PROGRESS_SECONDS: Final = 10.0
 _LEAST_PROGRESS_SECONDS: Final = 0.1
-_LONGEST_SECONDS: Final = 600.0  # the client then calls again, with its current token
-_LAST_ANSWER_SECONDS: Final = 1.0  # while the server drains
+_LONGEST_SECONDS: Final = 600.0  # after this time, the client calls again with its current token
+_LAST_ANSWER_SECONDS: Final = 1.0  # time to send the last update while the server drains
 _SHARED_SECONDS: Final = 1.0
-_PARTITION_ROWS: Final = 128  # size of a change to a partition's summary, measured in samples
+_PARTITION_ROWS: Final = 128  # size of a partition summary, expressed as a number of sample rows
 _TASK_ROWS: Final = 32
 _List: TypeAlias = Literal["cleared_samples", "samples"]
 
 
 @dataclass(slots=True, eq=False)
 class _Watcher:
-    """A watch call. Its client has received, or is being sent, all changes up to `revision`."""
+    """A watch call. All changes up to `revision` have been sent to its client or are being sent."""
 
     selection: Watched
     revision: int
@@ -56,17 +56,17 @@ class _Watcher:
 
 
 class Watches:
-    """The watch calls for the partitions of a catalog. Confined to the catalog's event loop.
+    """The watch calls for the partitions of a catalog. Use it only on the catalog's event loop.
 
     Args:
-        catalog: the catalog of partitions.
+        catalog: catalog of partitions.
         most: maximum number of watch calls.
-        stall_seconds: maximum time that a client may take to read an answer.
+        stall_seconds: maximum time that a client may take to read an update.
 
     Attributes:
-        calls: counts the watch calls.
-        end_connection: called with the peer of a client that does not read its answers while the server drains. gRPC
-            sends a call's status only after all answers, so the call would otherwise delay shutdown.
+        calls: counts watch calls.
+        end_connection: called with the peer of a client that does not read updates while the server drains. gRPC sends
+            the status of a call only after all messages, so the call would otherwise delay shutdown.
     """
 
     def __init__(self, catalog: Catalog, *, most: int, stall_seconds: float) -> None:
@@ -78,19 +78,21 @@ class Watches:
         self._waiting: set[asyncio.Future[None]] = set()
         self._round: asyncio.Task[None] | None = None
         self._round_at = 0.0
-        self._ends: set[asyncio.Timeout] = set()  # timeouts of the calls
-        self._shared: dict[tuple[Watched, int], pb.WatchResponse] = {}  # single-message answers of the last second
+        self._ends: set[asyncio.Timeout] = set()  # timeouts of all watch calls
+        self._shared: dict[
+            tuple[Watched, int], pb.WatchResponse
+        ] = {}  # single-message updates built in the last second
         self._is_draining = False
         self.end_connection: Callable[[str], Awaitable[None]] | None = None
 
     async def serve(self, request: pb.WatchRequest, context: Context) -> None:
-        """Serve a watch call until it reaches `_LONGEST_SECONDS`, its client disconnects, or the server drains.
+        """Serve a watch call until it reaches `_LONGEST_SECONDS`, the client disconnects, or the server drains.
 
         Raises:
             CompactedError: some changes since the client's revision are no longer stored.
-            InvalidArgumentError: the revision or the interval is invalid.
+            InvalidArgumentError: the revision or the progress interval is invalid.
             LimitExceededError: too many watch calls are open.
-            DeadlineError: the client does not read the answers.
+            DeadlineError: the client does not read the updates.
             UnavailableError: the server is draining.
         """
         progress_seconds = _PROGRESS_SECONDS
@@ -126,7 +128,7 @@ class Watches:
                 self._ends.discard(end)
 
     def drain(self) -> None:
-        """End all watch calls. Calls of clients that do not read end after a second, so they do not delay shutdown."""
+        """End all watch calls. If a client does not read, end its call after a second to avoid delaying shutdown."""
         self._is_draining = True
         if self._round is not None:
             self._round.cancel()
@@ -138,7 +140,7 @@ class Watches:
 
     async def _follow(self, watcher: _Watcher, progress_seconds: float) -> None:
         loop, is_due = asyncio.get_running_loop(), True
-        # Random, because calls that began together after a restart should not end together.
+        # The duration is random so that calls that began together after a restart do not end together.
         ends_at = loop.time() + _LONGEST_SECONDS * random.uniform(0.75, 1.0)  # noqa: S311
         while True:
             await self._send_changes(watcher, is_due=is_due)
@@ -148,7 +150,7 @@ class Watches:
             is_due = not await self._until_round(watcher, min(progress_seconds, left_seconds))
 
     async def _send_changes(self, watcher: _Watcher, *, is_due: bool) -> None:
-        """Send the changes since a watcher's revision. If there are no changes, send an empty answer if one is due."""
+        """Send the changes since a watcher's revision. If nothing has changed, send the revision only if `is_due`."""
         key = watcher.selection, watcher.revision
         shared = self._shared.get(key)
         if shared is not None and shared.revision.number >= self._history.forgotten_at:
@@ -178,7 +180,7 @@ class Watches:
             self._round = asyncio.get_running_loop().create_task(self._make_round())
 
     async def _make_round(self) -> None:
-        """Wake all waiting watch calls, which then look for changes."""
+        """Wake all waiting watch calls so that they look for changes."""
         loop, pace = asyncio.get_running_loop(), LoopYielder()
         try:
             interval = max(_LEAST_INTERVAL_SECONDS, self.calls.count / _ANSWERS_A_SECOND)
@@ -194,7 +196,7 @@ class Watches:
             self._on_change()
 
     async def _until_round(self, watcher: _Watcher, seconds: float) -> bool:
-        """Wait for the next round, which follows a change; return False if it does not begin within `seconds`."""
+        """Wait for the next round, which is started by a change. Return False if no round starts within `seconds`."""
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.add(waiting)
         if self._history.number > watcher.revision:
@@ -205,12 +207,12 @@ class Watches:
         finally:
             self._waiting.discard(waiting)
 
-    # Answers
+    # Updates
 
     def _messages(self, changes: Sequence[PartitionChanges], number: int) -> Iterator[pb.WatchResponse]:
-        """Yield an answer's messages.
+        """Yield the messages of an update.
 
-        Each message is built in one event-loop iteration. The last message contains the revision.
+        Each message is built in a single event-loop iteration. The last message contains the revision.
         """
         message, rows = pb.WatchResponse(), 0
         for changed in changes:
@@ -224,7 +226,7 @@ class Watches:
         yield message
 
     def _parts(self, changed: PartitionChanges) -> Iterator[tuple[pb.PartitionChange, int]]:
-        """Yield a partition's changes in parts, each with its size in rows. Stop if the partition is cleared."""
+        """Yield a partition's changes in parts, with each part's size in rows. Stop if the partition is cleared."""
         partition = changed.partition
         part, size = _part_of(changed), _PARTITION_ROWS
         if partition is None:
@@ -234,7 +236,7 @@ class Watches:
         if not self._history.is_there(partition):
             return
         part.summary.CopyFrom(to_message(pb.PartitionSummary, summary_of(partition)))
-        for task in filter(None, map(partition.tasks.get, changed.task_names)):  # None if a task was forgotten
+        for task in filter(None, map(partition.tasks.get, changed.task_names)):  # None if the task was forgotten
             part.tasks.append(to_message(pb.TaskStatus, status_of(self._catalog, partition, task)))
             size += _TASK_ROWS
         for list_name, samples, count in chain(_removed(changed), self._written(changed, partition)):
@@ -246,7 +248,7 @@ class Watches:
         yield part, size
 
     def _written(self, changed: PartitionChanges, partition: Partition) -> Iterator[tuple[_List, BatchMeta, int]]:
-        """Yield the metadata of written rows that still exist, in parts of limited size."""
+        """Yield the metadata of written rows that still exist, in parts of a limited size."""
         for left in changed.written():
             rows = left
             while rows.size and self._history.is_there(partition):
@@ -262,7 +264,7 @@ def _part_of(changed: PartitionChanges) -> pb.PartitionChange:
 
 
 def _removed(changed: PartitionChanges) -> Iterator[tuple[_List, pb.ClearedSamples, int]]:
-    """Yield the removed rows in parts, each with its row count."""
+    """Yield the removed rows in parts, with the row count of each part."""
     for indexes, keys in changed.removed:
         for start in range(0, len(indexes), ROWS_OF_A_PART):
             some = slice(start, start + ROWS_OF_A_PART)

@@ -1,1 +1,1 @@
-"""The live page: a small web server that reads a service as its client and shows the service's state in browsers."""
+"""The live page, a small web server that shows the state of a service in the browser. It is a client of the service."""

@@ -1,4 +1,4 @@
-"""The web server of the live page. It serves static assets and a stream of frames, only for allowed host names."""
+"""The web server of the live page. It serves static assets and a stream of frames, but only for allowed host names."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tq_service.observe.page.feed import Feed
 _MOST_STREAMS: Final = 100
 _GRACE_SECONDS: Final = 2
 
-# Security headers. Browsers load scripts and styles only from this server. The scripts write names as text, never as
-# markup, so a partition name cannot inject a script.
+# Security headers. Browsers may load scripts and styles only from this server. The scripts insert names as text, never
+# as markup, so a partition name cannot inject a script.
 _HEADERS: Final = {
     "Cache-Control": "no-cache",
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -41,11 +41,11 @@ _HEADERS: Final = {
 
 
 def make_app(feed: Feed, *, root_path: str = "", allowed_hosts: Iterable[str] = ()) -> ASGIApp:
-    """Return the ASGI application that serves the live page.
+    """Create the ASGI application that serves the live page.
 
     Args:
         feed: feed whose frames are streamed to browsers.
-        root_path: URL path under which a proxy serves the page, such as "/tq"; the proxy may strip it from requests.
+        root_path: URL path under which a proxy serves the page, such as "/tq". The proxy may strip it from requests.
         allowed_hosts: host names to accept in requests, in addition to localhost and all IP addresses.
 
     Raises:
@@ -98,8 +98,9 @@ def _checked_path(path: str) -> str:
 class _Guarded:
     """ASGI middleware that rejects requests for unknown host names, and adds security headers to responses.
 
-    With DNS rebinding, a page from another site could get the same origin as the live page and read it. The Host header
-    of such a request contains the other site's name. IP addresses are safe, since they are not resolved by DNS.
+    This prevents DNS rebinding, in which another site makes its name resolve to this server in order to read the page.
+    The Host header of a rebinding request contains the other site's name. IP addresses are safe, because they are not
+    resolved by DNS.
     """
 
     def __init__(self, app: ASGIApp, allowed_hosts: Iterable[str]) -> None:
@@ -144,7 +145,7 @@ def _is_ip_address(name: str) -> bool:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that ignores signals, and at shutdown closes the feed before it waits for connections."""
+    """A uvicorn server that ignores signals. At shutdown, it closes the feed before it waits for connections."""
 
     def __init__(self, config: uvicorn.Config, feed: Feed, on_started: Callable[[], None]) -> None:
         super().__init__(config)
@@ -164,10 +165,10 @@ class _Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on an address of this machine; with port 0, the system chooses a free port.
+    """Open a socket that listens on a local address. If the port is 0, the system chooses a free port.
 
     Raises:
-        InvalidArgumentError: the system refuses to listen on this address.
+        InvalidArgumentError: the process cannot listen on this address.
     """
     is_ipv6 = ":" in host
     try:
@@ -189,11 +190,11 @@ async def serve_page(
     """Run the feed and the web server of the live page until `stop` is set.
 
     Args:
-        feed: feed of the page's frames, which this function runs.
+        feed: feed of the page's frames. This function runs the feed.
         app: application returned by `make_app`.
-        bound: listening socket returned by `listen`; closed at the end.
-        stop: event that ends the server.
-        on_started: callback for when the page is reachable.
+        bound: listening socket returned by `listen`. Closed before this function returns.
+        stop: event that stops the server.
+        on_started: called when the page becomes reachable.
     """
     config = uvicorn.Config(
         app, lifespan="off", ws="none", access_log=False, log_config=None, server_header=False, proxy_headers=False,
@@ -205,7 +206,7 @@ async def serve_page(
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait([reading, serving, stopping], return_when=asyncio.FIRST_COMPLETED)
-    finally:  # end the streams before the feed, since they wait for its frames, even if the feed failed
+    finally:  # end the streams before the feed, because they wait for its frames
         server.should_exit = True
         await asyncio.wait([serving])
         reading.cancel()

@@ -1,7 +1,7 @@
-"""Reads the service's status for all browsers, with one status call and one JSON frame every 2 s.
+"""Reads the status of a service every 2 s, and sends it to all browsers as a JSON frame.
 
 Each frame contains the complete state, so browsers can connect at any time. JSON names are the attribute names of
-`tq_service.results`. `trends.py` computes rates, curves and durations of waits.
+`tq_service.results`. Rates, curves and wait durations are computed in `trends.py`.
 """
 
 from __future__ import annotations
@@ -25,23 +25,22 @@ _ANSWER_SECONDS: Final = 2.0
 
 
 class Feed:
-    """Reads a service's status periodically in `run`, and yields the newest state to each browser in `frames`.
+    """Reads the status of a service periodically, and yields the newest frame to each browser.
 
-        run: status, frame, status, frame, ...      frames: one iterator per browser, each with the newest frame only
-
-    Confined to one event loop.
+    `run` reads the status and creates a frame after each read. `frames` returns an iterator for each browser, which
+    yields only the newest frame. Use the feed from a single event loop.
 
     Args:
         client: client of the service.
-        prefix: only partitions whose names begin with this prefix are shown.
-        interval_seconds: time between two status calls.
+        prefix: shows only partitions whose names begin with this prefix.
+        interval_seconds: time between status calls.
     """
 
     def __init__(self, client: AsyncClient, *, prefix: str = "", interval_seconds: float = INTERVAL_SECONDS) -> None:
         self._client = client
         self._prefix = prefix
         self._interval_seconds = interval_seconds
-        self._run_id = secrets.token_hex(4)  # lets browsers detect a new run, whose event numbers start at 1 again
+        self._run_id = secrets.token_hex(4)  # lets browsers detect a new run, which numbers events from 1 again
         self._trends = Trends()
         self._status: ServiceStatus | None = None
         self._seen_at = 0.0
@@ -53,14 +52,14 @@ class Feed:
         self._closed = False
 
     async def run(self) -> None:
-        """Call `look` periodically until cancelled, even while the service does not respond."""
+        """Call `look` periodically until cancelled. Calls continue even if the service does not respond."""
         while True:
             began = time.monotonic()
             await self.look()
             await asyncio.sleep(max(0.0, began + self._interval_seconds - time.monotonic()))
 
     async def look(self) -> None:
-        """Read the service's status once and publish a frame with the status or the error."""
+        """Read the service's status once. Publish a frame with the status or the error."""
         began = time.monotonic()
         try:
             status = await self._client.status(prefix=self._prefix, explain=True, timeout=_ANSWER_SECONDS)
@@ -71,7 +70,7 @@ class Feed:
         self._publish()
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """Yield the newest frame as one line of JSON, then later frames; a slow reader skips frames."""
+        """Yield the newest frame as a line of JSON, and then each new frame. A slow reader skips frames."""
         seen = b""
         while not self._closed:
             if self._frame is seen:
@@ -134,17 +133,17 @@ def _span(seconds: float) -> str:
 
 
 MOST_PARTITIONS: Final = 200
-"""Maximum number of partitions in a frame. The most recently changed ones are shown; others are only counted."""
+"""Maximum number of partitions in a frame. The most recently changed partitions are shown. Others are only counted."""
 
 _MOST_WAITS: Final = 200
 _MOST_FIELDS: Final = 64
 _MOST_TASKS: Final = 64
-# Fields of a task that are emptied in frames; "balances" contains the batches and "steps" the step times.
+# Task fields that are empty in frames, because "balances" contains the batches and "steps" contains the step times.
 _LEFT_OUT: Final = {"recent_batches": (), "dead_lettered_indexes": (), "step_times": None}
 
 
 def as_json(document: dict[str, Any]) -> bytes:
-    """Encode a document as one line of JSON."""
+    """Encode a document as a line of JSON."""
     return json.dumps(document, separators=(",", ":"), allow_nan=False, default=_json_value).encode()
 
 
@@ -159,10 +158,10 @@ def _facts(result: Any) -> dict[str, Any]:
 
 
 def status_of(status: ServiceStatus, trends: Trends, now: float) -> dict[str, Any]:
-    """Return the service's state for a frame, as a document for `as_json`.
+    """Return the service's state as a JSON-serializable document, to be sent in a frame.
 
     Args:
-        status: the last status read from the service.
+        status: last status read from the service.
         trends: trends that already include `status`.
         now: current time in seconds, on the clock used for `Trends.see`.
     """
@@ -176,7 +175,7 @@ def status_of(status: ServiceStatus, trends: Trends, now: float) -> dict[str, An
         "service": {
             **_facts(status.service),
             "data_dir": "",
-        },  # a path on the server must not be shown to everyone who can open the page
+        },  # do not reveal a path on the server to everyone who can open the page
         "storages": [
             {**_facts(each), "successor": status.successor_of(each) if each.is_adopted else None}
             for each in status.storages

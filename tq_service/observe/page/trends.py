@@ -1,4 +1,4 @@
-"""Values that the live page derives from successive statuses: rates, curves, durations of waits, batches and events."""
+"""Computes rates, curves, wait durations, recent batches and events for the live page from successive statuses."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tq_service.results import PartitionDescription, PartitionSummary, Partition
 from tq_service.step_times import StepTimes
 
 POINT_COUNT: Final = 90
-"""Number of points in each curve of the entire service: three minutes at one point per 2 s."""
+"""Number of points in each curve of the entire service, which is three minutes at a point every 2 s."""
 
 ROW_POINT_COUNT: Final = 30
-"""Number of points in each curve of a partition or task: one minute at one point per 2 s."""
+"""Number of points in each curve of a partition or task, which is a minute at a point every 2 s."""
 
 _SIGNIFICANT_DIGITS: Final = 4
 _SMOOTHED_POINTS: Final = 5
@@ -31,13 +31,12 @@ def _row_curve() -> Curve:
 
 @dataclass(slots=True)
 class PartitionTrend:
-    """A partition's recent history.
+    """The recent history of a partition.
 
     Attributes:
-        changed_at: time at which any of the partition's counts last changed, in seconds on the clock used for
-            `Trends.see`.
+        changed_at: time of the last change of any count, in seconds on the clock used for `Trends.see`.
         seen: description of the partition in the last status.
-        present: curve of the number of samples that are not cleared.
+        present: curve of the number of samples that have not been cleared.
         inserted_per_second: curve of the sample insertion rate.
         delivered_per_second: curves of the sample delivery rate, by task.
     """
@@ -54,14 +53,14 @@ class PartitionTrend:
 
 
 class Trends:
-    """Derives curves, recent batches and wait times from a service's statuses.
+    """Computes curves, recent batches and wait times from successive statuses of a service.
 
-    A curve has one point per status call. The point is None if the service did not respond.
+    A curve has a point for each status call. The point is None if the service did not respond.
 
     Attributes:
         partitions: history of each partition in the last status, by partition name.
-        curves: curves of the entire service, by name: samples per second ("inserted", "delivered"), samples that are
-            not cleared ("present"), and bytes used in all storage services ("used").
+        curves: curves of the entire service, by name. "inserted" and "delivered" are in samples per second, "present"
+            is the number of samples that have not been cleared, and "used" is in bytes over all storage services.
         balances: recent batches with their partition names, oldest first, by partition group and task.
         steps: most recent step times of the ranks, by partition group and task.
     """
@@ -104,7 +103,7 @@ class Trends:
             trend.inserted_per_second.append(None if span is None else rounded(new_count / span))
             for task in partition.tasks:
                 trend.delivered_per_second[task.task_name].append(rounded(task.delivered_per_second))
-        # Computed from counts: the sum of the tasks' rates would drop whenever a partition is cleared.
+        # Computed from counts, because the sum of the tasks' rates would drop whenever a partition is cleared.
         self.curves["inserted"].append(None if span is None else rounded(inserted_count / span))
         self.curves["delivered"].append(None if span is None else rounded(delivered_count / span))
         self.curves["present"].append(sum(partition.summary.present_count for partition in status.partitions))
@@ -112,7 +111,7 @@ class Trends:
         self._follow_waits(status, now)
 
     def miss(self) -> None:
-        """Add a gap to all curves; call this if the service did not respond."""
+        """Add a gap to all curves. Call this method if the service did not respond."""
         for curve in self.curves.values():
             curve.append(None)
         for trend in self.partitions.values():
@@ -120,11 +119,11 @@ class Trends:
                 curve.append(None)
 
     def waits_since(self, wait: PartitionWait) -> float:
-        """Return a wait's start time: the time of the first status since which every status has shown the wait."""
+        """Return the start time of a wait, which is the time at which a status first contained the wait."""
         return self._waits_since[_wait_key(wait)]
 
     def _follow_waits(self, status: ServiceStatus, now: float) -> None:
-        """Record when each wait started. If the wait's task has progressed since the last status, the wait restarts."""
+        """Record when each wait started. A wait restarts if its task has progressed since the last status."""
         before, self._progress = (
             self._progress,
             {
@@ -140,7 +139,7 @@ class Trends:
             self._waits_since[key] = known[key] if stays else now
 
     def _follow_tasks(self, partition: PartitionDescription, before: PartitionDescription | None) -> int:
-        """Record new batches and step times of the tasks; return how many more samples they have consumed."""
+        """Record new batches and step times of a partition's tasks. Return the number of newly consumed samples."""
         name, new_count = partition.summary.partition_id, 0
         earlier = {} if before is None else {(task.task_name, task.epoch): task for task in before.tasks}
         for task in partition.tasks:
@@ -164,18 +163,18 @@ class Trends:
 
 
 def group_of(partition_id: str) -> str:
-    """Return a partition's name up to the first "@", which is the same for the partitions of all training steps."""
+    """Return a partition's group, which is its name up to the first "@". All steps of a training run share a group."""
     return partition_id.partition("@")[0]
 
 
 def recent_mean(curve: Iterable[float | None]) -> float | None:
-    """Return the mean of a curve's last few points, ignoring gaps, or None if all these points are gaps."""
+    """Return the mean of a curve's last few points. Gaps are ignored. If all points are gaps, return None."""
     points = [point for point in list(curve)[-_SMOOTHED_POINTS:] if point is not None]
     return rounded(sum(points) / len(points)) if points else None
 
 
 def rounded(value: float) -> float:
-    """Round a number to a few significant digits, which keeps frames small."""
+    """Round a number to a few significant digits to keep frames small."""
     return float(f"{value:.{_SIGNIFICANT_DIGITS}g}")
 
 
@@ -195,25 +194,25 @@ _EVENT_COUNT: Final = 100  # maximum number of partition events, and of service 
 class EventLog:
     """The most recent events in the service, in chronological order.
 
-    Events are numbered from 1. The kind of an event is "made", "sealed" or "cleared" for a partition; "away",
-    "refused", "back" or "restarted" for the service; "silent" or "heard" for a storage service. An event also contains
-    the name of its partition or storage service (empty for the service itself), and a text that the page shows after
-    the name.
+    Events are numbered from 1. Partition events have the kinds "made", "sealed" and "cleared". Service events have the
+    kinds "away", "refused", "back" and "restarted". Storage service events have the kinds "silent" and "heard". An
+    event also contains the name of its partition or storage service (empty for the service itself). The page shows the
+    name followed by the event's text.
     """
 
     def __init__(self) -> None:
-        # Two queues, so that events for many short-lived partitions do not displace service events.
+        # Use two queues so that events of many short-lived partitions do not displace service events.
         self._of_services: deque[tuple[float, dict[str, Any]]] = deque(maxlen=_EVENT_COUNT)
         self._of_partitions: deque[tuple[float, dict[str, Any]]] = deque(maxlen=_EVENT_COUNT)
         self._count = 0
 
     def shown(self, now: float) -> list[dict[str, Any]]:
-        """Return all recorded events as JSON objects, each with its age in seconds."""
+        """Return all recorded events as JSON objects that include the event's age in seconds."""
         events = sorted([*self._of_services, *self._of_partitions], key=lambda noted: noted[1]["number"])
         return [{**event, "seconds": round(now - at, 1)} for at, event in events]
 
     def note(self, at: float, kind: str, text: str, *, name: str = "") -> None:
-        """Record an event of the given kind; `name` is its partition or storage service."""
+        """Record an event. `name` is the name of its partition or storage service."""
         log = self._of_partitions if kind in {"made", "sealed", "cleared"} else self._of_services
         self._count += 1
         log.append((at, {"number": self._count, "kind": kind, "name": name, "text": text}))
@@ -223,7 +222,7 @@ class EventLog:
         if before.service.instance_id != status.service.instance_id:
             what = _counted(len(status.partitions), "partition")
             self.note(now, "restarted", f"the service was restarted with {what}")
-        # Adopted storages are skipped: a service whose puts were taken over may share its name with a live service.
+        # Skip adopted storages, because a lost service may have the name of a live service.
         silent = {storage.storage_id: storage.is_silent for storage in before.own_storages}
         for storage in status.own_storages:
             if storage.is_silent and not silent.get(storage.storage_id):

@@ -1,12 +1,13 @@
-"""Unary calls that a client sends together in one stream. Each call is handled as if it were sent separately.
+"""Streams of unary calls (CallMany). Each call in a stream is handled like a separate call.
 
-    stream is read -> one task per call, with all middleware -> answers are collected -> answers are written
+    read stream -> run each call in a task, with all middleware -> collect responses -> write responses
 
-A stream grants no extra permissions: `Services` uses the stream's metadata to find each call's handler, as it does for
-separate calls. The handler receives a context that reads one request and has a separate deadline. Sending calls
-together saves gRPC's overhead per call, which dominates the cost of small calls.
+A stream grants no extra permissions. `Services` uses the stream's metadata to find the handler of each call, as it does
+for separate calls. The handler receives a context with a single request and a separate deadline. Streams save gRPC's
+overhead per call, which dominates the cost of small calls.
 
-While a stream has too many open calls, no further calls are read from it. A call is open until its answer is written.
+A call is open until its response has been written. If a stream has too many open calls, the service stops reading
+calls from the stream.
 """
 
 from __future__ import annotations
@@ -33,32 +34,32 @@ from tq_service.wire.error_table import to_status
 from tq_service.wire.messages import read_seconds
 
 _MOST_UNWRITTEN_BYTES: Final = 1 << 20
-"""Maximum total bytes of unwritten answers per stream, and of one message unless it contains only one answer."""
+"""Maximum size of a stream's unwritten responses, and of a message that contains several responses, in bytes."""
 
-_MOST_STREAMS: Final = 256  # each may have an incomplete message in memory
-_MOST_STREAMS_OF_ONE: Final = 2  # a client with a new token opens a second stream while the first has open calls
+_MOST_STREAMS: Final = 256  # each stream may keep an incomplete message in memory
+_MOST_STREAMS_OF_ONE: Final = 2  # a client with a new token opens a second stream while the first stream has open calls
 _CALLS_A_TURN: Final = 16
 _LAST_WRITE_SECONDS: Final = 1.0
 _NAMES: Final = {method.short_name: method.name for method in METHODS.values() if method.is_batched}
 
 
 class _Details(NamedTuple):
-    """The details of a call that are known before its request is read; replaces gRPC's `HandlerCallDetails`."""
+    """Replacement for gRPC's `HandlerCallDetails`, with the details known before the request is read."""
 
     method: str
     invocation_metadata: Any
 
 
 class _Call:
-    """A call in a stream, which is also the context that its handler receives.
+    """A call in a stream. The call object is also the gRPC context passed to its handler.
 
-    A call ends once its answer has been written. A cancelled call ends without an answer.
+    A call ends once its response has been written. A cancelled call ends without a response.
 
     Attributes:
         call_id: id chosen by the client.
-        task: the task that runs the handler.
-        answer: the handler's serialized answer.
-        status: serialized status of a failed call; empty if the call has not failed.
+        task: task that runs the handler.
+        answer: serialized response of the handler.
+        status: serialized status of a failed call, or empty if the call has not failed.
         is_late: whether the call's deadline has passed.
         is_unwanted: whether the call was cancelled.
         is_begun: whether the task has started to run.
@@ -87,10 +88,10 @@ class _Call:
         self.answer = self.status = b""
         self.is_late = self.is_unwanted = self.is_begun = self.is_answered = False
 
-    # The methods of a gRPC context that handlers and middleware use
+    # Methods of a gRPC context, used by handlers and middleware
 
     async def read(self) -> Any:
-        """Return the request the first time, and EOF on later calls."""
+        """Return the request on the first call, and EOF afterwards."""
         request, self._request = self._request, None
         return grpc.aio.EOF if request is None else request
 
@@ -107,7 +108,7 @@ class _Call:
         return self._metadata
 
     def time_remaining(self) -> float | None:
-        """Return the number of seconds until the call's deadline, or None without a deadline."""
+        """Return the number of seconds until the call's deadline, or None if the call has no deadline."""
         if self._ends_at is None:
             return None
         return 0.0 if self.is_late else max(0.0, self._ends_at - time.monotonic())
@@ -117,15 +118,15 @@ class _Call:
         self._callbacks.append(callback)
 
     def cancelled(self) -> bool:
-        """Return whether the call was cancelled, in which case its answer is not written."""
+        """Return whether the call was cancelled. The response of a cancelled call is not written."""
         return self.is_unwanted
 
     def code(self) -> grpc.StatusCode | None:
-        """Return the status code of an aborted call, or None."""
+        """Return the status code of an aborted call, or None if the call was not aborted."""
         return self._code
 
     async def abort_with_status(self, status: grpc.Status) -> None:
-        """Fail the call with a status, by raising `AbortError`."""
+        """Abort the call with a status. Always raises `AbortError`."""
         self._code = status.code
         trailers: Any = status.trailing_metadata
         ((_, self.status),) = trailers
@@ -148,11 +149,11 @@ class _Call:
 
 
 class _Stream:
-    """A stream of calls, from its first message to its end.
+    """An open stream of calls.
 
     Args:
-        services: finds the calls' handlers.
-        context: context of the stream.
+        services: finds the handlers of calls.
+        context: gRPC context of the stream.
     """
 
     def __init__(self, services: Services, context: Context) -> None:
@@ -160,7 +161,7 @@ class _Stream:
         self._context = context
         self._metadata = context.invocation_metadata()
         self._open: dict[int, _Call] = {}
-        self._answered: list[_Call] = []  # open calls with an answer that has not been written
+        self._answered: list[_Call] = []  # open calls whose response has not been written yet
         self._unwritten_bytes = 0
         self._is_closing = self._is_stopped = False
         self._has_answers = asyncio.Event()
@@ -170,10 +171,10 @@ class _Stream:
         self._writing_since: float | None = None
 
     async def run(self, requests: Any) -> None:
-        """Handle the stream's calls until the stream ends.
+        """Handle calls until the stream ends.
 
         Raises:
-            InvalidArgumentError: a message in the stream is invalid.
+            InvalidArgumentError: the client sent an invalid message.
             UnavailableError: the service is draining.
         """
         reader = asyncio.ensure_future(self._read_all(requests))
@@ -193,8 +194,8 @@ class _Stream:
         finally:
             reader.cancel()
             self._is_over.cancel()
-            # gRPC loses a stream's status if a write that could have finished is cancelled. The answers in such a write
-            # may still arrive, so their claims must not be released.
+            # Give a write time to finish, because gRPC loses the stream's status if the write is cancelled. Responses
+            # that are being written may still arrive, so their claims must not be released.
             self._is_stopped = True
             self._has_answers.set()
             await asyncio.wait((writer,), timeout=_LAST_WRITE_SECONDS)
@@ -204,12 +205,12 @@ class _Stream:
             await asyncio.gather(reader, writer, self._is_over, return_exceptions=True)
 
     def close(self) -> None:
-        """End the stream after all open calls have been answered."""
+        """End the stream once all open calls have received a response."""
         if not self._is_over.done():
             self._is_over.set_result(None)
 
     def stall(self, most_seconds: float) -> DeadlineError | None:
-        """Return an error if the client has sent no calls, or read no answers, for `most_seconds` or longer."""
+        """Return an error if the client has neither sent calls nor read responses for `most_seconds`, else None."""
         since = self._writing_since
         if since is None and not self._open:
             since = self._idle_since
@@ -265,7 +266,7 @@ class _Stream:
             call.timer = loop.call_later(remaining, call.expire)
 
     async def _handle(self, call: _Call, handler: Handler) -> None:
-        """Run a call's handler, and queue the answer for writing."""
+        """Run a call's handler, and queue the response for writing."""
         made: Any = handler
         call.is_begun = True
         try:
@@ -288,7 +289,7 @@ class _Stream:
         self._has_answers.set()
 
     def _cancel(self, call: _Call) -> None:
-        """Cancel a call. If the call's task is running, the task then ends the call."""
+        """Cancel a call. If the call's task has started, the task ends the call later."""
         if call.is_unwanted:
             return
         call.is_unwanted = True
@@ -303,10 +304,10 @@ class _Stream:
             self._idle_since = time.monotonic()
         call.end()
         self._has_place.set()
-        self._has_answers.set()  # wakes the writer, which ends a closing stream after its last call
+        self._has_answers.set()  # wakes the writer, which returns after the last call of a closing stream
 
     async def _write_all(self) -> None:
-        """Write answers when they are ready, until the stream is closing and has no open calls."""
+        """Write responses as they become ready, until the stream is closing and has no open calls."""
         while not self._is_stopped and (self._open or not self._is_closing):
             await self._has_answers.wait()
             self._has_answers.clear()
@@ -314,7 +315,7 @@ class _Stream:
                 await self._write(self._taken())
 
     def _taken(self) -> list[_Call]:
-        """Remove and return the answered calls whose answers fit into the next message."""
+        """Remove and return the completed calls whose responses fit into the next message."""
         size = count = 0
         for call in self._answered:
             size += len(call.answer)
@@ -350,11 +351,11 @@ def _check_size(name: str, size: int, most: int) -> None:
 
 
 class Batches:
-    """A server's streams of calls. Confined to the server's event loop.
+    """The call streams of a server. Use it only on the server's event loop.
 
     Args:
-        services: finds the calls' handlers.
-        stall_seconds: maximum time for which a client may send no calls or read no answers.
+        services: finds the handlers of calls.
+        stall_seconds: time after which a stream is ended if its client neither sends calls nor reads responses.
     """
 
     def __init__(self, services: Services, stall_seconds: float) -> None:
@@ -365,7 +366,7 @@ class Batches:
         self._running = EndableCalls()
 
     async def run(self, requests: Any, context: Context) -> None:
-        """Handle a stream's calls until the stream ends.
+        """Handle the calls in a stream until the stream ends.
 
         Raises:
             LimitExceededError: too many streams are open.
@@ -380,7 +381,7 @@ class Batches:
                 self._streams.discard(stream)
 
     def end_stalled(self) -> None:
-        """End stalled streams. Must be called about every second."""
+        """End stalled streams. Call this method about every second."""
 
         def error_of(stream: _Stream) -> TqError | None:
             return stream.stall(self._stall_seconds)
@@ -388,6 +389,6 @@ class Batches:
         self._running.end(error_of)
 
     def drain(self) -> None:
-        """Let each stream end after all its open calls have been answered."""
+        """End each stream once all its open calls have received a response."""
         for stream in self._streams:
             stream.close()

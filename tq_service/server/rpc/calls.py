@@ -1,8 +1,8 @@
-"""The handlers that gRPC calls, and the middleware around them: metrics, errors, access control, durable answers.
+"""gRPC handlers and their middleware, which adds metrics, error handling, access control and durable responses.
 
-    ObservedCalls -> RunningCalls -> AccessControl -> DurableAnswers -> the handler of the method
+    ObservedCalls -> RunningCalls -> AccessControl -> DurableAnswers -> handler of the method
 
-Each stage is a `Middleware`. The middleware for spans is in traces.py, because it needs an extra.
+Each stage is a `Middleware`. The tracing middleware is in traces.py, because it requires an extra.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _grpc_log = logging.getLogger("grpc._cython.cygrpc")
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-# Names of the status codes, as in Go's gRPC; the index is the code's number.
+# Names of the status codes in gRPC for Go, indexed by code number.
 CODES: Final = (
     "OK", "Canceled", "Unknown", "InvalidArgument", "DeadlineExceeded", "NotFound", "AlreadyExists", "PermissionDenied",
     "ResourceExhausted", "FailedPrecondition", "Aborted", "OutOfRange", "Unimplemented", "Internal", "Unavailable",
@@ -85,16 +85,16 @@ _RETRY_SECONDS: Final = 1.0
 
 
 class Services(grpc.GenericRpcHandler):
-    """The gRPC services of a server, wrapped in middleware. Generated code adds services to it as it would to a server.
+    """The gRPC services of a server, wrapped in middleware. Pass it to generated code in place of the server.
 
-    Each handler is wrapped once per method and caller. A grpc.aio interceptor would instead add two coroutines to every
-    call, and would not see the requests.
+    Each handler is wrapped once per method and caller. A grpc.aio interceptor would add two coroutines to every call
+    and could not see the requests.
 
     Args:
-        server: the server that receives the calls.
-        middleware: middleware for each call, outermost first. The first whose `admit` returns a caller determines the
-            caller.
-        methods: descriptions of methods by full name; for any other method, the defaults of `Method` apply.
+        server: server that receives the calls.
+        middleware: middleware for each call, outermost first. The caller is determined by the first middleware whose
+            `admit` returns a caller.
+        methods: descriptions of methods by full name. Methods that are not listed use the defaults of `Method`.
 
     Attributes:
         inbox: reads the requests, and limits their size and number.
@@ -116,14 +116,14 @@ class Services(grpc.GenericRpcHandler):
         server.add_generic_rpc_handlers((self,))
 
     def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
-        """Add services; generated code calls this."""
+        """Add services. Called by generated code."""
         self._services += handlers
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: object) -> None:
-        """Do nothing: generated code calls this for methods that it also adds with `add_generic_rpc_handlers`."""
+        """Do nothing. Generated code also adds these methods with `add_generic_rpc_handlers`."""
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
-        """Return a call's handler, or None for an unknown method. gRPC calls this for each call."""
+        """Return the handler for a call, or None if the method is unknown. Called by gRPC for each call."""
         name = handler_call_details.method
         if name not in self._found:
             found = (service.service(handler_call_details) for service in self._services)
@@ -143,15 +143,15 @@ class Services(grpc.GenericRpcHandler):
             caller = self._anyone
         if name in caller.handlers:
             return caller.handlers[name]
-        # A refused call passes only through the middleware that refused it and the middleware outside it.
+        # A refused call passes only through the middleware that refused it and through the outer middleware.
         end = len(self._middleware) if caller.refusal is None else self._middleware.index(decisive) + 1
         handler = caller.handlers[name] = self._wrapped(inner, method, caller, self._middleware[:end])
         return handler
 
     def _wrapped(self, inner: Handler, method: Method, caller: Caller, middleware: Sequence[Middleware]) -> Handler:
-        """Wrap a handler in middleware. For a refused caller, the handler fails without reading requests.
+        """Wrap a handler in middleware. If the caller is refused, the handler fails without reading requests.
 
-        Every method is registered with a request stream, which lets the inbox decide when to read.
+        All methods are registered as streaming requests, so the inbox can decide when to read.
         """
         refusal = caller.refusal
         if refusal is None:
@@ -164,7 +164,7 @@ class Services(grpc.GenericRpcHandler):
         for each in reversed(middleware):
             behavior = each.wrap(method, caller, behavior)
         if refusal is not None:
-            # Registered as a method with a single answer, although the handler always raises an error.
+            # Registered as a method with a single response, although the handler always raises an error.
             return grpc.stream_unary_rpc_method_handler(behavior)
         behavior = self.inbox.reads(method, behavior, inner.request_deserializer)
         make = grpc.stream_stream_rpc_method_handler
@@ -182,7 +182,7 @@ def _refusing(refusal: Refusal) -> Behavior:
 
 
 def _as_coroutine(behavior: Callable[..., Any]) -> Behavior:
-    """Convert a handler to a coroutine function. The answers of an async generator are written to the context."""
+    """Convert a handler to a coroutine function. Responses yielded by an async generator are written to the context."""
     if not inspect.isasyncgenfunction(behavior):
         return behavior
 
@@ -195,20 +195,20 @@ def _as_coroutine(behavior: Callable[..., Any]) -> Behavior:
 
 
 class ObservedCalls(Middleware):
-    """Logs calls at debug level and measures them for metrics. As the outermost middleware, it sees each call's status.
+    """Logs calls at debug level and updates call metrics. As the outermost middleware, it sees each call's status.
 
-    The metrics have the names used by go-grpc-middleware. The time that calls spend waiting is measured separately,
-    because long polls would otherwise dominate the handling time.
+    Metrics are named as in go-grpc-middleware. Waiting time is measured separately, because long polls would otherwise
+    dominate the handling time.
 
     Args:
-        instruments: the metrics to update; None if metrics are off.
+        instruments: metrics to update. None if metrics are off.
     """
 
     def __init__(self, instruments: Instruments | None = None) -> None:
         self._calls = None if instruments is None else instruments.calls
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Wrap a handler to observe a method's calls. If debug logs and metrics are off, return the handler itself."""
+        """Wrap a handler to observe its calls. If debug logs and metrics are off, return the handler unchanged."""
         logs, counts = _log.isEnabledFor(logging.DEBUG), None
         if self._calls is not None:
             counts = self._calls.get(method.name)
@@ -222,7 +222,7 @@ class ObservedCalls(Middleware):
             if counts is not None:
                 counts.started += 1
                 if method.waits:
-                    wait_clock.set(clock)  # affects only this call, since gRPC runs each call in a separate task
+                    wait_clock.set(clock)  # affects only this call, because gRPC runs each call in a separate task
             began_at, code = time.perf_counter(), 0
             try:
                 return await behavior(request, context)
@@ -250,13 +250,13 @@ def _counts_of(method: Method) -> MethodCounts:
 
 
 def code_of(error: BaseException, context: Context) -> int:
-    """Return the number of the status code that a failed call's client receives if it is still connected."""
+    """Return the number of the status code for a failed call, as received by a client that is still connected."""
     if isinstance(error, asyncio.CancelledError):
         remaining = context.time_remaining()
         late = remaining is not None and remaining <= 0
         return CODES.index("DeadlineExceeded" if late else "Canceled")
     is_aborted = isinstance(error, grpc.aio.AbortError)
-    if isinstance(error, grpc.aio.BaseError) and not is_aborted:  # an answer could not be sent, or the server stopped
+    if isinstance(error, grpc.aio.BaseError) and not is_aborted:  # a response could not be sent, or the server stopped
         return CODES.index("Canceled")
     code: Any = context.code() if is_aborted else None
     if code is None:
@@ -284,7 +284,7 @@ def _log_end(method: Method, caller: Caller, request: Any, context: Context, *, 
 
 
 def _request_id(message: Any) -> bytes | None:
-    """Return the id shared by all attempts of a call: its request_id, its commit's request_id, or its put_id."""
+    """Return the id that a call shares with its retries: its request_id, its commit's request_id, or its put_id."""
     header = getattr(message, "header", message)
     for part in (message, getattr(message, "commit", None), header, getattr(header, "commit", None)):
         if request_id := getattr(part, "request_id", b""):
@@ -293,21 +293,21 @@ def _request_id(message: Any) -> bytes | None:
 
 
 class RunningCalls(Middleware):
-    """Counts running calls, and ends failed calls with a `google.rpc.Status`.
+    """Counts and limits running calls, and ends failed calls with a `google.rpc.Status`.
 
-    Calls beyond the limit are rejected before their requests are read. Health probes do not count towards the limit:
-    they need no token, so they must not displace other calls. Calls between services do not count either, because a
-    service whose heartbeats are rejected would be considered lost.
+    Calls beyond the limit are rejected before their requests are read. Health probes are exempt from the limit, because
+    callers without a token can send them and must not displace other calls. Calls between services are also exempt,
+    because a service whose heartbeats are rejected would be considered lost.
 
-    If a call fails with a `TqError`, the client receives the error's message. Any other exception is a bug: the log
-    contains its traceback, and the client receives INTERNAL without the exception's message.
+    If a call fails with a `TqError`, the client receives the error's message. Any other exception is a bug, so its
+    traceback is logged and the client receives INTERNAL without the exception's message.
 
     Args:
         most: maximum number of running calls.
 
     Attributes:
         count: number of running calls.
-        rejected: number of calls rejected since the last report, by the name of the limit or quota.
+        rejected: number of calls rejected since the last report, by name of the limit or quota.
     """
 
     def __init__(self, most: int = sys.maxsize) -> None:
@@ -318,12 +318,12 @@ class RunningCalls(Middleware):
         _grpc_log.addFilter(_UNTAKEN_ANSWERS)  # no effect if another service in this process has added it
 
     def admit(self, method: Method, details: grpc.HandlerCallDetails) -> Caller | None:
-        """Refuse the call if too many calls are running; otherwise return None."""
+        """Return a refused caller if too many calls are running. Otherwise, return None."""
         is_one_too_many = self.count >= self._most and not (method.is_open or method.is_internal)
         return self._one_too_many if is_one_too_many else None
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Wrap a handler to count a method's running calls and to end failed calls with their errors' status."""
+        """Wrap a handler to count running calls, and to end failed calls with a status that describes the error."""
         weight = 0 if method.is_open or method.is_internal or caller is self._one_too_many else 1
         reads_one = caller.refusal is None and not method.has_request_stream
 
@@ -337,7 +337,7 @@ class RunningCalls(Middleware):
                 failure = error
             finally:
                 self.count -= weight
-            # Outside the `except` block, so that an exception raised here does not refer to the failure; see `_end`.
+            # Outside the `except` block, so an exception raised here does not keep a reference to the failure.
             if isinstance(failure, ResourceExhaustedError):
                 self.rejected[failure.metadata.get("limit_name", failure.reason)] += 1
             return await _end(context, failure, method, getattr(request, "first", None))
@@ -345,14 +345,14 @@ class RunningCalls(Middleware):
         return call
 
     def report(self) -> None:
-        """Log the number of calls rejected since the last report, by limit or quota."""
+        """Log the number of calls rejected since the last report, for each limit or quota."""
         if self.rejected:
             _log.warning(LogMessage("rejected calls beyond a limit or quota", **dict(self.rejected.most_common())))
             self.rejected.clear()
 
 
 async def _end(context: Context, error: Exception, method: Method, message: Any) -> None:
-    """End a call with its error's status. If the error is a bug, the status contains the request_id to retry with."""
+    """End a call with the status for its error. If the error is a bug, the status includes the call's request_id."""
     failed = error
     if not isinstance(error, TqError):
         request_id = _request_id(message)
@@ -361,18 +361,18 @@ async def _end(context: Context, error: Exception, method: Method, message: Any)
         error = InternalError(
             "the call failed with an internal error; see the service's log for details", metadata=facts
         )
-    # The traceback's frames refer to the request's bytes, and gRPC keeps the call's state until a garbage collection.
+    # gRPC keeps the call's state until a garbage collection, and the traceback's frames refer to the request's bytes.
     traceback.clear_frames(failed.__traceback__)
     del failed
     await context.abort_with_status(rpc_status.to_status(to_status(error, method=method.name)))
 
 
 class _UntakenAnswers(logging.Filter):
-    """Replaces the error and traceback that gRPC logs for an undelivered answer with one line at level INFO.
+    """A log filter that turns gRPC's error and traceback for an undelivered response into a single INFO line.
 
-    gRPC does not log why an answer could not be delivered. The client may have disconnected or cancelled the call while
-    the answer was in transit. It may also have rejected the answer as too large, in which case its call fails with
-    RESOURCE_EXHAUSTED.
+    gRPC does not log why a response could not be delivered. The client may have disconnected or cancelled the call
+    while the response was in transit. The client may also have rejected the response as too large, in which case its
+    call fails with RESOURCE_EXHAUSTED.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -394,19 +394,19 @@ _UNTAKEN_ANSWERS = _UntakenAnswers()
 
 
 class DurableAnswers(Middleware):
-    """Delays answers and errors until the state is durable, so clients never see a change that a crash could undo.
+    """Delays responses and errors until the state is durable, so clients never see a change that a crash could undo.
 
     While the state cannot be persisted, calls are refused before they run. While disk space is low, calls that store
-    data are also refused, because the remaining space is reserved for calls that free space.
+    data are refused, because the remaining space is reserved for calls that free space.
 
-    In a cluster, the middleware also refuses calls to a standby, and withholds the answers of a leader that another
-    controller may have superseded. A process that was paused for longer than its lease therefore sends no answers from
-    outdated state. `end_calls` ends calls that are waiting for samples or for etcd; their clients must retry at the
-    leader. Confined to one event loop.
+    In a cluster, the middleware also refuses calls to a standby. It withholds the responses of a leader that may have
+    been superseded. A process that was paused for longer than its lease therefore never responds with outdated state.
+    `end_calls` ends calls that are waiting for samples or for etcd, so that their clients retry at the leader. Use it
+    from a single event loop.
 
     Args:
-        state: the state that must be durable before an answer is sent; None if nothing is persisted.
-        member: this controller as a member of its cluster; None if it is the only controller.
+        state: state that must be durable before a response is sent. None if no state is persisted.
+        member: this controller's cluster membership. None if it is the only controller.
     """
 
     def __init__(self, state: StateStore | None, member: ClusterMember | None = None) -> None:
@@ -415,13 +415,13 @@ class DurableAnswers(Middleware):
         self._running = EndableCalls()
 
     def end_calls(self) -> None:
-        """End running calls with `NotLeaderError`. Their changes may still take effect, as after a lost answer."""
+        """End running calls with `NotLeaderError`. Changes made by these calls may still take effect."""
         self._running.end(lambda _owner: self._refusal())
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Wrap a handler to delay its answers until they are durable.
+        """Wrap a handler to delay its responses until the state is durable.
 
-        If no check is needed, return the handler itself.
+        If the method needs neither a delay nor a leader check, return the handler unchanged.
         """
         state, member = self._state, self._member
         if state is None or (method.is_answer_durable and (method.is_open or member is None)):
@@ -452,7 +452,7 @@ class DurableAnswers(Middleware):
                 answer = await behavior(request, context)
             except asyncio.CancelledError:
                 raise
-            except Exception:  # the error may reveal a change that is not durable, such as a new key
+            except Exception:  # the error may reveal a change that is not durable yet, such as a new key
                 await durable()
                 raise
             return await durable(answer)
@@ -467,7 +467,7 @@ class DurableAnswers(Middleware):
         return leads and (self._state is None or not self._state.is_failing)
 
     def epoch(self) -> int:
-        """Return the epoch of the cluster's leader; 0 without a cluster or a known leader."""
+        """Return the epoch of the cluster's leader, or 0 if there is no cluster or no known leader."""
         return 0 if self._member is None else self._member.epoch
 
     def _refusal(self) -> NotLeaderError:
@@ -480,7 +480,7 @@ class DurableAnswers(Middleware):
 
 
 class _DurableContext:
-    """The context of a call, whose `write` waits until an answer is durable."""
+    """A call context whose `write` waits until the state is durable."""
 
     def __init__(self, context: Context, durable: Callable[[Any], Awaitable[Any]]) -> None:
         self._context = context
@@ -490,13 +490,13 @@ class _DurableContext:
         return getattr(self._context, name)
 
     async def write(self, answer: Any) -> None:
-        """Wait until an answer is durable, then send it."""
+        """Send a response once the state is durable."""
         await self._context.write(await self._durable(answer))
 
 
 _SCRAPE: Final = Method(name="GET /metrics", roles=frozenset({"read"}), concerns_all=True)
 _NO_TOKEN: Final = "this service requires a bearer token, but the call has none; send it as authorization metadata"  # noqa: S105
-# Unknown and expired tokens get the same message: whoever finds a token must not learn whether it was ever valid.
+# Unknown and expired tokens get the same message, so a stranger cannot learn whether a token was ever valid.
 _BAD_TOKEN: Final = "the call's token is invalid: it is unknown here or has expired; request a new token"  # noqa: S105
 _NO_PROOF: Final = (
     "this call is reserved for the services of a deployment, but lacks proof of their internal secret; clients must "
@@ -508,28 +508,28 @@ _WRONG_PROOF: Final = (
 )
 _AGENT: Final = re.compile(r"tq-service/(\S+) \(protocol (\d+)\)")
 _SERVICE: Final = make_token(name="internal-secret", sha256="0" * 64, roles=["service"], prefixes=[ALL_PARTITIONS])
-"""Represents a valid internal secret, which grants the permissions of a token with role service."""
+"""Token used for callers that present the internal secret. It has the role `service`."""
 
 
 class AccessControl(Middleware):
     """Identifies the caller of each call, and refuses calls that the caller is not allowed to make.
 
-    A call without a valid token is refused before its request is read; so is a call to an internal method without the
-    internal secret. If a token lacks the required role, or does not cover a partition named in the request, the call is
-    refused after its request has been read.
+    A call without a valid token is refused before its request is read. A call to an internal method is also refused at
+    this point if it lacks the internal secret. If the token lacks a required role or does not cover a partition in the
+    request, the call is refused after its request has been read.
 
     Args:
-        audit: the log of refused calls and administrative calls.
-        tokens: the valid tokens; None if everyone may call all methods except internal ones.
-        secret: the secret shared by the services of this deployment; None if only tokens identify services.
+        audit: log of refused calls and administrative calls.
+        tokens: valid tokens. None if everyone may call all methods except internal methods.
+        secret: secret shared by the services of this deployment. None if services are identified only by tokens.
         stall_seconds: maximum time to wait for a stream's first message, which determines whether the call is allowed.
 
     Attributes:
         partition_of: returns the partition of a complete put in this process's storage service, or None for an unknown
-            put. None if this process does not run a storage service.
-        admitted_at: time of the first admitted call on each connection, by peer, on the clock `time.monotonic`. If
-            tokens are required, health probes do not count, since they need no token. `Connections` removes the entries
-            of closed connections.
+            put. The attribute is None if this process does not run a storage service.
+        admitted_at: time of the first admitted call on each connection, by peer, as returned by `time.monotonic`. If
+            tokens are required, health probes are ignored, because they need no token. `Connections` removes the
+            entries of closed connections.
     """
 
     def __init__(
@@ -557,7 +557,7 @@ class AccessControl(Middleware):
         self.partition_of: Callable[[bytes], str | None] | None = None
 
     def end_revoked(self) -> None:
-        """End waiting and streaming calls whose token has expired, or was removed or changed in the tokens file."""
+        """End waiting and streaming calls whose token has expired or has been removed or changed."""
         if self._tokens is None:
             return
         known = self._tokens.tokens
@@ -569,7 +569,7 @@ class AccessControl(Middleware):
         self._lasting.end(error_of)
 
     def admit(self, method: Method, details: grpc.HandlerCallDetails) -> Caller:
-        """Identify the caller from a call's metadata. The result may be a refused caller."""
+        """Identify the caller from the call's metadata. Return a refused caller if the call is not allowed."""
         if method.is_open:
             return self._anyone
         metadata = dict(details.invocation_metadata or ())
@@ -602,9 +602,9 @@ class AccessControl(Middleware):
         return caller
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Wrap a handler to check whether a caller may call a method.
+        """Wrap a handler to check whether the caller may call the method.
 
-        If the decision depends on the request, the wrapper first reads the request, or the first message of a stream.
+        If the check depends on the request, the wrapper first reads the request or the stream's first message.
         """
         token, refusal = caller.token, caller.refusal
         is_known = refusal is None
@@ -613,9 +613,9 @@ class AccessControl(Middleware):
         restricted = None if token is None or ALL_PARTITIONS in token.prefixes else token
         if restricted is not None:
             behavior = _showing_its_own(restricted, behavior)
-        # Without tokens, only calls that concern all partitions are audited, since clearing one partition is routine.
+        # Without tokens, audit only calls that concern all partitions, because clearing a single partition is routine.
         is_noted = method.is_audited and (token is not None or method.concerns_all)
-        # If the caller has a token, the wrapper waits for a stream's first message, and ends the call if none arrives.
+        # If the caller has a token, wait for the stream's first message, and end the call if none arrives.
         begins = token is not None and method.has_request_stream
         looks_at_request = is_known and (refusal is not None or restricted is not None or is_noted or begins)
         marks_peer = not (method.is_open and self._tokens is not None)
@@ -639,7 +639,7 @@ class AccessControl(Middleware):
                 self._note("allowed", method, caller, context, named=named)
             if marks_peer and (peer := context.peer()) not in self.admitted_at:
                 self.admitted_at[peer] = time.monotonic()
-            if caller.name:  # affects only this call, since gRPC runs each call in a separate task
+            if caller.name:  # affects only this call, because gRPC runs each call in a separate task
                 token_name.set(caller.name)
             return await behavior(request, context)
 
@@ -649,7 +649,7 @@ class AccessControl(Middleware):
         return lambda request, context: self._lasting.run(call(request, context), token)
 
     def refused_scrape(self, loop: asyncio.AbstractEventLoop, authorization: str, peer: str) -> str | None:
-        """Return the reason for refusing a metrics scrape with this header, or None to allow it. Thread-safe."""
+        """Return why a metrics scrape with this authorization header is refused, or None to allow it. Thread-safe."""
         if self._tokens is None:
             return None
         token, refusal = None, self._no_token.refusal
@@ -665,11 +665,11 @@ class AccessControl(Middleware):
         return f"{refusal.reason}; a scrape requires a token with role read for all partitions"
 
     def _named_by(self, method: Method, request: Any) -> list[str]:
-        """Return the partitions named in a request, and the partitions of the puts named in it."""
+        """Return the partitions that a request refers to, either by name or through its puts."""
         named = list(method.partitions(request))
         if method.put_ids is not None and self.partition_of is not None:
             found = map(self.partition_of, method.put_ids(request))
-            # A call that names an unknown put fails anyway, so its permission need not be checked.
+            # A call that refers to an unknown put fails anyway, so it needs no permission check.
             named += [partition_id for partition_id in found if partition_id is not None]
         return named
 
@@ -698,13 +698,13 @@ class AccessControl(Middleware):
 
 
 def _showing_its_own(token: Token, behavior: Behavior) -> Behavior:
-    """Wrap a handler to hide partitions that a token does not cover from lists and error messages."""
+    """Wrap a handler so that lists and error messages omit partitions that the token does not cover."""
 
     async def call(request: Any, context: Context) -> Any:
         shown_partitions.set(token.covers)
         try:
             return await behavior(request, context)
-        except PartitionNotFoundError as error:  # its text suggests similar partition names
+        except PartitionNotFoundError as error:  # the original message suggests similar partition names
             raise PartitionNotFoundError(
                 "the partition does not exist; ListPartitions lists the partitions for which this token is valid",
                 metadata=error.metadata,
@@ -722,9 +722,9 @@ def _stranger(message: str, reason: str, name: str = "") -> Caller:
 
 
 def _other_protocol(agent: str) -> Caller | None:
-    """Return a refused caller if the user agent states another protocol version, or None otherwise.
+    """Return a refused caller if the user agent contains a different protocol version. Otherwise, return None.
 
-    Clients in other languages do not state a protocol version.
+    Clients in other languages do not send a protocol version.
     """
     if (match := _AGENT.match(agent)) is None or int(match[2]) == PROTOCOL:
         return None
@@ -742,7 +742,7 @@ def _other_protocol(agent: str) -> Caller | None:
 
 
 def _lack(method: Method, token: Token) -> Refusal | None:
-    """Return a refusal if a token does not allow any call to a method; otherwise return None."""
+    """Return a refusal if the token does not permit any call to the method. Otherwise, return None."""
     if not method.roles:
         return _denied(
             "no rule for the method", f"{method.short_name} has no access rule in its proto, so all calls are refused"
@@ -788,6 +788,6 @@ def _text(value: str | bytes | None) -> str:
 
 
 def _bearer(authorization: str) -> str | None:
-    """Return the bearer token from an authorization header, or None."""
+    """Return the bearer token in an authorization header, or None if the header has another scheme."""
     scheme, _, secret = authorization.partition(" ")
     return secret.strip() if scheme.lower() == TOKEN_SCHEME.strip().lower() else None

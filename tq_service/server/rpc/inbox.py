@@ -1,8 +1,8 @@
-"""Limits on requests: their size, the number read at once, the number of waiting calls, and the pace of streams.
+"""Limits on request size, concurrent reads, waiting calls, and the transfer rate of streams.
 
-gRPC receives each message completely into memory that does not count towards any quota. Until the service starts to
-read a message, its client can send at most the stream's window (`wire/connection.py`). Limiting the number of
-concurrent reads therefore limits the bytes in flight, since each read is one message of at most `max_message_bytes`.
+gRPC reads each message completely into memory that does not count towards any quota. Before the service starts to read
+a message, the client can send at most the stream's window (`wire/connection.py`). Each read returns a single message of
+at most `max_message_bytes`, so limiting the number of concurrent reads also limits the bytes in flight.
 """
 
 from __future__ import annotations
@@ -27,29 +27,32 @@ from tq_service.wire.connection import MAX_REQUEST_BYTES, PART_BYTES
 Part = TypeVar("Part")
 
 LEAST_PROGRESS_BYTES: Final = 64 * 1024
-"""Number of bytes that a stream must transfer within `stall_seconds`; fewer bytes count as no progress."""
+"""Minimum number of bytes that a stream must transfer within `stall_seconds` to avoid being ended as stalled."""
 
 GRACE_SECONDS: Final = 10.0
-"""Waiting time per stream that is ignored when the stream's rate is compared with the minimum rate."""
+"""Waiting time, per stream, that is not counted when the stream's transfer rate is compared with the minimum."""
 
 RETRY_AFTER_SECONDS: Final = 1.0
 MAX_OPEN_REQUEST_BYTES: Final = 4096
-"""Maximum size in bytes of requests to methods that need no token; these requests only name a service."""
+"""Maximum request size, in bytes, for methods that need no token. These requests contain only a service name."""
 
 MAX_WAITING_BYTES: Final = 32 << 20
-"""Maximum total size in bytes of the requests of running calls that may wait for samples or capacity."""
+"""Maximum total request size, in bytes, of running calls that may wait for samples or capacity."""
 
-_DECODED_AT_ONCE: Final = 512 << 10  # bytes; a few milliseconds of work if they are varints
+_DECODED_AT_ONCE: Final = 512 << 10  # bytes, which take a few milliseconds to decode if they are varints
 _EOF: Final = grpc.aio.EOF
 _ROUNDED_SHARE: Final = 0.035
-"""gRPC rounds timeouts up when it sends them, or reuses a recent timeout up to 3.3 % longer (both measured)."""
+"""Safety margin for timeouts: gRPC may send a timeout that is up to 3.3 % longer than requested (measured)."""
 
 needs_no_turn: Final[ContextVar[bool]] = ContextVar("needs_no_turn", default=False)
-"""Whether the current call reads without a `Turn`, because its next message may arrive late, as in CallMany."""
+"""Whether the current call reads without a `Turn`. Used for streams such as CallMany that may be idle for long."""
 
 
 def wait_until(context: Context) -> float | None:
-    """Return the `time.monotonic` value until which a call may wait and still be refused in time; None for no limit."""
+    """Return the `time.monotonic` time until which a call may wait, or None if the call has no deadline.
+
+    The time is early enough to send an error before the deadline.
+    """
     remaining = context.time_remaining()
     if remaining is None:
         return None
@@ -57,7 +60,7 @@ def wait_until(context: Context) -> float | None:
 
 
 def too_many_calls(limit_name: str, got: int, limit: int, whose: str = "") -> LimitExceededError:
-    """Return the error for a call that exceeds a limit on concurrent calls."""
+    """Create the error for a call that exceeds a limit on concurrent calls."""
     return _beyond(
         limit_name,
         got,
@@ -76,14 +79,14 @@ def _beyond(limit_name: str, got: int, limit: int, message: str) -> LimitExceede
 
 
 class WaitingCalls:
-    """Counts waiting calls, such as calls that wait for samples or capacity, and rejects calls beyond a limit.
+    """Counts calls that wait, for example for samples or capacity, and rejects calls beyond a limit.
 
-    Each connection counts as one client.
+    Each connection counts as a separate client.
 
     Args:
         most: maximum number of waiting calls.
         most_of_one: maximum number of waiting calls per client.
-        limit_name: name of the limit on all calls in error messages; the limit per client adds "_per_client".
+        limit_name: name of the total limit in error messages. The limit per client has the suffix "_per_client".
 
     Attributes:
         count: number of waiting calls.
@@ -103,7 +106,7 @@ class WaitingCalls:
         """Count a call as waiting during the `with` block.
 
         Raises:
-            LimitExceededError: the limit on waiting calls is reached, in total or for this client.
+            LimitExceededError: the total limit or this client's limit on waiting calls has been reached.
         """
         counts, client = self._by_client, context.peer()
         if counts[client] >= self._most_of_one:
@@ -123,13 +126,13 @@ class WaitingCalls:
 
 
 class Turn:
-    """Permission to make one read, or a series of related reads, from a connection; granted by a `Lane`.
+    """Permission to perform a read, or several related reads, on a connection. Turns are granted by a `Lane`.
 
     Attributes:
-        connection: gRPC's name for the peer of the connection.
-        due_at: time on the event loop's clock after which the running step counts as slow.
-        is_aside: whether the turn was moved aside: it was slow while other reads waited, and no longer counts as a
-            concurrent read.
+        connection: gRPC's name for the connection's peer.
+        due_at: time after which the running step is considered slow, on the event loop's clock.
+        is_aside: whether the turn has been moved aside because it was slow while other reads waited. A turn aside does
+            not count as a concurrent read.
     """
 
     __slots__ = ("_is_ended", "_lane", "_task", "connection", "due_at", "is_aside")
@@ -146,7 +149,7 @@ class Turn:
         """Await a step of the turn and return its result.
 
         Raises:
-            DeadlineError: the step was ended because it was slow while other reads waited.
+            DeadlineError: the step was cancelled because it was slow while other reads waited.
         """
         task = self._task = asyncio.current_task()
         self._lane.watch(self)
@@ -167,37 +170,37 @@ class Turn:
 
     @property
     def runs(self) -> bool:
-        """Whether a step is running and has not been ended."""
+        """Whether a step is running and has not been cancelled by `end`."""
         return self._task is not None and not self._is_ended
 
     def end(self) -> None:
-        """Cancel the running step, which ends its call."""
+        """Cancel the running step, and thereby its call."""
         if self._task is not None and not self._is_ended:
             self._is_ended = True
             self._task.cancel()
 
     def leave(self) -> None:
-        """End the turn, and start waiting reads."""
+        """End the turn so that a waiting read can start."""
         self._lane.leave(self)
 
 
 class Lane:
-    """Limits concurrent reads, in total and per connection. Further reads wait, and their connections take turns.
+    """Limits concurrent reads, both in total and per connection. Waiting connections take turns.
 
-    A read is slow if it takes longer than `patience_seconds` while other reads wait. A few slow reads are moved aside:
-    they continue, but no longer count as concurrent. A connection with a read aside may not start a read in the last
-    free place. If too many reads are aside, the lane ends the oldest read of the connection with the most reads aside.
+    A read is slow if it takes longer than `patience_seconds` while other reads wait. A few slow reads are moved aside.
+    These reads continue, but no longer count as concurrent reads. A connection with a read aside may not use the last
+    free slot. If too many reads are aside, the lane ends the oldest read of the connection with the most reads aside.
 
     Args:
         most: maximum number of concurrent reads.
-        most_of_one: maximum number of concurrent reads from one connection, including reads aside.
-        patience_seconds: time that a read may take while other reads wait.
-        most_aside: maximum number of reads aside; 0 to end slow reads instead.
-        most_waiting_of_one: maximum number of waiting reads from one connection.
+        most_of_one: maximum number of concurrent reads per connection, including reads aside.
+        patience_seconds: maximum duration of a read while other reads wait.
+        most_aside: maximum number of reads aside. If 0, slow reads are ended.
+        most_waiting_of_one: maximum number of waiting reads per connection.
 
     Attributes:
         running: number of running reads, excluding reads aside.
-        patience_seconds: time that a read may take while other reads wait.
+        patience_seconds: maximum duration of a read while other reads wait.
     """
 
     def __init__(
@@ -215,14 +218,14 @@ class Lane:
         self._most_waiting_of_one = most_waiting_of_one
         self._by_connection: dict[str, int] = {}  # number of turns, including turns aside
         self._waiting: dict[str, deque[asyncio.Future[Turn]]] = {}
-        self._steps: dict[Turn, None] = {}  # turns that run a step and are not aside, oldest step first
+        self._steps: dict[Turn, None] = {}  # turns with a running step, except turns aside; oldest step first
         self._aside: dict[Turn, None] = {}
         self._patrol: asyncio.TimerHandle | None = None
         self.running = 0
         self.patience_seconds = patience_seconds
 
     async def enter(self, connection: str) -> Turn:
-        """Wait for a turn, which the caller must end with `leave`.
+        """Wait for a turn and return it. The caller must end the turn with `leave`.
 
         Raises:
             LimitExceededError: too many reads from the connection are already waiting.
@@ -254,7 +257,7 @@ class Lane:
             raise
 
     def leave(self, turn: Turn) -> None:
-        """End a turn, and start waiting reads."""
+        """End a turn and start waiting reads."""
         if turn.is_aside:
             self._aside.pop(turn, None)
         else:
@@ -287,24 +290,24 @@ class Lane:
         return Turn(self, connection)
 
     def _admit(self) -> None:
-        """Start waiting reads, one connection after another."""
+        """Start waiting reads while slots are free. Connections take turns."""
         while (connection := next(filter(self._has_place, self._waiting), None)) is not None:
             queue = self._waiting.pop(connection)
             place = queue.popleft()
             if queue:
-                self._waiting[connection] = queue  # behind the other connections
+                self._waiting[connection] = queue  # moves the connection behind all other connections
             if not place.done():
                 place.set_result(self._start(connection))
         self._watch()
 
     def _watch(self) -> None:
-        """If reads are waiting, schedule the check for slow reads."""
+        """Schedule the check for slow reads if any reads are waiting."""
         if self._patrol is None and self._waiting and self._steps:
             loop = asyncio.get_running_loop()
             self._patrol = loop.call_at(max(next(iter(self._steps)).due_at, loop.time()), self._part_with_slow)
 
     def _part_with_slow(self) -> None:
-        """Move slow reads aside, and end one if too many are aside. If none may be aside, end all slow reads."""
+        """Move slow reads aside, and end a read if too many are aside. If no read may be aside, end all slow reads."""
         self._patrol = None
         now = asyncio.get_running_loop().time()
         for turn in list(self._steps) if self._waiting else ():
@@ -326,15 +329,15 @@ class Lane:
 
 
 class Inbox:
-    """The limits on requests that all calls to a server share.
+    """Request limits shared by all calls to a server.
 
     Attributes:
         open_calls: lane for requests to methods that need no token.
-        requests: lane for requests to other methods, and for the first message of each stream.
-        frames: lane for the other messages of streams; a message's turn lasts until the next message is read.
-        large: lane for requests sent in parts; a turn lasts until the call ends or `waiting_bytes` includes the
+        requests: lane for all other requests, including the first message of each stream.
+        frames: lane for later messages of streams. A message's turn lasts until the next message is read.
+        large: lane for requests sent in parts. A turn lasts until the call ends or `waiting_bytes` includes the
             request.
-        waiting_bytes: total size of the requests of running calls that may wait for samples or capacity.
+        waiting_bytes: total request size, in bytes, of running calls that may wait for samples or capacity.
     """
 
     def __init__(self) -> None:
@@ -345,7 +348,7 @@ class Inbox:
         self.waiting_bytes = 0
 
     def reads(self, method: Method, behavior: Behavior, deserialize: Callable[[bytes], Any] | None) -> Behavior:
-        """Return a handler for gRPC that calls `behavior` with a `Requests` object, which reads messages on demand."""
+        """Return a gRPC handler that calls `behavior` with a `Requests` object, which reads messages on demand."""
 
         async def call(_messages: Any, context: Context) -> Any:
             requests = Requests(self, method, context, deserialize)
@@ -358,10 +361,10 @@ class Inbox:
 
 
 class Requests:
-    """The requests of one call, read on demand.
+    """The request messages of a call, read on demand.
 
     Attributes:
-        first: the first request, or None until it has been read.
+        first: first message. None until it has been read.
     """
 
     __slots__ = (
@@ -393,7 +396,7 @@ class Requests:
             if message is None:
                 raise StopAsyncIteration
             return message
-        # The previous frame's turn ends only here, after the frame has been processed.
+        # The previous frame's turn ends here because the frame has now been processed.
         self._leave_frame()
         if needs_no_turn.get():
             data = await self._context.read()
@@ -405,17 +408,17 @@ class Requests:
         return self._decoded(data)
 
     async def begin(self) -> Any:
-        """Return the first message without consuming it, or None for an empty stream."""
+        """Return the first message without consuming it, or None if the stream is empty."""
         if not self._is_begun:
             self._is_begun = True
             self.first = await self._read_first()
         return self.first
 
     async def only(self) -> Any:
-        """Read and return a unary method's request.
+        """Read and return the request of a unary method.
 
         Raises:
-            InvalidArgumentError: the request is missing or is not a message of the method's type.
+            InvalidArgumentError: the request is missing, or is not a message of the method's request type.
         """
         message = self.first = await self._read_first()
         if message is None:
@@ -423,14 +426,14 @@ class Requests:
         return message
 
     def close(self) -> None:
-        """End the call's turns, and subtract its requests from `waiting_bytes`."""
+        """End the call's turns, and subtract its request size from `waiting_bytes`."""
         self._leave_frame()
         self._leave_large()
         if self._held_bytes:
             self._release()
 
     async def _read_first(self) -> Any:
-        """Read the first message. Threads join a message that was sent in parts, and decode a large message."""
+        """Read the first message. Large messages are joined and decoded in threads."""
         lane = self._inbox.open_calls if self._method.is_open else self._inbox.requests
         data = await self._message(lane)
         if data is _EOF:
@@ -438,7 +441,7 @@ class Requests:
         if self._method.is_open and len(data) > MAX_OPEN_REQUEST_BYTES:
             raise _too_large(len(data), MAX_OPEN_REQUEST_BYTES, "Name one service")
         if len(data) == PART_BYTES:
-            self._hold(PART_BYTES)  # while the request waits for its turn
+            self._hold(PART_BYTES)  # counts the first part while the request waits for its turn
             self._large = await self._inbox.large.enter(self._connection)
             data = await self._large.run(self._joined(data, lane))
             self._release()
@@ -478,7 +481,10 @@ class Requests:
             turn.leave()
 
     def _hold(self, size: int) -> None:
-        """Add a request to `waiting_bytes`. If it does not fit, keep its turn in `large`; reject it if it has none."""
+        """Add a request to `waiting_bytes`.
+
+        If the request does not fit, it keeps its turn in `large`. If it has no turn, it is rejected.
+        """
         inbox = self._inbox
         total = inbox.waiting_bytes + size
         if total <= MAX_WAITING_BYTES:
@@ -523,30 +529,29 @@ def _too_large(size: int, limit: int, remedy: str) -> InvalidArgumentError:
 
 
 class Progress:
-    """A timer that runs while a stream waits for its client, and restarts whenever enough bytes have been transferred.
+    """A stall timer for a stream. It runs while the stream waits for its client, and restarts after enough bytes.
 
     Args:
         seconds: maximum time to transfer `LEAST_PROGRESS_BYTES`.
-        what: beginning of the error text, such as "the next part did not arrive".
+        what: beginning of the error message, such as "the next part did not arrive".
     """
 
     def __init__(self, seconds: float, what: str) -> None:
         self._seconds = seconds
         self._left_seconds = seconds
-        self._counted_from = 0.0  # start time from which the current step uses up `_left_seconds`
+        self._counted_from = 0.0  # time since which the current step has been using up `_left_seconds`
         self._moved_bytes = 0
         self._what = what
         self._total_bytes = 0
         self._waited_seconds = 0.0
-        self._step: tuple[asyncio.Timeout, float] | None = None  # the current step's timeout and start time
-        self._least_rate: float | None = None  # the minimum rate, set once the stream is ended for being slower
+        self._step: tuple[asyncio.Timeout, float] | None = None  # timeout and start time of the current step
+        self._least_rate: float | None = None  # minimum rate, set once the stream has been ended for being too slow
 
     async def wait_for(self, step: Awaitable[Part]) -> Part:
         """Await a step of the stream and return its result.
 
         Raises:
-            DeadlineError: the time has run out, or the stream was too slow while puts waited for the capacity that it
-                uses.
+            DeadlineError: the stream has stalled, or was slower than its minimum rate while puts waited for capacity.
         """
         began_at = self._counted_from = time.monotonic()
         try:
@@ -562,7 +567,7 @@ class Progress:
             self._waited_seconds += now - began_at
 
     def moved(self, size_bytes: int) -> None:
-        """Count bytes as transferred; may be called during a step."""
+        """Record that bytes were transferred. May be called during a step."""
         self._total_bytes += size_bytes
         self._moved_bytes += size_bytes
         if self._moved_bytes >= LEAST_PROGRESS_BYTES:
@@ -573,7 +578,7 @@ class Progress:
                 self._step[0].reschedule(asyncio.get_running_loop().time() + self._seconds)
 
     def end_if_slower(self, bytes_per_second: float) -> None:
-        """End the current step if the stream's rate after the grace period is below `bytes_per_second`."""
+        """End the current step if the transfer rate since the grace period is below `bytes_per_second`."""
         if self._step is None or self._least_rate is not None:
             return
         timeout, began_at = self._step
@@ -598,13 +603,13 @@ class Progress:
 
 
 class LeastRate:
-    """The minimum total transfer rate of a storage service's streams, enforced while puts wait for capacity.
+    """Enforces a minimum transfer rate for the streams of a storage service while puts wait for capacity.
 
-    A stream occupies the memory that it reads or fills, so a slow stream delays the waiting puts. Each of n streams
-    must reach 1/n of the rate, because all streams may share one network. Confined to one event loop.
+    A stream occupies the memory that it reads or fills, so a slow stream delays waiting puts. All streams may share the
+    same network, so each of n streams must reach only 1/n of the rate. Use it from a single event loop.
 
     Args:
-        bytes_per_second: minimum total rate of all streams; 0 for no minimum.
+        bytes_per_second: minimum rate of all streams combined. 0 for no minimum.
     """
 
     def __init__(self, bytes_per_second: int) -> None:
@@ -621,18 +626,18 @@ class LeastRate:
             self._streams.discard(progress)
 
     def enforce(self) -> None:
-        """End streams that are slower than their minimum rate. Call this about every second while puts wait."""
+        """End streams that are slower than their minimum rate. Call this method every second while puts wait."""
         for progress in self._streams:
             progress.end_if_slower(self._bytes_per_second / len(self._streams))
 
 
 class received(AsyncIterator[Part]):  # noqa: N801  (used like a function)
-    """Iterates over a stream's messages as they arrive.
+    """Iterates over the messages of a stream as they arrive.
 
     Unlike a generator, it does not keep the last message in memory.
 
     Args:
-        parts: the stream's messages.
+        parts: messages of the stream.
         progress: limits the time spent waiting for messages.
         size: returns the size of a message in bytes.
 

@@ -1,11 +1,10 @@
-"""The table of gRPC methods, and the interface for middleware that handles their calls.
+"""The table of gRPC methods, and the interface for middleware.
 
-The option `rule` in the protos describes each method (protos/tq_service/v1/method_rule.proto). This module reads the
-rules from the descriptors. For gRPC's standard services, whose protos have no such option, this module defines the
-rules itself.
+In the protos, the option `rule` describes each method (protos/tq_service/v1/method_rule.proto). This module reads the
+rules from the descriptors. It also defines rules for gRPC's standard services, whose protos lack the option.
 
-For every kind of method, a handler is a coroutine function. It receives the request (or an iterator over the requests)
-and the context. It returns the answer, or writes the answers of a stream to the context.
+A handler is a coroutine function, regardless of the kind of method. It receives the request (or an iterator over the
+requests) and the context. It returns the response, or writes a stream of responses to the context.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ Behavior: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
 shown_partitions: Final[ContextVar[Callable[[str], bool]]] = ContextVar(
     "shown_partitions", default=lambda _partition_id: True
 )
-"""Returns whether the current caller may see a partition. Methods that list partitions omit the hidden ones."""
+"""Function that returns whether the current caller may see a partition. Lists omit hidden partitions."""
 
 token_name: Final[ContextVar[str]] = ContextVar("token_name", default="")
-"""Name of the current call's token; "" without a token."""
+"""Name of the current call's token, or "" if the call has no token."""
 
 
 def _nothing(_request: Any) -> Sequence[Any]:
@@ -53,19 +52,19 @@ class Method:
 
     Attributes:
         name: full name, such as "/tq_service.v1.ControllerService/Insert".
-        roles: roles, one of which the caller needs unless it has role admin; if empty, all calls are refused.
+        roles: roles that may call the method, in addition to role admin. If empty, all calls are refused.
         is_open: whether everyone may call the method without a token (health probes).
-        has_request_stream: whether the method's requests are a stream.
-        has_response_stream: whether the method's answers are a stream.
-        partitions: returns the partitions named in a request; for a stream, in its first message.
-        put_ids: returns the puts named in a request; their partitions also count as named. None if requests name no
-            puts.
+        has_request_stream: whether requests are streamed.
+        has_response_stream: whether responses are streamed.
+        partitions: returns the partitions named in a request, or in the first message of a stream.
+        put_ids: returns the ids of puts in a request. Access to their partitions is also checked. None if requests
+            contain no put ids.
         concerns_all: whether calls concern all partitions and therefore require a token for all partitions.
         is_audited: whether each allowed call is written to the audit log.
         waits: whether calls may wait for samples or capacity.
         fills_disk: whether calls are refused while the disk is nearly full.
-        is_answer_durable: whether answers contain only state that is already durable.
-        is_batched: whether the method may be called within a CallMany.
+        is_answer_durable: whether responses contain only state that is already durable.
+        is_batched: whether the method may be called in a CallMany stream.
     """
 
     name: str
@@ -84,7 +83,7 @@ class Method:
 
     @property
     def short_name(self) -> str:
-        """Method name without the service name."""
+        """Name of the method without its service."""
         return self.name.rpartition("/")[2]
 
     @property
@@ -94,15 +93,15 @@ class Method:
 
     @property
     def allowed_roles(self) -> frozenset[Role]:
-        """Roles that may call the method."""
+        """All roles that may call the method, including role admin for methods that are not internal."""
         return self.roles | {"admin"} if self.roles and not self.is_internal else self.roles
 
 
 def method_of(described: MethodDescriptor) -> Method:
-    """Return a method as its proto describes it. If the rule is incomplete, no one may call the method.
+    """Create a method from its proto descriptor. If the rule is incomplete, all calls to the method are refused.
 
     Raises:
-        ValueError: the rule names a role that tokens cannot have, or a field that the request lacks.
+        ValueError: the rule contains a role that tokens cannot have, or a field that does not exist in the request.
     """
     options: Any = described.GetOptions()
     rule: MethodRule = options.Extensions[method_rule_pb2.rule]
@@ -123,7 +122,7 @@ def method_of(described: MethodDescriptor) -> Method:
                 found.append(value)
             else:
                 found += value or ()
-        # A request that names no partition counts as naming "", which no restricted token covers.
+        # A request without a partition is treated as naming "", which no restricted token covers.
         return list(filter(None, found)) or [""]
 
     return Method(
@@ -145,14 +144,14 @@ def method_of(described: MethodDescriptor) -> Method:
 def _reader(path: str, message: Descriptor, kind: int) -> Callable[[Any], Any]:
     """Return a function that reads the value at a path in a message.
 
-    The function returns None if a message on the path is absent, or if its argument is a message of another type. If a
-    message on the path is repeated, the value is a list of the values in all elements.
+    The function returns None if a message on the path is absent, or if its argument has an unexpected type. If a
+    message on the path is repeated, the function returns a list of the values in all elements.
 
-    The decoder of a stream may return a part of a message, as the decoders in wire/columns.py do. The function then
-    reads the value from that part.
+    A stream decoder, such as the decoders in wire/columns.py, may return a submessage instead of the entire message. In
+    this case, the function reads the value from the submessage.
 
     Raises:
-        ValueError: the message has no such field.
+        ValueError: the field does not exist.
     """
     *parents, last = path.split(".")
     ways, is_repeated = {GetMessageClass(message): parents}, False
@@ -226,15 +225,15 @@ METHODS: Final[Mapping[str, Method]] = MappingProxyType(
         for method in map(method_of, service.methods)
     }
 )
-"""All methods that this package can serve, by full name."""
+"""All methods implemented by this package, by full name."""
 
 
 class Refusal(NamedTuple):
     """A reason to refuse calls.
 
     Attributes:
-        make_error: returns the error for a refused call.
-        reason: reason shown in the audit log; "" if refusals are not audited.
+        make_error: creates the error for a refused call.
+        reason: reason shown in the audit log, or "" if refusals are not audited.
     """
 
     make_error: Callable[[], TqError]
@@ -243,13 +242,12 @@ class Refusal(NamedTuple):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Caller:
-    """A caller identified by the metadata of its calls. All calls with equal credentials share one object.
+    """A caller identified by call metadata. All calls with equal credentials share a `Caller`.
 
     Attributes:
-        name: name of the caller's token; "" if unknown.
-        token: the caller's token, which contains its permissions; None if the caller may make all calls except internal
-            ones.
-        refusal: the reason, if all of the caller's calls are refused before their requests are read; otherwise None.
+        name: name of the caller's token, or "" if unknown.
+        token: token with the caller's permissions. None if the caller may make all calls except internal calls.
+        refusal: reason to refuse all calls by this caller before their requests are read. None if calls are accepted.
         handlers: handlers for the caller's calls by method name, created on first use.
     """
 
@@ -260,37 +258,37 @@ class Caller:
 
 
 class Middleware:
-    """A concern that applies to all calls. Subclasses override one or both methods. Confined to one event loop."""
+    """Base class of middleware. Subclasses override one or both methods. Use it from a single event loop."""
 
     def admit(self, method: Method, details: grpc.HandlerCallDetails) -> Caller | None:
-        """Return a call's caller, identified by the call's metadata, or None to let other middleware decide.
+        """Identify the caller from a call's metadata. Return None to let other middleware decide.
 
         This method runs for each call, before the request is read. A refused call passes only through this middleware
-        and the middleware outside it; there, the request is an iterator that must not be read.
+        and the outer middleware, which must not read the request.
         """
         return None
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Wrap `behavior`, the next handler inward, for a caller's calls to a method.
+        """Wrap the inner handler `behavior` for a caller's calls to a method.
 
-        This method runs once per method and caller, so middleware that does not apply to a method adds no cost to its
-        calls.
+        This method runs once per method and caller, so middleware that does not apply to a method adds no cost to calls
+        of the method.
         """
         return behavior
 
 
 class EndableCalls:
-    """Running calls that other code can end with an error. Confined to one event loop."""
+    """Tracks running calls so that other code can end them with an error. Use it from a single event loop."""
 
     def __init__(self) -> None:
         self._owners: dict[asyncio.Task[Any], Any] = {}
         self._errors: dict[asyncio.Task[Any], TqError] = {}  # errors of ended calls
 
     def end(self, error_of: Callable[[Any], TqError | None]) -> None:
-        """End calls with an error. Their changes may still take effect, as after a lost answer.
+        """End calls with an error. Changes made by these calls may still take effect.
 
         Args:
-            error_of: returns the error for all calls of an owner, or None to let them continue.
+            error_of: returns the error for the calls of an owner, or None to let these calls continue.
         """
         for task, owner in self._owners.items():
             if task not in self._errors and (error := error_of(owner)) is not None:
@@ -298,10 +296,10 @@ class EndableCalls:
                 task.cancel()
 
     async def run(self, call: Awaitable[Any], owner: Any = None) -> Any:
-        """Await a call in the current task and return its result. While it runs, `end` can end it.
+        """Await a call in the current task and return its result. The call can be ended with `end`.
 
         Raises:
-            TqError: `end` ended the call.
+            TqError: the call was ended with `end`.
         """
         task: Any = asyncio.current_task()
         self._owners[task] = owner

@@ -1,4 +1,4 @@
-"""An OpenTelemetry span for each call, as a child of the client's span. Needs the extra `traces`."""
+"""Creates an OpenTelemetry span for each call, as a child of the client's span. Requires the extra `traces`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CallSpans(Middleware):
         self._fields = frozenset(propagate.get_global_textmap().fields)
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Wrap a handler to create a span for each call; return the handlers of health probes unchanged."""
+        """Wrap a handler to create a span for each call. Handlers of health probes are returned unchanged."""
         if method.is_open:
             return behavior
         service, _, name = method.name.lstrip("/").rpartition("/")
@@ -36,7 +36,7 @@ class CallSpans(Middleware):
                 context=propagate.extract(carrier),
                 kind=trace.SpanKind.SERVER,
                 attributes=attributes,
-                record_exception=False,  # its text may name partitions; the status code is enough
+                record_exception=False,  # the message may contain partition names, and the status code is sufficient
                 set_status_on_exception=False,
             ) as span:
                 clock = wait_clock.get()
