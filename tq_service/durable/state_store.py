@@ -495,8 +495,8 @@ class StateStore:
     ) -> None:
         """Write a snapshot that contains restored partitions, before these partitions become visible in the catalog.
 
-        The catalog's partitions must not change between the step that takes the snapshot and the call of `appear`. In
-        the log, such a change would follow a snapshot that it does not match.
+        The catalog's partitions must not change between the step that takes the snapshot and the call of `appear`.
+        Otherwise, the log would contain a change that does not match the snapshot before it.
 
         Args:
             restored: function that returns the new state, given the state in the step that takes the snapshot.
@@ -504,7 +504,7 @@ class StateStore:
                 snapshot can be taken.
 
         Raises:
-            DiskFullError: the disk has too little space. The restore has no effect.
+            DiskFullError: the disk has too little space. The restore does nothing.
         """
         try:
             await self.take_snapshot(lambda: restored(self._now()), appear)

@@ -187,7 +187,7 @@ class Readiness:
         return lengths
 
     def counts(self, rows: Rows) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-        """Return the token counts in the length source's column, and a mask of the rows that have one, of shape `(n,)`.
+        """Return the token counts in the length source's column, and a mask of the rows with a count, of shape `(n,)`.
 
         Raises:
             InvalidArgumentError: the length of a row is not a token count.

@@ -268,7 +268,7 @@ class RecordedPuts(Backing[PutPlace]):
             self.on_fetched(source.record, data)
 
 
-# Part of one rank
+# Per-rank parts
 
 
 def samples_of(

@@ -90,8 +90,8 @@ class Bound(Protocol):
 
     Attributes:
         limit: maximum amount.
-        task_name: name of the task that must consume samples before a waiting write fits. Empty if there is no such
-            task.
+        task_name: name of the task that must consume samples before a waiting write fits. Empty if the bound does not
+            depend on a task.
     """
 
     limit: int

@@ -49,7 +49,7 @@ class Backlog:
 
     @property
     def staleness_versions(self) -> float | None:
-        """Staleness of the oldest sample left for the task, in versions. None if no such sample has a version."""
+        """Staleness of the oldest sample left for the task, in versions. None if these samples have no versions."""
         if self.oldest_version is None:
             return None
         return 0.0 if self.newest_version is None else max(0.0, self.newest_version - self.oldest_version)
@@ -163,7 +163,7 @@ def tasks_with_versions(partition: Partition) -> list[tuple[Partition, TaskLedge
 
 
 def _versions(partition: Partition) -> tuple[NDArray[Any], NDArray[np.bool_]] | None:
-    """Return the versions of all rows and a mask of the rows that have one. None if versions are not numbers."""
+    """Return the versions of all rows and a mask of the rows with a version. None if versions are not numbers."""
     arrays = partition.meta.arrays(_VERSION_COLUMN)
     return None if arrays is None or arrays[0].dtype.kind not in "if" else arrays
 
@@ -191,7 +191,7 @@ class _Look:
             try:
                 ready = self._readiness.ready(rows)
                 self._ready_count += int(np.count_nonzero(ready & ~self._task.skipped.data[rows]))
-            except TqError:  # for example, a condition does not fit its column; such claims fail with this error
+            except TqError:  # for example, a condition does not fit the type of its column
                 self._readiness = None
         if (versions := _versions(self._partition)) is None:
             return

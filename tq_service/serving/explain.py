@@ -158,7 +158,7 @@ class Explanation:
     Args:
         partition: partition of the task.
         task: ledger of the claiming task.
-        request: one of the equal claims.
+        request: any of the equal claims to explain.
         length: length source that the claim's sampler needs, or None.
     """
 

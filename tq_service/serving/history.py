@@ -3,8 +3,11 @@
 Revisions number the states of this service instance that clients have seen. A change belongs to the next revision. The
 history stores the revision of the last change to each row, in a column, and to each task:
 
-    7 is issued .. rows 3, 4 of "a" are written, a task of "b" claims: 8 .. 8 is issued .. row 4 is written: 9
-    a watcher at 7 asks: it receives rows 3, 4 of "a" as they are now, and the task of "b"; then it is at 9
+    revision 7 is issued
+    rows 3 and 4 of "a" are written, a task of "b" claims samples: recorded under revision 8
+    revision 8 is issued
+    row 4 of "a" is written: recorded under revision 9
+    a watcher at revision 7 receives rows 3 and 4 of "a" in their current state and the task of "b", and is now at 9
 
 The state of a watcher is therefore a single number. A watcher that is behind receives each item that has changed since
 its revision once, in its latest state. Only blocks with changed rows are searched.
@@ -109,8 +112,8 @@ class PartitionChanges:
     Attributes:
         partition: the partition. None if this incarnation no longer exists.
         removed: removed rows.
-        since: revision after which an included row was written. 0 to include all rows.
-        blocks: numbers of the blocks that may contain such rows. None for all blocks.
+        since: only rows written after this revision are included. 0 to include all rows.
+        blocks: numbers of the blocks that may contain included rows. None for all blocks.
         task_names: names of changed tasks.
     """
 

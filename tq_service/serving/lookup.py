@@ -90,10 +90,10 @@ class Selection:
         groups: names of groups whose members are selected.
         rollouts: names of rollouts whose samples are selected.
         is_all: whether all samples are selected.
-        skipped_by: name of a task. Only samples that this task will never receive are selected. Requires `is_all`. If
-            empty, there is no such condition.
-        left_for: name of a task. Only samples that this task may still receive, and that no task has leased, are
-            selected. If empty, there is no such condition.
+        skipped_by: name of a task, or empty. If set, only samples that this task will never receive are selected.
+            Requires `is_all`.
+        left_for: name of a task, or empty. If set, only samples that this task may still receive, and that no task has
+            leased, are selected.
         where: further conditions that selected samples must satisfy.
 
     Raises:

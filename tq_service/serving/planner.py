@@ -164,7 +164,7 @@ class Waiter:
 
 
 class LineState(Enum):
-    """What a line is waiting for.
+    """The event that a line waits for.
 
     PARKED --something has changed--> QUEUED --its turn--> PARKED, or served and QUEUED again
                                                 |must be awaited
@@ -214,7 +214,10 @@ class Line:
 
     @property
     def order(self) -> float:
-        """Arrival number of the first call, which determines the line's place in the queue. Infinity without calls."""
+        """Arrival number of the line's first call. Infinity if the line is empty.
+
+        The arrival number determines the line's place in the queue.
+        """
         first = self.first()
         return math.inf if first is None else first.arrival
 
@@ -538,7 +541,10 @@ class Planner:
     async def claim(
         self, request: ClaimRequest, max_wait_seconds: float, while_waiting: WhileWaiting = nullcontext
     ) -> Answer:
-        """Return the recorded answer to a claim, or wait for one inside `while_waiting()`. `NotYet` on timeout."""
+        """Return the recorded answer to a claim, or wait for an answer.
+
+        The call waits inside `while_waiting()`. On timeout, it returns `NotYet`.
+        """
         self.last_request = request
         recorded = self._recorded(request)
         if recorded is not None:
