@@ -210,7 +210,9 @@ class DataDir:
         self.identity = identity
 
     def storage_id(self, given: str | None, default: str) -> str:
-        """Return the name of the storage service that stores its puts here. It cannot be changed after it is set.
+        """Return the name of the storage service that stores its puts in this directory.
+
+        After the name is set, it cannot be changed.
 
         Args:
             given: name from the settings, or None.

@@ -282,7 +282,7 @@ class StateStore:
         return count
 
     def _restore_newest(self) -> tuple[int, list[bytes]]:
-        """Restore the newest intact snapshot. Return its number and its puts.
+        """Restore the newest intact snapshot. Return the number of the snapshot and its puts.
 
         A snapshot from a newer version is treated as intact, so the start fails with NewerVersionError. Falling back to
         an older snapshot would lose later changes.

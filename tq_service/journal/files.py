@@ -517,7 +517,7 @@ class FileBackend:
     when it is on the disk.
 
     Args:
-        directory: existing directory for the files. No other process may write to it.
+        directory: existing directory for the files. No other process may write to this directory.
         sync: whether to sync each write.
         accept_loss: whether `read` discards a damaged record and all later records instead of raising an error.
 

@@ -361,7 +361,7 @@ def in_order(values_of: ValuesOf, orders: tuple[Order, ...], positions: Indexes)
 def _may_precede(
     values_of: ValuesOf, orders: tuple[Order, ...], positions: Indexes, last: Indexes
 ) -> NDArray[np.bool_]:
-    """Return a mask of the rows that may precede the row `last`, whose index is lower than theirs.
+    """Return a mask of the rows that may precede the row `last`, which has a lower index than these rows.
 
     Only the first column is compared. If this comparison does not decide the order, as with NaN, the mask is True.
     """

@@ -198,7 +198,7 @@ class Recorder:
         """Take a step and the current bytes of its puts. Return a callback that queues the step for writing.
 
         Args:
-            step: step to take. Its number and the locations of its puts are set when it is written.
+            step: step to take. The number of the step and the locations of its puts are set when the step is written.
             put_ids: ids of the puts that the step references, without duplicates.
             keep: function that pins a put's bytes until they are released. It returns None if the bytes are not in this
                 process.

@@ -112,7 +112,8 @@ class Bound(Protocol):
     def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
         """Return the error for a write that would raise the total to `got`.
 
-        With `may_fit_later`, the write waited in vain. Otherwise, it can never fit.
+        With `may_fit_later`, the error states that no capacity became available in time. Otherwise, it states that the
+        write can never fit.
         """
         ...
 
@@ -335,8 +336,8 @@ class WaitingWrite(contextlib.AbstractContextManager["WaitingWrite"]):
     """A write that waits for capacity. After it is admitted, its capacity stays reserved until its `with` block ends.
 
     Attributes:
-        look: function that returns the write's current demand, or None. It raises an error if the partition would
-            reject the write.
+        look: function that returns the write's current demand, or None. The function raises an error if the partition
+            would reject the write.
         names_keys: whether the write specifies keys. Other writes may add samples with these keys during the wait.
         demand: last known demand of the write, or None.
         seen: state of the partition when `demand` was determined. More keys and groups may have been added since.

@@ -572,8 +572,8 @@ class Catalog:
     def _check_samples(self, new_count: int) -> None:
         """Reject new samples if the total would exceed `max_samples`.
 
-        Counting the samples of thousands of partitions is slow. They are therefore recounted only if the samples added
-        since the last count could exceed the limit.
+        Counting the samples of thousands of partitions is slow. The catalog therefore recounts samples only if the
+        samples added since the last count could exceed the limit.
         """
         if new_count and self._most_samples + new_count > self.limits.max_samples:
             self._most_samples = self.sample_count()
@@ -807,7 +807,7 @@ class Catalog:
     # Waiting
 
     def waiting_claims(self, partition: Partition, task_name: str) -> list[tuple[ClaimRequest, int]]:
-        """Return each distinct waiting claim of a task with the number of calls that make it.
+        """Return one waiting claim for each set of equal claims, and the number of claims in the set.
 
         If `task_name` is empty, return the claims of all tasks.
         """

@@ -532,9 +532,9 @@ class LookupWait:
     async def until_enough(self, deadline: float) -> bool:
         """Wait until enough samples exist, or until a deadline in event-loop time.
 
-        Return True if enough samples exist, or if waiting is useless. Return False after the deadline. All samples that
-        exist when the call starts are checked, even after the deadline. Later samples are checked only until the
-        deadline.
+        Return True if enough samples exist, or if `min_count` can no longer be reached. Return False after the
+        deadline. All samples that exist when the call starts are checked, even after the deadline. Later samples are
+        checked only until the deadline.
 
         Raises:
             TqError: the wait was ended by `end`.

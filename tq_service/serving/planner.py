@@ -587,7 +587,10 @@ class Planner:
         return answers
 
     def _plan_following(self, request: ClaimRequest) -> None:
-        """Plan the remaining batches of a range until one cannot be planned immediately. Must run within a group."""
+        """Plan the remaining batches of a range until a batch cannot be planned immediately.
+
+        Call this method within a group of changes.
+        """
         task, last = self.task, request.batch_index + request.batch_count - 1
         began_at = time.thread_time()  # CPU time, because waiting for a CPU does not block other calls
         while request.batch_index < (batch_index := task.next_batch_index) <= last and task.end is None:
@@ -616,7 +619,7 @@ class Planner:
         Args:
             request: the claim.
             miss: reason why the search found no plan. None if the claim must be planned off the loop.
-            max_wait_seconds: time to wait, in seconds. If 0 or less, the call is a poll.
+            max_wait_seconds: time to wait, in seconds. The call is a poll if this is 0 or less.
         """
         loop = asyncio.get_running_loop()
         removed_count = self._partition.table.removed_count
@@ -844,7 +847,7 @@ class Planner:
     def _record(self, request: ClaimRequest, found: Planned | EndFound) -> Answer:
         """Record the result of a search, including evictions. Return the answer to the claim that caused the search.
 
-        This method must run within a group. A recorded batch or end of the task applies to all ranks. All claims
+        Call this method within a group of changes. A recorded batch or end of the task applies to all ranks. All claims
         waiting for the batch are therefore answered, and claims with a different `dp_size` are rejected.
         """
         self._queue.is_stale = True  # other lines may also have reached the end of the task

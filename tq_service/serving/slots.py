@@ -57,10 +57,10 @@ def start_version(catalog: Catalog, partition: Partition, policy: str) -> int | 
 def make_slots(
     catalog: Catalog, partition: Partition, write: SampleWrite, *, task_name: str, request_id: bytes, lease: LeaseTerms
 ) -> Claim:
-    """Add slots to a partition and lease them to a worker. Must run within a group of changes.
+    """Add slots to a partition and lease them to a worker. Call this function within a group of changes.
 
     Raises:
-        TqError: the partition rejects the slots. It is unchanged, except that the task may have been added.
+        TqError: the partition rejects the slots. The partition is unchanged, except that the task may have been added.
     """
     catalog.task(partition, task_name)
     written = catalog.write(partition.partition_id, partition.incarnation, write)
