@@ -1,4 +1,4 @@
-"""Checkpoints, which store the state of a service at one moment and the bytes of all its samples in a single file.
+"""Checkpoints. A checkpoint stores the state of a service at one moment and all its sample bytes in a single file.
 
     PartitionPlan: groups cells into blocks --> CheckpointWriter: writes the blocks, then the state
     read_checkpoint: checks everything --> its blocks become puts --> relocate: partitions refer to these puts

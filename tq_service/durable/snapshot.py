@@ -1,4 +1,4 @@
-"""Snapshots, which store the state of a service at one moment in a single file.
+"""Snapshots. A snapshot stores the state of a service at one moment in a single file.
 
 A snapshot is either read completely or rejected. A file consists of records (see `journal/files.py`). Each record is a
 dataclass with its class name, except for the bytes of blocks:

@@ -1,4 +1,4 @@
-"""The state store, which persists a controller's partitions, a storage engine's puts, or both, in a data directory.
+"""The state store. It persists a controller's partitions, a storage engine's puts, or both, in a data directory.
 
 The store appends changes to the log. When the log is long, the store writes a snapshot, so that the next start is fast.
 

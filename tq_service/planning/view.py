@@ -973,7 +973,7 @@ class Search:
         """Return a miss that states how many rows must be written before another search can succeed."""
         self._check_length_source()
         missing, is_closed = 1, self._partition.sealed or self._spec.finite  # may be closed by the very first sample
-        # Read the attribute from the class, which does not run the sampler's code.
+        # Read the attribute from the class, because this runs none of the sampler's code.
         needs_min_size = type(self._request.sampler).plans_below_min_size is not True
         if self._spec.evicts or self._rows.bound is not None:  # a single row may be evicted or awaited
             needs_min_size = False

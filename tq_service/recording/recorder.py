@@ -1,4 +1,4 @@
-"""The recorder, which writes each step that a service plans to a recording, and removes the oldest steps.
+"""The recorder. It writes each step that a service plans to a recording, and removes the oldest steps.
 
     planned -> taken (bytes pinned, files kept) -> puts written or linked -> step written -> removed by retention
 

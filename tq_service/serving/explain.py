@@ -281,7 +281,7 @@ class Explanation:
         return code, "; ".join([text, *map(_sentence, lacks)])
 
     def _awaited(self) -> NotReady | None:
-        """Return the samples that plans wait for so that these samples do not become too stale, or None."""
+        """Return the unready samples that block plans because of the staleness bound, or None if there are none."""
         partition, outstanding = self._partition, self._task.outstanding
         if outstanding is None or outstanding.admission.max_staleness is None:
             return None

@@ -1,4 +1,4 @@
-"""The change history, which tells watching clients which partitions, samples and tasks have changed since a revision.
+"""The change history. It tells watching clients what has changed in partitions, samples and tasks since a revision.
 
 Revisions number the states of this service instance that clients have seen. A change belongs to the next revision. The
 history stores the revision of the last change to each row, in a column, and to each task:

@@ -1,4 +1,4 @@
-"""The planner of one (partition, task), which plans batches one at a time and answers waiting claims.
+"""The planner of a task in one partition. It plans batches one at a time and answers waiting claims.
 
     claim -> already recorded, or can be planned at once: answered
           -> otherwise joins the line of claims with an equal spec
