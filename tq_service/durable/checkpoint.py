@@ -1,16 +1,17 @@
-"""Checkpoints: a service's state at one moment, together with the bytes of all samples, in one file.
+"""Checkpoints. A checkpoint stores the state of a service at one moment and all its sample bytes in a single file.
 
     PartitionPlan: groups cells into blocks --> CheckpointWriter: writes the blocks, then the state
     read_checkpoint: checks everything --> its blocks become puts --> relocate: partitions refer to these puts
 
 A checkpoint is a directory with one file, `checkpoint.tqc`, which starts with the facts shown in lists of checkpoints.
-The file is written under a temporary name. Once it is complete and synced, it replaces the previous file in one step.
-The directory therefore always contains either the old or the new checkpoint. Each checkpoint overwrites the remains of
-an unfinished one.
+The file is written under a temporary name. When it is complete and synced, it replaces the previous file in a single
+step. The directory therefore always contains either the old or the new checkpoint. A new checkpoint overwrites the
+remains of an unfinished checkpoint.
 
-A block contains cells of fields that were put together, from one storage service and in table order. It contains a few
-MiB from any number of puts. On restore, each block becomes one put. A million small puts are thus restored as a few
-hundred puts, on any storage service with enough space. A restored partition's puts are its blocks, in file order.
+A block contains a few MiB of cells from any number of puts. All cells are in table order, come from one storage
+service, and belong to fields that were put together. On restore, each block becomes one put. A million small puts are
+thus restored as a few hundred puts, on any storage service with enough space. The puts of a restored partition are its
+blocks, in file order.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ from tq_service.wire.metadata import CellRuns
 FILE_NAME: Final = "checkpoint.tqc"
 _LONGEST_NAME: Final = 200
 _PART: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=@+-]*")
-"""One part of a checkpoint name; never "", "." or "..", and never a hidden name."""
+"""One part of a checkpoint name. It is never "", "." or "..", and never a hidden name."""
 _RECORD_BYTES: Final = 1 << 20
 _NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _BAD_DIRECTORY: Final = frozenset(
@@ -82,14 +83,14 @@ _MOST_ROWS: Final = 1 << 16
 _MOST_PUTS: Final = 256  # finding the cells in 256 puts blocks the event loop for about a millisecond
 _CHAIN_COLUMNS: Final = ("cell", "previous", "depth")
 _BLOCK: Final = Put("", b"", b"")
-"""Placeholder for the put that will be created from a block."""
+"""Placeholder for the put that a block becomes on restore."""
 
 
 def checkpoint_path(checkpoint_dir: Path | None, name: str) -> Path:
-    """Return the path of a checkpoint file, given the directory for checkpoints and a name chosen by the caller.
+    """Return the path of a checkpoint file, given the checkpoint directory and a name chosen by the caller.
 
-    The operator controls the directory and any symlinks in its path. Below the directory, no symlink may lead out of
-    it. A process with write access to the directory could still replace part of the path after this check, but a caller
+    The operator controls the directory and any symlinks in its path. Below the directory, symlinks must not lead out of
+    it. A process with write access to the directory could replace part of the path after this check, but a caller
     cannot.
 
     Raises:
@@ -105,7 +106,7 @@ def checkpoint_path(checkpoint_dir: Path | None, name: str) -> Path:
             field="name",
         )
     top = os.path.realpath(checkpoint_dir)
-    directory = Path(os.path.realpath(Path(top, name)))  # Path.resolve would raise if symlinks form a cycle
+    directory = Path(os.path.realpath(Path(top, name)))  # Path.resolve would raise if the symlinks form a cycle
     file = directory / FILE_NAME
     if not directory.is_relative_to(top):
         raise _symlink(name, "out of the checkpoint_dir of the service")
@@ -147,9 +148,9 @@ def read_facts(path: Path) -> CheckpointFacts:
     """Read only the facts at the start of a checkpoint file.
 
     Raises:
-        SnapshotDamagedError: the start of the file is not that of a checkpoint.
+        SnapshotDamagedError: the file does not start like a checkpoint.
         NewerVersionError: a newer version wrote the checkpoint.
-        OSError: the file cannot be read.
+        OSError: the file could not be read.
     """
     with reading(path, is_checkpoint=True) as reader:
         return _read_facts(reader)
@@ -171,16 +172,17 @@ def _symlink(name: str, where: str) -> InvalidArgumentError:
 
 @dataclass(slots=True, kw_only=True)
 class Block:
-    """Cells from one storage service that are read together, and become one put when restored.
+    """Cells from one storage service that are read together and become a single put when they are restored.
 
     Attributes:
         partition_id: partition of the cells.
-        puts: the puts that contain the cells, all from the same storage service.
+        puts: puts that contain the cells, all from a single storage service.
         runs: positions of the cells in these puts.
-        global_indexes: global index of each cell's sample, of shape `(n,)`, repeated if a cell has several extents. For
-            cells shared by groups: the first sample in each group, or -1 for a group without samples.
+        global_indexes: global index of each cell's sample, of shape `(n,)`. If a cell has several extents, its index is
+            repeated. For cells shared by groups, the index of each group's first sample, or -1 for a group without
+            samples.
         is_shared: whether groups share the cells.
-        column_bytes: total size of each field's cells, in bytes; set when the cells are written.
+        column_bytes: total size of each field's cells, in bytes. Set when the cells are written.
     """
 
     partition_id: str
@@ -197,14 +199,14 @@ class Block:
 
 
 class PartitionPlan:
-    """The part of a checkpoint copied from one partition.
+    """The part of a checkpoint that is copied from one partition.
 
     Attributes:
         blocks: blocks that contain the partition's cells.
     """
 
     def __init__(self, partition: PartitionSnapshot) -> None:
-        """Read a partition's cell locations, which takes about 50 ms for a million samples."""
+        """Read the partition's cell locations, which takes about 50 ms for a million samples."""
         self._partition = partition
         rows, groups, puts, extents = (partition.tables[name] for name in ("rows", "groups", "puts", "extents"))
         self._read_puts(puts)
@@ -229,7 +231,7 @@ class PartitionPlan:
                 self._extent_cells[found.slots] = self._add_blocks(tuple(names), found.cells, indexes)
 
     def partition(self) -> PartitionSnapshot:
-        """Return the partition with the blocks as its puts. Call this after all blocks have been written."""
+        """Return the partition with its blocks as puts. Call this method after all blocks have been written."""
         count = len(self.blocks)
         cells = np.array([block.global_indexes.size * len(block.runs.field_names) for block in self.blocks], np.int64)
         columns = {
@@ -257,7 +259,7 @@ class PartitionPlan:
         )
 
     def _read_puts(self, table: TableSnapshot) -> None:
-        """Read each put's storage service and cell size, by slot."""
+        """Read the storage service and cell size of each put, by slot."""
         self._puts: list[Put | None] = []
         numbers: dict[tuple[str, bytes], int] = {}
         storage_of: list[int] = []
@@ -276,7 +278,7 @@ class PartitionPlan:
     ) -> Indexes:
         """Add cells of fields with equal cell locations as blocks of a few MiB, in order, per storage service.
 
-        Return the cells' locations in the blocks. `indexes` contains the global index of each cell's sample.
+        Return the locations of the cells in the blocks. `indexes` contains the global index of each cell's sample.
         """
         renamed = np.full(cells.size, NOT_PRODUCED, np.int64)
         produced = np.flatnonzero(cells >= 0)
@@ -286,7 +288,7 @@ class PartitionPlan:
         storages = self._storage_of[slots]
         order = np.argsort(storages, kind="stable")
         produced, slots = produced[order], slots[order]
-        # No term ever decreases, so the sum changes whenever any term changes.
+        # No term ever decreases, so the sum changes whenever a term changes.
         numbers = (
             storages[order]
             + np.cumsum(self._cell_bytes[slots] * len(names)) // BLOCK_BYTES
@@ -308,7 +310,7 @@ class PartitionPlan:
         return renamed
 
     def _runs(self, names: tuple[str, ...], cells: Indexes) -> tuple[list[Put], CellRuns]:
-        """Return the puts that contain the cells, and the cell positions as runs of adjacent rows."""
+        """Return the puts that contain the cells, and the positions of the cells as runs of adjacent rows."""
         slots, rows = slots_and_rows(cells)
         used, put_indexes = np.unique(slots, return_inverse=True)
         puts = [put for slot in used.tolist() if (put := self._puts[slot]) is not None]
@@ -320,7 +322,7 @@ def _snapshots(columns: Mapping[str, NDArray[Any]]) -> dict[str, ColumnSnapshot]
 
 
 def _put_together(cells_of_fields: Mapping[str, ColumnSnapshot]) -> list[tuple[list[str], Indexes]]:
-    """Group fields with equal cell locations; return each group's field names and cells."""
+    """Group fields with equal cell locations. Return the field names and cells of each group."""
     found: dict[bytes, tuple[list[str], Indexes]] = {}
     for name, column in cells_of_fields.items():
         cells: Indexes = column.values()
@@ -329,7 +331,7 @@ def _put_together(cells_of_fields: Mapping[str, ColumnSnapshot]) -> list[tuple[l
 
 
 class CheckpointWriter:
-    """Writes a checkpoint: first the facts shown in lists, then the blocks in order, then the state.
+    """Writes a checkpoint: the facts shown in lists, followed by the blocks in order, followed by the state.
 
     The methods run in threads, one call at a time. The creator must call `abort` at the end, even after `finish`.
 
@@ -344,7 +346,7 @@ class CheckpointWriter:
         self._writer: RecordWriter
 
     def begin(self, facts: CheckpointFacts) -> None:
-        """Create the directory if it does not exist, and begin the file with the facts."""
+        """Create the directory if necessary, and begin the file with the facts."""
         with self._explained():
             make_directory(self._path.parent)
             self._writer = RecordWriter(self._path)
@@ -353,7 +355,7 @@ class CheckpointWriter:
             write_record(self._writer, facts)
 
     def add(self, block: Block, values: Iterable[tuple[ColumnShape, memoryview]]) -> None:
-        """Write a block: first a description of its columns, then their bytes."""
+        """Write a block: a description of its columns, followed by their bytes."""
         columns, chunks = zip(*values, strict=True)
         stored = StoredBlock(partition_id=block.partition_id, row_count=block.global_indexes.size, columns=columns)
         block.column_bytes = {column.spec.name: column.value_bytes for column in columns}
@@ -363,13 +365,13 @@ class CheckpointWriter:
                 self._writer.write(*some)
 
     def finish(self, snapshot: ServiceSnapshot) -> None:
-        """Write the state, and rename the file to its final name."""
+        """Write the state and give the file its final name."""
         with self._explained():
             write_state(self._writer, snapshot)
             self._writer.commit()
 
     def abort(self) -> None:
-        """Remove an unfinished file; do nothing after `finish`."""
+        """Remove an unfinished file. Do nothing after `finish`."""
         self._aborting.close()
 
     @contextlib.contextmanager
@@ -395,7 +397,7 @@ class CheckpointWriter:
 
 
 def _cut(chunks: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Split chunks of bytes into parts that each fit in a record."""
+    """Split chunks of bytes into parts that fit into a record."""
     for chunk in chunks:
         for start in range(0, len(chunk), _RECORD_BYTES):
             yield chunk[start : start + _RECORD_BYTES]
@@ -403,7 +405,7 @@ def _cut(chunks: Iterable[memoryview]) -> Iterator[memoryview]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint that was read and found intact.
+    """A checkpoint that has been read completely and is intact.
 
     Attributes:
         path: path of the checkpoint file.
@@ -434,7 +436,7 @@ class Checkpoint:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read an entire checkpoint and check it.
+    """Read and check an entire checkpoint.
 
     Raises:
         InvalidArgumentError: the checkpoint does not exist or cannot be read.
@@ -456,7 +458,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def _beyond_blocks(reader: SnapshotReader, blocks: list[StoredBlock]) -> Iterator[object]:
-    """Yield the records of the state, which follow the blocks; append the blocks to `blocks` and check their bytes."""
+    """Yield the records of the state, which follow the blocks.
+
+    Check the bytes of the blocks, and append the blocks to `blocks`.
+    """
     for value in reader.values():
         if not isinstance(value, StoredBlock):
             yield value
@@ -484,7 +489,7 @@ def _check_blocks(partitions: Sequence[PartitionSnapshot], blocks: Sequence[Stor
 
 
 def relocate(partitions: Iterable[Partition], puts: Iterable[Put]) -> None:
-    """Replace the puts in restored partitions with the puts created from the checkpoint's blocks, in order."""
+    """Replace the puts in restored partitions with the puts made from the checkpoint's blocks, in order."""
     became = iter(puts)
     for partition in partitions:
         table = partition.cells.puts

@@ -1,4 +1,4 @@
-"""A service's data directory: its lock, and an identity that persists while the directory exists."""
+"""The data directory of a service, with its lock and an identity that persists while the directory exists."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _SEGMENTS: Final = "segments"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Names and ids that outlive the process.
+    """Names and ids that remain valid when the process restarts.
 
     Attributes:
         controller_boot_id: 16-byte instance id of the controller that stores its state in the directory.
         storage_boot_id: 16-byte instance id of the storage service that stores its puts in the directory.
-        storage_id: name of the storage service, used in the locations of cells; empty until a name is set.
+        storage_id: name of the storage service, used in the locations of cells. Empty until a name is set.
     """
 
     controller_boot_id: bytes
@@ -54,7 +54,7 @@ def new_identity() -> Identity:
 
 
 def write_identity(path: Path, identity: Identity) -> None:
-    """Write an identity atomically, such that it survives a power failure.
+    """Write an identity atomically, so that it survives a power loss.
 
     Raises:
         OSError: the file could not be written.
@@ -70,7 +70,7 @@ def read_identity(path: Path) -> Identity | None:
 
     Raises:
         DataDirError: the file is damaged or has a different format.
-        OSError: the file cannot be read.
+        OSError: the file could not be read.
     """
     try:
         text = path.read_bytes()
@@ -91,7 +91,7 @@ def read_identity(path: Path) -> Identity | None:
                 ),
                 metadata={"path": str(path.parent)},
             )
-        # If a single letter of a name changed, no sample would find its bytes, although they are all stored here.
+        # If a single letter of a name changed, samples could not find their bytes, although all bytes are stored here.
         if values.pop("checksum") != _checksum(values):
             raise ValueError("its checksum does not match its names")
         identity = Identity(
@@ -112,10 +112,10 @@ def _checksum(values: dict[str, Any]) -> str:
 
 
 def _locked(path: Path) -> int:
-    """Lock a directory; return a file descriptor that keeps the lock until it is closed or the process ends.
+    """Lock a directory. Return a file descriptor that holds the lock until it is closed or the process ends.
 
     Args:
-        path: path of a permanent file used only for the lock.
+        path: path of a permanent file that is used only for the lock.
 
     Raises:
         DataDirError: another process holds the lock.
@@ -159,7 +159,7 @@ class DataDir:
     """
 
     def __init__(self, path: Path, identity: Identity, lock: contextlib.ExitStack) -> None:
-        """Create the object and take ownership of the lock. Call `open` instead."""
+        """Take ownership of the lock. Call `open` instead of this constructor."""
         self.path = path
         self.identity = identity
         self.segments_path = path / _SEGMENTS
@@ -167,14 +167,14 @@ class DataDir:
 
     @classmethod
     def open(cls, path: Path) -> DataDir:
-        """Open a data directory; create it if it does not exist.
+        """Open a data directory, and create it if necessary.
 
         Raises:
             DataDirError: another process uses the directory, its format is not supported, or it is not writable.
         """
         path = path.absolute()
         try:
-            # Other users must not read the contents. The mode of an existing directory is its owner's choice.
+            # Other users must not read the contents. The owner of an existing directory decides on its mode.
             make_directory(path, mode=0o700)
             with contextlib.ExitStack() as lock:
                 lock.callback(os.close, _locked(path / "lock"))
@@ -187,7 +187,7 @@ class DataDir:
             raise _unusable(path, error) from error
 
     def join(self, controller_id: bytes, cluster: str) -> None:
-        """Assign the directory to a controller in a cluster. All controllers in a cluster share one id.
+        """Assign the directory to a controller in a cluster. All controllers in a cluster share a single id.
 
         Raises:
             DataDirError: the directory contains the state of a controller outside the cluster, or is not writable.
@@ -210,14 +210,16 @@ class DataDir:
         self.identity = identity
 
     def storage_id(self, given: str | None, default: str) -> str:
-        """Return the name of the storage service that stores its puts here. The name is permanent once it is set.
+        """Return the name of the storage service that stores its puts in this directory.
+
+        After the name is set, it cannot be changed.
 
         Args:
             given: name from the settings, or None.
-            default: name to use if none is recorded or given.
+            default: name to use if no name is recorded or given.
 
         Raises:
-            DataDirError: the given name differs from the recorded one, or the directory is not writable.
+            DataDirError: the given name differs from the recorded name, or the directory is not writable.
         """
         known = self.identity.storage_id
         if known and given not in (None, known):
@@ -231,9 +233,10 @@ class DataDir:
         return self.identity.storage_id
 
     def remove_unneeded(self, backend: LogBackend, number: int) -> None:
-        """Remove all files that a start no longer needs, given a snapshot of everything before `number`. Blocks.
+        """Remove all files that a start no longer needs. This call blocks.
 
-        The previous snapshot and the log after it are kept in case the new snapshot turns out to be damaged.
+        `number` is the number of a snapshot that contains all earlier changes. The previous snapshot and the log after
+        it are kept in case the new snapshot turns out to be damaged.
         """
         *older, kept = [0, *(each for each in snapshot_numbers(self.path) if each < number)]
         for each in filter(None, older):

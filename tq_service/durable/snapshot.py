@@ -1,14 +1,15 @@
-"""Snapshots: a service's state at one moment in one file, which is either read completely or rejected.
+"""Snapshots. A snapshot stores the state of a service at one moment in a single file.
 
-A file consists of records (see `journal/files.py`). Each record is a dataclass with its class name, except for the
-bytes of blocks:
+A snapshot is either read completely or rejected. A file consists of records (see `journal/files.py`). Each record is a
+dataclass with its class name, except for the bytes of blocks:
 
     Header, [CheckpointFacts], [StoredBlock, bytes ...] ..., state
     state: [PartitionHeader, ColumnPart ..., [TaskFacts, (Batches | TaskRecords) ...] ...] ..., ServiceRecords ...
 
 Columns are identified by name. If a column is missing from the file, its fill value is used (see `Partition.restore`).
-An unknown column, record class or field means that a newer version wrote the file. The reader then raises a separate
-error instead of treating the file as damaged. Otherwise, an older snapshot would be used, without all later changes.
+If the file contains an unknown column, record class or field, a newer version wrote it. The reader then raises a
+separate error instead of treating the file as damaged. Otherwise, an older snapshot would be used, and all later
+changes would be lost.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from tq_service.wire.columns import ColumnShape
 from tq_service.wire.objects import no_collection
 
 FORMAT_VERSION: Final = 7
-_CLAIMS_A_RECORD: Final = 256  # larger records would block other threads for too long while they are encoded
+_CLAIMS_A_RECORD: Final = 256  # larger records would block other threads for too long during encoding
 _IDS_A_RECORD: Final = 1024
 _NUMBERS_A_RECORD: Final = 1 << 16
 _PUT_BYTES_A_RECORD: Final = 1 << 18
@@ -53,13 +54,14 @@ _PUT_BYTES_A_RECORD: Final = 1 << 18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSnapshot:
-    """The complete state of a service, restored at start.
+    """The complete state of a service, from which it is restored when it starts.
 
     Attributes:
-        partitions: the controller's partitions.
-        policies: the controller's policies.
-        answers: the controller's answers, which are returned to retries; each packed as a tuple (message name, bytes).
-        puts: the storage engine's put records.
+        partitions: partitions of the controller.
+        policies: policies of the controller.
+        answers: recorded responses of the controller, kept so that retries receive the same response. Each response is
+            packed as a tuple (message name, bytes).
+        puts: put records of the storage engine.
     """
 
     partitions: Sequence[PartitionSnapshot] = ()
@@ -69,7 +71,7 @@ class ServiceSnapshot:
 
 
 def write_snapshot(path: Path, snapshot: ServiceSnapshot) -> None:
-    """Write a snapshot file, which appears only after it is complete and synced. Runs in a thread.
+    """Write a snapshot file, which appears only after it is complete and synced. Call this in a thread.
 
     Raises:
         OSError: the file could not be written.
@@ -79,17 +81,17 @@ def write_snapshot(path: Path, snapshot: ServiceSnapshot) -> None:
             write_record(writer, Header(format_version=FORMAT_VERSION))
             write_state(writer, snapshot)
     except OSError:
-        path.unlink(missing_ok=True)  # the caller proceeds without this snapshot, so a start must not find it
+        path.unlink(missing_ok=True)  # the caller continues without this snapshot, so a start must not find it
         raise
 
 
 def read_snapshot(path: Path) -> ServiceSnapshot:
-    """Return the contents of a snapshot. The partitions in it can be restored only once.
+    """Return the contents of a snapshot. Its partitions can be restored only once.
 
     Raises:
         SnapshotDamagedError: the file is damaged.
         NewerVersionError: a newer version wrote the snapshot.
-        OSError: the file cannot be read.
+        OSError: the file could not be read.
     """
     with reading(path) as reader:
         return read_state(reader.values())
@@ -100,7 +102,7 @@ def read_snapshot(path: Path) -> ServiceSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """The first record in a file. In a checkpoint, blocks contain the bytes of all puts and replace these puts."""
+    """The first record in a file. In a checkpoint, blocks replace all puts and contain their bytes."""
 
     format_version: int
     is_checkpoint: bool = False
@@ -108,11 +110,11 @@ class Header:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFacts:
-    """The description of a checkpoint. It is stored at the start of the file, so lists can read it alone.
+    """The description of a checkpoint, stored at the start of the file so that lists need to read nothing else.
 
     Attributes:
         written_at: start time of the checkpoint, in seconds since 1970.
-        metadata: the caller's JSON object, as text.
+        metadata: JSON object given by the caller, as text.
     """
 
     written_at: float
@@ -123,12 +125,12 @@ class CheckpointFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBlock:
-    """Cells in a checkpoint that become one put when restored. The records that follow contain the cells' bytes.
+    """Cells in a checkpoint that become a single put when they are restored. The next records contain their bytes.
 
     Attributes:
         partition_id: partition of the cells.
-        row_count: number of rows in every column.
-        columns: the columns, in the order in which their bytes are stored.
+        row_count: number of rows in each column.
+        columns: columns, in the order in which their bytes are stored.
         begins_at: file position and number of the first record that contains bytes of the block.
     """
 
@@ -139,7 +141,7 @@ class StoredBlock:
 
     @property
     def size_bytes(self) -> int:
-        """Total size of all columns in bytes."""
+        """Total size of all columns, in bytes."""
         return sum(column.value_bytes for column in self.columns)
 
 
@@ -153,7 +155,7 @@ class TableHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionHeader:
-    """The first record of a partition, followed by the records of its columns and tasks."""
+    """The first record of a partition. The records of the partition's columns and tasks follow."""
 
     facts: PartitionFacts
     tables: Mapping[str, TableHeader]
@@ -161,21 +163,21 @@ class PartitionHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnPart:
-    """The next values of a column. An empty column has one part without values."""
+    """The next values of a column. An empty column consists of one part without values."""
 
     table: str
     column: str
-    values: Any  # an array `(n,)`; encoded in the form of `codec.compact`
+    values: Any  # an array of shape `(n,)`, encoded in the form of `codec.compact`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """A task's batches with equal specs, stored together because reading 100,000 batches one by one takes too long.
+    """A task's batches with equal specs, in a single record because reading 100,000 separate records takes too long.
 
     Attributes:
-        rows: rows in all batches, concatenated.
-        others: for each batch, its serial and index, and its plan's sizes, steps, consumed rows, dropped rows and
-            totals.
+        rows: rows of all batches, concatenated.
+        others: serial and index of each batch, and the sizes, steps, consumed rows, dropped rows and totals of its
+            plan.
     """
 
     batch_spec: BatchSpec
@@ -206,12 +208,12 @@ class Batches:
         )
 
     def all(self) -> Iterator[Claim]:
-        """Yield the batches in the record."""
+        """Yield the batches that the record contains."""
         spec, end = self.batch_spec, 0
         for serial, batch_index, sizes, steps, consumed, dropped, totals in self.others:
             start, end = end, end + sum(sizes)
             plan = RecordedPlan(
-                rows=self.rows[start:end].copy(),  # a view would keep all batches' rows in memory
+                rows=self.rows[start:end].copy(),  # a view would keep the rows of all batches in memory
                 sizes=sizes,
                 steps=steps,
                 micro_batch_size=spec.micro_batch_size,
@@ -225,7 +227,7 @@ class Batches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRecords:
-    """Further entries for those lists in a `TaskSnapshot` that have the same names as these fields."""
+    """Entries to append to the lists in a `TaskSnapshot` that have the same names as these fields."""
 
     claims: list[Claim] = field(default_factory=list)
     names: list[tuple[str, bytes]] = field(default_factory=list)
@@ -237,7 +239,7 @@ class TaskRecords:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceRecords:
-    """Further policies, answers and puts that belong to a `ServiceSnapshot`."""
+    """Policies, answers and puts to add to a `ServiceSnapshot`."""
 
     policies: list[Policy] = field(default_factory=list)
     answers: list[Entry] = field(default_factory=list)
@@ -262,7 +264,7 @@ class SnapshotReader:
     """Reads the records in a file, from start to end.
 
     Attributes:
-        last: the most recently read record.
+        last: record that was read last.
     """
 
     def __init__(self, path: Path) -> None:
@@ -289,21 +291,21 @@ class SnapshotReader:
 
 
 def write_record(writer: RecordWriter, value: object) -> None:
-    """Append a dataclass as a record that includes its class name."""
+    """Append a record that contains a dataclass and its class name."""
     writer.write(codec.encode_named(value))
 
 
 @contextlib.contextmanager
 def reading(path: Path, *, is_checkpoint: bool = False) -> Iterator[SnapshotReader]:
-    """Open a file and read its header; errors in the `with` block become SnapshotDamagedError or NewerVersionError.
+    """Open a file and read its header. Errors in the `with` block become SnapshotDamagedError or NewerVersionError.
 
     Args:
         path: path of the file.
-        is_checkpoint: whether the file must be a checkpoint (true) or a snapshot (false).
+        is_checkpoint: whether to expect a checkpoint rather than a snapshot.
     """
     reader = SnapshotReader(path)
     try:
-        with no_collection():  # this creates a million objects, none of them garbage
+        with no_collection():  # this creates a million objects, none of which are garbage
             header = next(reader.values())
             if header.format_version != FORMAT_VERSION:
                 raise NewerVersionError(
@@ -325,7 +327,7 @@ def reading(path: Path, *, is_checkpoint: bool = False) -> Iterator[SnapshotRead
 
 
 def write_state(writer: RecordWriter, snapshot: ServiceSnapshot) -> None:
-    """Write all partitions, policies, answers and puts in a state."""
+    """Write all partitions, policies, answers and puts of a state."""
     for partition in snapshot.partitions:
         for record in _partition_records(partition):
             write_record(writer, record)
@@ -378,7 +380,10 @@ def read_state(records: Iterable[Any]) -> ServiceSnapshot:
 
 
 def _with_puts(values: NDArray[Any], storages: dict[tuple[str, bytes], tuple[str, bytes]]) -> NDArray[Any]:
-    """Return the objects with tuples converted to puts; all puts in one storage service share one copy of its name."""
+    """Return the given objects, with tuples converted to puts.
+
+    All puts in one storage service share a single copy of the service's name.
+    """
     puts = (
         Put(*storages.setdefault(each[:2], each[:2]), each[2]) if isinstance(each, tuple) else each
         for each in values.tolist()
@@ -387,7 +392,7 @@ def _with_puts(values: NDArray[Any], storages: dict[tuple[str, bytes], tuple[str
 
 
 def _table(size: int, parts: Mapping[str, Sequence[NDArray[Any]]]) -> TableSnapshot:
-    """Assemble columns from their parts, and return the table."""
+    """Assemble a table from the parts of its columns."""
     columns = {}
     for column, some in parts.items():
         values = np.concatenate(some) if some else np.empty(0)
@@ -398,7 +403,10 @@ def _table(size: int, parts: Mapping[str, Sequence[NDArray[Any]]]) -> TableSnaps
 
 
 def _column_parts(column: ColumnSnapshot) -> Iterator[NDArray[Any]]:
-    """Yield a column's values in at least one part; a part has tens of thousands of numbers, or fewer objects."""
+    """Yield the values of a column in at least one part.
+
+    A part contains tens of thousands of numbers, or fewer objects.
+    """
     if not column.size:
         yield np.empty(0, column.dtype)
     yield from map(

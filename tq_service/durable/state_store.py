@@ -1,17 +1,17 @@
-"""The state store, which persists a controller's partitions, a storage engine's puts, or both, in a data directory.
+"""The state store. It persists a controller's partitions, a storage engine's puts, or both, in a data directory.
 
-The store appends changes to the log. Once the log is long, the store takes a snapshot, which keeps later starts short.
+The store appends changes to the log. When the log is long, the store writes a snapshot, so that the next start is fast.
 
     state machine, engine --append--> log --(when it is long)--> snapshot, and a new start of the log
-    start: the newest intact snapshot, then the log after it, then append
+    start: restore the newest intact snapshot, replay the log after it, then append
 
-An answer is sent only after the state it reports is durable: the servicers await `wait_durable`.
+A response is sent only when the state that it reports is durable. To ensure this, the servicers await `wait_durable`.
 
-Both streams in the log share one order. A put becomes durable no later than the change that refers to it, because the
-engine appends the put's record before the put can be committed. A put is removed no earlier than the change that frees
-it, because the engine is notified of freed cells only after that change has been appended. If the controller and the
-storage service have separate logs, their answers ensure the same order. A put is acknowledged only once it is durable,
-and cells are freed remotely only once the change that frees them is durable.
+Both streams in the log share a single order. A put becomes durable no later than the change that refers to it, because
+the engine appends the put's record before the put can be committed. A put is removed no earlier than the change that
+frees it, because the engine is notified of freed cells only after that change has been appended. If the controller and
+the storage service have separate logs, the order of their responses has this effect: a put is acknowledged only when it
+is durable, and cells are freed remotely only when the change that frees them is durable.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ _LAST_RETRY_SECONDS: Final = 600.0
 
 
 class Stream(enum.IntEnum):
-    """The source of a record in the log. Files contain the stream's number.
+    """The source of a record in the log. Files contain the number of the stream.
 
-    Both streams share one order. A put is recorded before the change that refers to it, and the put's removal after the
-    change that frees it. One sync makes both records durable.
+    Both streams share a single order. A put is recorded before the change that refers to it, and its removal is
+    recorded after the change that frees it. A single sync makes records of both streams durable.
     """
 
     CHANGES = 1
-    """Changes of the controller, without sample values. A record is smaller than 1 MiB unless one change is larger."""
+    """Changes made by the controller, without sample values. A record exceeds 1 MiB only if a single change does."""
     PUTS = 2
-    """A storage service's puts, including the values of small puts. These records never leave the host."""
+    """Puts of a storage service, including the values of small puts. These records never leave the host."""
 
 
 # Measured cost of replaying a record, and of restoring a sample from a snapshot.
@@ -76,12 +76,12 @@ _FILE_SECONDS: Final = 1e-3
 _SAMPLE_SECONDS: Final = 0.7e-6
 _LONGEST_START_SECONDS: Final = 1.1
 _WORTH_SECONDS: Final = 0.4
-_RECORDS_A_TURN: Final = 64  # records that a standby applies before it yields to the event loop
+_RECORDS_A_TURN: Final = 64  # number of records that a standby applies before it yields to the event loop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """Counts of the items recovered from the data directory, and the duration of the recovery."""
+    """The numbers of items recovered from the data directory, and the duration of the recovery."""
 
     partition_count: int
     sample_count: int
@@ -94,14 +94,14 @@ class Recovered:
 class StartCost:
     """Estimates how long a start would take, and decides when a new snapshot is needed to shorten it.
 
-    A start restores the last snapshot and replays the log after it. A new snapshot is due before a start would take
-    longer than allowed. However, it is due only once replaying the log takes as much CPU time as writing a snapshot,
-    which grows with the state.
+    A start restores the last snapshot and replays the log after it. A new snapshot is due if a start would otherwise
+    take too long. However, the cost of a snapshot grows with the state. No snapshot is therefore due until replaying
+    the log takes at least as much CPU time as writing a snapshot.
 
     Attributes:
         log_seconds: time needed to replay the current log.
         restore_seconds: time needed to restore the last snapshot.
-        snapshot_seconds: CPU time spent on writing the last snapshot.
+        snapshot_seconds: CPU time used to write the last snapshot.
     """
 
     log_seconds: float = 0.0
@@ -109,7 +109,7 @@ class StartCost:
     snapshot_seconds: float = 0.0
 
     def add(self, stream: Stream, size: int) -> None:
-        """Add a record of `size` bytes to the log."""
+        """Account for a record of `size` bytes that was added to the log."""
         self.log_seconds += _RECORD_SECONDS[stream] + _BYTE_SECONDS[stream] * size
 
     @property
@@ -126,8 +126,9 @@ class LogLag:
 
     Attributes:
         unflushed_count: number of appended records that are not yet durable.
-        replay_seconds: estimated time that a start needs to replay the log, after restoring the last snapshot.
-        snapshot_age_seconds: time since the last snapshot, or since the start if this process has not written any.
+        replay_seconds: estimated time to replay the log at the next start, after the last snapshot has been restored.
+        snapshot_age_seconds: time since the last snapshot, or since the start if this process has not written a
+            snapshot.
         is_failing: whether the last write attempt failed.
         is_disk_low: whether the disk is almost full.
     """
@@ -142,12 +143,12 @@ class LogLag:
 class StateStore:
     """Persists the changes appended by a controller, a storage engine, or both.
 
-    open -> recover -> append ... wait_durable ... -> close
+        open -> recover -> append ... wait_durable ... -> close
 
-    Confined to one event loop.
+    A store must be used from a single event loop.
 
     Attributes:
-        data_dir: the open data directory, which is closed with the store.
+        data_dir: open data directory, which is closed with the store.
         is_failing: whether the last write attempt failed.
         is_shared: whether other controllers follow the log.
         fatal: function called with a reason and a cause when the service must stop because its memory may not match the
@@ -164,7 +165,7 @@ class StateStore:
         self._snapshot: asyncio.Task[None] | None = None
         self._retry_at, self._retry_seconds = 0.0, _FIRST_RETRY_SECONDS
         self._abandoned: TqError | None = None
-        self._next: int | None = None  # number of the next record that a standby applies; None if this is not a standby
+        self._next: int | None = None  # number of the next record to apply on a standby; None otherwise
         self._snapshot_at = time.monotonic()
         self.is_failing = False
         self.is_shared = False
@@ -176,8 +177,10 @@ class StateStore:
 
         Args:
             path: path of the directory.
-            sync: whether durable records survive a machine crash; if false, they survive only a process crash.
-            accept_loss: whether to continue if the journal is damaged, without the damaged record and all later ones.
+            sync: whether durable records survive a crash of the machine. If false, they survive only a crash of the
+                process.
+            accept_loss: whether to continue if the journal is damaged, discarding the damaged record and all later
+                records.
 
         Raises:
             DataDirError: another process uses the directory, or the directory cannot be used.
@@ -193,15 +196,14 @@ class StateStore:
     # Recovery
 
     def recover(self, *, catalog: Catalog | None = None, puts: PutJournal | None = None) -> Recovered:
-        """Recover the contents of the data directory, and start logging changes. Call this method once.
+        """Recover the contents of the data directory and start logging changes. Call this method only once.
 
         Args:
-            catalog: receives the partitions, and the answers returned to retries; None in a service without a
-                controller.
-            puts: receives the puts; None in a service without a storage engine.
+            catalog: receives the recovered partitions and recorded answers. None in a service without a controller.
+            puts: receives the recovered puts. None in a service without a storage engine.
 
         Raises:
-            JournalDamagedError: a record is damaged, or does not match the state before it.
+            JournalDamagedError: a record is damaged, or does not match the state that precedes it.
             NewerVersionError: a newer version wrote the newest snapshot or a record.
             DataDirError: the directory contains data for a role that this service does not have. The next snapshot
                 would lose this data.
@@ -209,7 +211,7 @@ class StateStore:
         self._catalog, self._puts = catalog, puts
         started_at = time.perf_counter()
         number, put_records = self._restore_newest()
-        self._cost.log_seconds += _FILE_SECONDS * len(segment_numbers(self.data_dir.path))  # every start adds a segment
+        self._cost.log_seconds += _FILE_SECONDS * len(segment_numbers(self.data_dir.path))  # each start adds a segment
         record_count = self._replay(self._log.read(number), put_records)
         self._quarantine_after(number)
         put_count = self._recover_puts(put_records)
@@ -224,13 +226,13 @@ class StateStore:
 
     def _quarantine_after(self, number: int) -> None:
         for damaged in snapshot_numbers(self.data_dir.path):
-            if damaged > number:  # otherwise, the damaged snapshot would later count as a fallback
+            if damaged > number:  # otherwise, the damaged snapshot would later be kept as a fallback
                 quarantine(snapshot_path(self.data_dir.path, damaged), ".damaged")
 
-    # A standby
+    # Standby
 
     def restore(self, catalog: Catalog) -> int:
-        """Restore the newest snapshot on a standby that will follow the log. Call this method once.
+        """Restore the newest snapshot on a standby that will follow the log. Call this method only once.
 
         Returns:
             Number of the first record after the snapshot.
@@ -238,7 +240,7 @@ class StateStore:
         Raises:
             SnapshotDamagedError: all snapshots are damaged.
             NewerVersionError: a newer version wrote the newest snapshot.
-            DataDirError: the snapshot contains a storage service's puts.
+            DataDirError: the snapshot contains puts of a storage service.
         """
         self._catalog = catalog
         number, puts = self._restore_newest()
@@ -248,11 +250,11 @@ class StateStore:
         return self._next
 
     async def follow(self, records: AsyncIterator[Record]) -> None:
-        """Apply the records that the leader appends to the log, and write snapshots when due, until cancelled.
+        """Apply the records that the leader appends to the log, and write snapshots when due. Runs until cancelled.
 
         Raises:
             PreconditionError: the log no longer contains the records that follow the snapshot.
-            JournalDamagedError: a record is damaged, or does not match the state before it.
+            JournalDamagedError: a record is damaged, or does not match the state that precedes it.
         """
         async with contextlib.aclosing(cast("AsyncGenerator[Record, None]", records)) as following:
             async for record in following:
@@ -263,14 +265,14 @@ class StateStore:
                     await asyncio.sleep(0)
 
     async def take_over(self) -> int:
-        """As the new leader, apply the rest of the log and start logging changes.
+        """Become the leader: apply the rest of the log and start logging changes.
 
         Returns:
-            Number of applied records.
+            Number of records applied.
 
         Raises:
             SupersededError: another controller has become the leader.
-            JournalDamagedError: a record is damaged, or does not match the state before it.
+            JournalDamagedError: a record is damaged, or does not match the state that precedes it.
         """
         while self._snapshot is not None:
             await asyncio.wait([self._snapshot])
@@ -280,10 +282,10 @@ class StateStore:
         return count
 
     def _restore_newest(self) -> tuple[int, list[bytes]]:
-        """Restore the newest intact snapshot; return its number and its puts.
+        """Restore the newest intact snapshot. Return the number of the snapshot and its puts.
 
-        A snapshot written by a newer version counts as intact, so the start fails with NewerVersionError. An older
-        snapshot would lack later changes.
+        A snapshot from a newer version is treated as intact, so the start fails with NewerVersionError. Falling back to
+        an older snapshot would lose later changes.
         """
         damages: list[SnapshotDamagedError] = []
         for number in reversed(snapshot_numbers(self.data_dir.path)):
@@ -301,7 +303,7 @@ class StateStore:
                 raise self._of_another_role(f"{len(snapshot.partitions)} partitions of a controller")
             self._cost.restore_seconds = self._restore_seconds()
             return number, list(snapshot.puts)
-        if damages:  # the journal no longer has the records from before the snapshots
+        if damages:  # the journal no longer contains the records that precede the snapshots
             raise damages[0]
         return 0, []
 
@@ -310,7 +312,7 @@ class StateStore:
             self._catalog.machine.log, self._catalog.machine.fatal = self, self.fatal
 
     def _replay(self, records: Iterable[Record], puts: list[bytes] | None = None) -> int:
-        """Replay records, but add those from a storage engine to `puts`; return the total number of records."""
+        """Replay records, but append records of a storage engine to `puts`. Return the total number of records."""
         count = 0
         for record in records:
             count += 1
@@ -330,7 +332,7 @@ class StateStore:
 
     def _recover_puts(self, records: Iterable[bytes]) -> int:
         if self._puts is not None:
-            with no_collection():  # this creates many objects, none of them garbage
+            with no_collection():  # this creates many objects, none of which are garbage
                 return self._puts.recover(records, self)
         if left_count := len(left_puts(records)):
             raise self._of_another_role(f"{left_count} puts of a storage service")
@@ -343,26 +345,29 @@ class StateStore:
             metadata={"path": str(self.data_dir.path)},
         )
 
-    # The log of the state machine
+    # Log of the state machine
 
     def check_open(self) -> None:
-        """Raise the error that was passed to `abandon`; do nothing if it was not called."""
+        """Raise the error passed to `abandon`, if `abandon` has been called."""
         if self._abandoned is not None:
             raise self._abandoned
 
     def append(self, records: Sequence[bytes]) -> None:
-        """Append the records of a group of changes to the log."""
+        """Append the records of one group of changes to the log."""
         for record in records:
             self._append(Stream.CHANGES, record)
 
-    # The log of the storage engine
+    # Log of the storage engine
 
     def append_put(self, record: bytes, values: bytes | bytearray = b"") -> None:
-        """Append a record of a put or of its removal; the record of a small put includes its values."""
+        """Append a record of a put or of its removal. The record of a small put includes its values."""
         self._append(Stream.PUTS, record, values)
 
     def after_durable(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once all records appended so far are durable: immediately, or later and in call order."""
+        """Call `callback` when all records appended so far are durable.
+
+        The callback runs immediately or later. Callbacks run in the order in which they were passed.
+        """
         self._log.after_durable(callback)
 
     def _append(self, stream: Stream, *parts: bytes | bytearray) -> None:
@@ -389,10 +394,10 @@ class StateStore:
     # Failure
 
     def abandon(self, error: TqError) -> None:
-        """Stop writing: discard the records appended in this event-loop step, and all later changes and snapshots.
+        """Stop writing. Discard the records appended in this event-loop step, and all later changes and snapshots.
 
         Args:
-            error: error that all later changes and all waits for durability raise.
+            error: error to raise from all later changes and all waits for durability.
         """
         self._abandoned = error
         self.is_failing = True
@@ -430,7 +435,7 @@ class StateStore:
         Raises:
             DiskFullError: the log cannot be written until the disk has free space.
             JournalUnreachableError: the log cannot be written until etcd responds.
-            TqError: the records will never be durable, because the log was abandoned or has failed otherwise, which is
+            TqError: the records will never be durable, because the log was abandoned or failed in another way, which is
                 fatal.
         """
         try:
@@ -450,13 +455,16 @@ class StateStore:
         await self._flush_now()
 
     async def _flush_now(self) -> None:
-        with contextlib.suppress(TqError):  # the next `wait_durable` call also raises the error
+        with contextlib.suppress(TqError):  # the next `wait_durable` call raises the error again
             await self.wait_durable()
 
     # Snapshots
 
     async def newest_snapshot(self, least_number: int) -> tuple[int, Path]:
-        """Return the number and path of the newest snapshot; if its number is below `least_number`, write one first."""
+        """Return the number and path of the newest snapshot.
+
+        If the number is below `least_number`, write a new snapshot first.
+        """
         if max(snapshot_numbers(self.data_dir.path), default=-1) < least_number:
             await self.take_snapshot()
         number = snapshot_numbers(self.data_dir.path)[-1]
@@ -468,9 +476,9 @@ class StateStore:
         """Write a snapshot from which the log continues. Writing continues even if the caller is cancelled.
 
         Args:
-            contents: function that returns the content, called in the event-loop step that takes the snapshot. None:
-                the service's current state.
-            appear: function called once the snapshot is durable, before the next snapshot can be taken.
+            contents: function that returns the content, called in the event-loop step that takes the snapshot. None to
+                write the service's current state.
+            appear: function called when the snapshot is durable, before the next snapshot can be taken.
 
         Raises:
             OSError, DiskFullError: the disk has too little space. The journal continues as before.
@@ -485,18 +493,18 @@ class StateStore:
         restored: Callable[[ServiceSnapshot], ServiceSnapshot],
         appear: Callable[[], None],
     ) -> None:
-        """Write a snapshot with restored partitions before these become visible in the catalog.
+        """Write a snapshot that contains restored partitions, before these partitions become visible in the catalog.
 
-        The catalog's partitions must not change from the step that takes the snapshot until `appear` is called. In the
-        log, such a change would follow a snapshot that it does not match.
+        The catalog's partitions must not change between the step that takes the snapshot and the call of `appear`.
+        Otherwise, the log would contain a change that does not match the snapshot before it.
 
         Args:
             restored: function that returns the new state, given the state in the step that takes the snapshot.
-            appear: function that makes the new state current, called once the snapshot is durable and before the next
-                one is taken.
+            appear: function that makes the new state current. Called when the snapshot is durable, before the next
+                snapshot can be taken.
 
         Raises:
-            DiskFullError: the disk has too little space; the restore has no effect.
+            DiskFullError: the disk has too little space. The restore does nothing.
         """
         try:
             await self.take_snapshot(lambda: restored(self._now()), appear)
@@ -518,14 +526,14 @@ class StateStore:
         except Exception:
             _log.exception(LogMessage("could not write a snapshot because of a bug; the journal keeps growing"))
         else:
-            # On a slow disk, leave the log without a competing snapshot for half as long as this snapshot took.
+            # On a slow disk, do not start another snapshot until half the duration of this snapshot has passed.
             ended_at = time.monotonic()
             self._retry_at, self._retry_seconds = ended_at + (ended_at - started_at) / 2, _FIRST_RETRY_SECONDS
 
     async def _write_snapshot(self, contents: Callable[[], ServiceSnapshot], appear: Callable[[], None]) -> None:
         try:
             number = self._log.rotate() if self._next is None else self._next
-            snapshot = contents()  # in the same step as `rotate`, so all later changes get higher numbers in the log
+            snapshot = contents()  # in the same step as `rotate`, so all later changes get higher record numbers
             restore_seconds, log_seconds, self._cost.log_seconds = self._restore_seconds(), self._cost.log_seconds, 0.0
             try:
                 if self._next is None:  # a standby applies only durable changes
@@ -536,7 +544,7 @@ class StateStore:
                 raise
             try:
                 if self.is_shared and contents != self._now and self._catalog is not None:
-                    # Controllers that follow the log lack the content of this snapshot.
+                    # Controllers that follow the log do not have the content of this snapshot.
                     self._catalog.machine.state.snapshot_number = number
                     self._catalog.machine.log_alone(StateReplaced(snapshot_number=number))
                 appear()
@@ -561,14 +569,14 @@ class StateStore:
         )
 
     def _write_to_disk(self, number: int, snapshot: ServiceSnapshot) -> float:
-        """Write a snapshot in a thread; return the CPU time used, in seconds."""
+        """Write a snapshot from a worker thread. Return the CPU time used, in seconds."""
         started_at = time.thread_time()
         self._log.backend.sync_rotated(number)  # a start from this snapshot needs the segment
         write_snapshot(snapshot_path(self.data_dir.path, number), snapshot)
         return time.thread_time() - started_at
 
     async def close(self) -> None:
-        """Make all records durable, and close the journal and the data directory."""
+        """Make all records durable, then close the journal and the data directory."""
         if self._flush is not None:
             self._flush.cancel()
         if self._snapshot is not None:

@@ -1,12 +1,12 @@
 """Encodes dataclasses to bytes and decodes them, based on their declared fields.
 
-A dataclass is encoded as a msgpack map from field names to values. Fields with their default value are omitted, as are
-fields declared with `field(metadata={"is_encoded": False})`. Decoding follows the declared types, so older data remains
-readable when a field with a default is added. If the data contains an unknown field, the error states that a newer
-version wrote the data.
+A dataclass is encoded as a msgpack map from field names to values. Fields with their default value are omitted. Fields
+declared with `field(metadata={"is_encoded": False})` are also omitted. Decoding follows the declared types, so older
+data remains readable when a field with a default is added. If the data contains an unknown field, the error states that
+a newer version wrote the data.
 
-Arrays are encoded as bytes. A range that counts up by 1 is encoded as two numbers, whatever its length. `compact`
-produces smaller encodings, but takes longer. Object arrays may contain strings, tuples and None.
+Arrays are encoded as bytes. A range of consecutive integers is encoded as two numbers, regardless of its length.
+`compact` produces smaller encodings but takes longer. Object arrays may contain strings, tuples and None.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LEAST_RANGE: Final = 16
 _BOUNDS: Final = struct.Struct("<qq")
 _RUN_BYTES: Final = 12
 _MOST_KEPT_BYTES: Final = 1 << 20
-_local = threading.local()  # one packer per thread, since creating a packer takes longer than packing a change
+_local = threading.local()  # one packer per thread, because creating a packer takes longer than packing a change
 
 
 def encode(value: Any) -> bytes:
@@ -56,27 +56,27 @@ def encode(value: Any) -> bytes:
 
 
 def unpack(data: bytes | memoryview) -> Any:
-    """Decode bytes into plain values and arrays; dataclasses become maps, and sequences become tuples."""
+    """Decode bytes into plain values and arrays. Dataclasses become maps, and sequences become tuples."""
     return msgpack.unpackb(data, ext_hook=_array, strict_map_key=False, use_list=False)
 
 
 def unpack_each(data: bytes | memoryview) -> Iterator[Any]:
-    """Decode consecutive values one by one, each as `unpack` does."""
+    """Decode consecutive values one by one. Each value is decoded as in `unpack`."""
     unpacker = msgpack.Unpacker(ext_hook=_array, strict_map_key=False, use_list=False, max_buffer_size=0)
     unpacker.feed(data)
     yield from unpacker
 
 
 def encode_named(value: Any) -> bytes:
-    """Encode a dataclass together with its class name."""
+    """Encode a dataclass and its class name."""
     return encode((type(value).__name__, value))
 
 
 def decode_named(kinds: Mapping[str, type[Value]], name: str, fields: object) -> Value:
-    """Create an instance of one of the given dataclasses from its class name and fields; its arrays are read-only.
+    """Create an instance of one of the given dataclasses from its class name and fields. Its arrays are read-only.
 
     Raises:
-        NewerVersionError: the class name or one of the fields is unknown.
+        NewerVersionError: the class name or a field is unknown.
         ValueError, TypeError, KeyError: the fields do not match the dataclass.
     """
     kind: Any = kinds.get(name)
@@ -118,7 +118,7 @@ def _same(value: Any) -> Any:
 
 
 def _union_decoder(kinds: Sequence[Any]) -> Callable[[Any], Any]:
-    """Return the decoder for `X | None` or for a union of plain types."""
+    """Return the decoder for `X | None`, or for a union of plain types."""
     decoders = [decoder(kind) for kind in kinds if kind is not types.NoneType]
     special = next((each for each in decoders if each is not _same), None)
     if special is None:
@@ -156,7 +156,7 @@ def _encoded_fields(kind: Any) -> list[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value that msgpack cannot pack to one that it can pack."""
+    """Convert a value that msgpack cannot pack to a value that it can pack."""
     if isinstance(value, np.ndarray):
         return _packed_array(value)
     if not dataclasses.is_dataclass(value):
@@ -185,10 +185,10 @@ def _packed_array(values: NDArray[Any]) -> msgpack.ExtType:
 
 
 def compact(values: NDArray[Any]) -> Any:
-    """Return a form of a one-dimensional array that `encode` writes in fewer bytes; decoding it returns an equal array.
+    """Return a form of a one-dimensional array that `encode` encodes in fewer bytes. It decodes to an equal array.
 
-    Integers and booleans become either runs that count up by 1, or distances from the minimum. Each distance takes a
-    few bytes, or none if all values are equal. Other arrays are returned unchanged.
+    Integers and booleans become either runs of consecutive numbers, or distances from the minimum. Each distance takes
+    a few bytes, or no bytes if all values are equal. Other arrays are returned unchanged.
     """
     if values.dtype.kind not in "iub" or not values.size:
         return values
@@ -209,7 +209,7 @@ def compact(values: NDArray[Any]) -> Any:
 
 
 def _array(code: int, data: bytes) -> NDArray[Any]:
-    """Decode the array contained in a msgpack extension."""
+    """Decode the array in a msgpack extension."""
     if code in _DTYPES:
         return np.frombuffer(data, _DTYPES[code])
     if code > _NEAR:

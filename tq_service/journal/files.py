@@ -1,12 +1,12 @@
-"""The files in a data directory: names, durable writes, frames, record files, and the log as a chain of segments.
+"""The files in a data directory: file names, durable writes, frames, record files, and log segments.
 
 Log segments, snapshots and checkpoints all consist of frames.
 
     frame:   header, body
     header:  size of the body (uint32), number of the frame (uint64), XXH3 of the body, seeded with that number
-             (uint64), XXH32 of the header so far (uint32); all numbers are little-endian
+             (uint64), XXH32 of the preceding header bytes (uint32); all numbers are little-endian
 
-A reader knows the number of the next frame, and therefore detects missing, repeated and misplaced frames.
+A reader knows the number of the next frame, so it detects missing, repeated and misplaced frames.
 
 A record file gets its final name only after it is complete and synced. It consists of the string "tqrecs02", one frame
 per record, numbered from 0, and a final frame with an empty body.
@@ -15,14 +15,14 @@ The log is a chain of segments. Each frame in a segment contains the records of 
 
     segment: "tqlog004", opening frame, frame ..., closing frame
 
-A new segment begins at each start, when the current segment is long, and with each snapshot. A snapshot has the same
-number as the segment that begins with it, and reading continues at that segment. Records are numbered across all
-segments. A frame has the number of its first record.
+A new segment begins when the service starts, when the current segment is long, and with each snapshot. A snapshot and
+the segment that begins with it have the same number. After loading a snapshot, reading continues at that segment.
+Records are numbered across all segments. Each frame is numbered after its first record.
 
-The boundary between two segments also has a number. It is the number of the earlier segment's closing frame, which has
-an empty body and announces the next segment. The next segment has the same number in its file name and its opening
-frame, which describes how the segment is written. After a kill of the process, the segment consists of complete frames,
-followed by at most one partial frame. Only a loss of power causes other damage.
+The boundary between two segments also has a number. The closing frame of the earlier segment, which has an empty body,
+carries this number and announces the next segment. The next segment has the same number in its file name and in its
+opening frame, which describes how the segment is written. If the process is killed, the segment consists of complete
+frames, followed by at most one partial frame. Only a power loss causes other damage.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ T = TypeVar("T")
 
 
 def snapshot_path(directory: Path, number: int) -> Path:
-    """Return the path of the snapshot that covers all log records with numbers below the given one."""
+    """Return the path of the snapshot that covers all log records with numbers below `number`."""
     return directory / f"snapshot-{number:012d}.tqs"
 
 
@@ -99,7 +99,7 @@ def beside(path: Path, suffix: str) -> Path:
 
 
 def quarantine(path: Path, suffix: str) -> None:
-    """Exclude a file from later reads by renaming it to an unused name with a suffix."""
+    """Exclude a file from later reads by appending a suffix to its name. The new name must not be in use."""
     target = beside(path, suffix)
     for count in range(2, 1000):
         if not target.exists():
@@ -109,10 +109,12 @@ def quarantine(path: Path, suffix: str) -> None:
 
 
 class FileWriter:
-    """Writes a file that gets its final name only after `commit` or a successful `with` block has synced it.
+    """Writes a file that gets its final name only when it is complete and synced.
+
+    Call `commit`, or use the writer in a `with` block that ends without an error.
 
     Attributes:
-        file: file object to which the content is written.
+        file: file object to write the content to.
     """
 
     def __init__(self, path: Path, buffering: int = -1) -> None:
@@ -121,7 +123,7 @@ class FileWriter:
         self.file = self._partial.open("wb", buffering)
 
     def commit(self) -> None:
-        """Sync the file and rename it to its final name, replacing an existing file."""
+        """Sync the file and give it its final name, replacing an existing file."""
         with self.file:
             self.file.flush()
             os.fsync(self.file.fileno())
@@ -129,7 +131,7 @@ class FileWriter:
         sync_path(self._path.parent)
 
     def abort(self) -> None:
-        """Remove the incomplete file; do nothing after `commit`."""
+        """Remove the incomplete file. Do nothing after `commit`."""
         with contextlib.suppress(OSError):  # buffered bytes may not fit on a full disk
             self.file.close()
         with contextlib.suppress(OSError):
@@ -149,11 +151,11 @@ class FileWriter:
 
 
 def make_directory(path: Path, mode: int = 0o777) -> None:
-    """Create a directory and its missing parents such that all of them survive a loss of power.
+    """Create a directory and its missing parents so that they survive a power loss.
 
     Args:
         path: path of the directory.
-        mode: permissions of the directory; new parents get default permissions.
+        mode: permissions of the directory. New parent directories get default permissions.
 
     Raises:
         OSError: the directory could not be created.
@@ -165,7 +167,7 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Sync a file, or the entries of a directory, to let it survive a loss of power."""
+    """Sync a file, or the entries of a directory, so that it survives a power loss."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -183,7 +185,7 @@ class Break(Exception):  # noqa: N818  (caught by the reader, which raises an er
     """The expected frame is missing or damaged.
 
     Attributes:
-        is_torn: whether the file ends as it would after a kill during a write.
+        is_torn: whether the damage is consistent with a process killed during a write.
     """
 
     def __init__(self, problem: str, *, is_torn: bool = False) -> None:
@@ -192,14 +194,14 @@ class Break(Exception):  # noqa: N818  (caught by the reader, which raises an er
 
 
 def frame(number: int, parts: Iterable[bytes | bytearray | memoryview]) -> tuple[bytes, bytes]:
-    """Return a frame's header and body; the body is a copy of the parts."""
+    """Return the header and body of a frame. The body is a copy of the parts."""
     body = b"".join(parts)
     checked = _CHECKED.pack(len(body), number, xxhash.xxh3_64_intdigest(body, number))
     return checked + _CHECKSUM.pack(xxhash.xxh32_intdigest(checked)), body
 
 
 def read_frame(file: BinaryIO, number: int) -> bytes:
-    """Return the body of a file's next frame; raise Break unless the frame is intact and has the given number."""
+    """Return the body of a file's next frame. Raise Break if the frame is damaged or has an unexpected number."""
     header = file.read(_HEADER.size)
     if len(header) < _HEADER.size:
         raise Break("ends within a frame", is_torn=True)
@@ -217,7 +219,7 @@ def read_frame(file: BinaryIO, number: int) -> bytes:
 
 
 class Pace:
-    """Makes a thread sleep briefly after every half millisecond of running Python code, to let the event loop run.
+    """Pauses a thread briefly after every half millisecond of running Python code, so that the event loop can run.
 
     Without these pauses, the interpreter switches threads only every 5 ms, which would delay each step of the loop.
     """
@@ -233,7 +235,7 @@ class Pace:
 
 
 class RecordWriter(FileWriter):
-    """Writes records in order; the writing thread pauses regularly to let the event loop run.
+    """Writes records in order. The writing thread pauses regularly so that the event loop can run.
 
     Raises:
         OSError: the file could not be written, or too little disk space would remain free.
@@ -244,10 +246,10 @@ class RecordWriter(FileWriter):
         self.file.write(_RECORDS_MAGIC)
         self.count = 0
         self._pace = Pace()
-        self._unchecked_bytes = 0  # bytes written since free space was last checked
+        self._unchecked_bytes = 0  # bytes written since the last check of free space
 
     def write(self, *parts: bytes | memoryview) -> None:
-        """Append a record, given as one or more parts."""
+        """Append a record, given in one or more parts."""
         head, body = frame(self.count, parts)
         self.file.write(head)
         self.file.write(body)
@@ -261,13 +263,13 @@ class RecordWriter(FileWriter):
         self._pace.step()
 
     def commit(self) -> None:
-        """Write the end of the file and rename it to its final name."""
+        """Write the final frame and give the file its final name."""
         self.file.writelines(frame(self.count, ()))
         super().commit()
 
 
 class Found(NamedTuple):
-    """A record with its number and its byte position in the file."""
+    """A record, its number, and its byte position in the file."""
 
     at: int
     number: int
@@ -279,7 +281,7 @@ def read_records(path: Path, at: int = 0, number: int = 0) -> Iterator[Found]:
 
     Args:
         path: path of the file.
-        at: byte position of the first record to read; 0 for the start of the file.
+        at: byte position of the first record to read. 0 for the start of the file.
         number: number of the first record to read.
 
     Raises:
@@ -303,7 +305,7 @@ def read_records(path: Path, at: int = 0, number: int = 0) -> Iterator[Found]:
 
 
 def gathered(values: Iterable[Each], least: int, size_of: Callable[[Each], int] = lambda _: 1) -> Iterator[list[Each]]:
-    """Yield values in lists, each with a total size of at least `least`; the last list may be smaller."""
+    """Yield values in lists with a total size of at least `least` each. The last list may be smaller."""
     some: list[Each] = []
     size = 0
     for value in values:
@@ -317,7 +319,7 @@ def gathered(values: Iterable[Each], least: int, size_of: Callable[[Each], int] 
 
 
 def damaged(path: Path, at: int, problem: str) -> SnapshotDamagedError:
-    """Return the error that reports damage at a byte position in a file."""
+    """Return the error for damage at a byte position in a file."""
     return SnapshotDamagedError(
         f"{path} is damaged at byte {at}: {problem}. Use an older file, or restore a checkpoint.",
         metadata={"path": str(path), "byte": str(at)},
@@ -339,7 +341,10 @@ def segment_numbers(directory: Path) -> list[int]:
 
 @cache
 def machine_boot_id() -> str:
-    """Return an id that changes when the machine reboots, or "" if unknown; only a reboot can lose unsynced bytes."""
+    """Return an id that changes when the machine reboots, or "" if unknown.
+
+    Only a reboot can lose unsynced bytes.
+    """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -347,12 +352,12 @@ def machine_boot_id() -> str:
 
 
 class SegmentWriter:
-    """A segment opened for writing, used by one thread at a time. Its methods raise OSError.
+    """A segment that is open for writing, used by one thread at a time. Its methods raise OSError.
 
     Args:
         path: path of the file.
         flags: additional flags for `os.open`.
-        end: number of bytes to keep; the rest of the file is truncated.
+        end: number of bytes to keep. The rest of the file is truncated.
     """
 
     def __init__(self, path: Path, flags: int = 0, end: int = 0) -> None:
@@ -362,15 +367,18 @@ class SegmentWriter:
         os.ftruncate(self._descriptor, end)
 
     def append(self, number: int, records: Sequence[NewRecord]) -> None:
-        """Pass a frame to the kernel in one call, or undo the write on failure; no records: a closing frame."""
+        """Write a frame in one system call, or a closing frame if `records` is empty.
+
+        If the call fails, undo the write.
+        """
         self.write(*frame(number, packed(records)))
 
     def write(self, head: bytes, body: bytes) -> None:
-        """Pass bytes to the kernel in one call, or undo the write on failure."""
+        """Write bytes in one system call. If the call fails, undo the write."""
         size = len(head) + len(body)
         try:
             written = os.pwritev(self._descriptor, [head, body], self._end)
-            if written < size:  # either the disk is full, or one call cannot write this much
+            if written < size:  # the disk is full, or the data is too large for one call
                 rest = memoryview(head + body)
                 while written < size:
                     written += os.pwrite(self._descriptor, rest[written:], self._end + written)
@@ -384,7 +392,7 @@ class SegmentWriter:
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Sync and close the file; errors are logged, not raised."""
+        """Sync and close the file. Errors are logged but not raised."""
         try:
             try:
                 self.sync()
@@ -400,17 +408,17 @@ class FoundSegment:
     Attributes:
         number: number in the file name.
         path: path of the file.
-        size: size of the file in bytes.
-        end: number of intact bytes read so far, not counting the closing frame.
+        size: size of the file, in bytes.
+        end: number of intact bytes read so far, not including the closing frame.
         last_number: number of the last record before `end`.
-        is_closed: whether the closing frame follows at `end`.
-        flaw: the problem found at `end`, or None.
-        is_synced: whether the process that wrote the segment synced each frame.
+        is_closed: whether a closing frame follows at `end`.
+        flaw: problem found at `end`, or None.
+        is_synced: whether each frame of the segment was synced when it was written.
         machine_boot_id: result of `machine_boot_id()` when the segment was created.
     """
 
     def __init__(self, directory: Path, number: int) -> None:
-        """Read the opening frame; raise OSError if the file cannot be read."""
+        """Read the opening frame. Raise OSError if the file cannot be read."""
         self.number = self.last_number = number
         self.path = segment_path(directory, number)
         self.size = self.path.stat().st_size
@@ -435,24 +443,28 @@ class FoundSegment:
 
     @property
     def may_lose_tail(self) -> bool:
-        """Whether a loss of power may have destroyed any of the last bytes, not only the end of the file."""
+        """Whether a power loss may have destroyed any of the unsynced bytes, not just the end of the file."""
         return self.is_begun and not self.is_synced and self.machine_boot_id != machine_boot_id()
 
     @property
     def was_being_made(self) -> bool:
-        """Whether the process was killed before it finished writing the opening frame."""
+        """Whether the process was killed before it had written the entire opening frame."""
         return not self.is_begun and self.flaw is not None and self.flaw.is_torn
 
     @property
     def is_damaged(self) -> bool:
-        """Whether the flaw cannot be explained by a killed process or a loss of power."""
+        """Whether the flaw cannot be explained by a killed process or a power loss."""
         if self.flaw is None or self.flaw.is_torn or self.may_lose_tail:
             return False
-        # A loss of power may destroy any part of the unsynced bytes, which belong to the last commit.
+        # A power loss may destroy any unsynced bytes, all of which belong to the last commit.
         return self.machine_boot_id == machine_boot_id() or self.has_frame_after_flaw()
 
     def records(self) -> Iterator[Record]:
-        """Yield the records up to the closing frame, a flaw or the file's end; raise OSError if reading fails."""
+        """Yield the records up to the closing frame, a flaw, or the end of the file.
+
+        Raises:
+            OSError: the file could not be read.
+        """
         try:
             with self._opened(self.end) as file:
                 while file.peek(1):
@@ -470,10 +482,10 @@ class FoundSegment:
             self.flaw = flaw
 
     def has_frame_after_flaw(self) -> bool:
-        """Whether the flaw is followed by a later intact frame, which proves that the damaged bytes had been synced."""
+        """Whether an intact later frame follows the flaw, which proves that the damaged bytes had been synced."""
         data = self.path.read_bytes()[self.end + 1 :]
         file = io.BytesIO(data)
-        # For each byte, the number that a frame beginning there would have; the padding allows frames at the last
+        # For each byte, the number of a frame that would begin there. The padding allows frames that begin at the last
         # bytes.
         numbers = np.ndarray(len(data), "<u8", data + bytes(HEADER_BYTES), _NUMBER_OFFSET, (1,))
         most = self.last_number + 2 + len(data) // _LEAST_RECORD_BYTES
@@ -497,21 +509,20 @@ class FoundSegment:
 
 
 class FileBackend:
-    """A log backend that writes each group of records as one frame in a segment file.
+    """A log backend that writes each group of records as one frame to a segment file.
 
-    Without `sync`, a record is durable once the operating system has received it, so it survives any end of the
-    process. A loss of power may destroy the last records, but never a record before a surviving one. The event loop
-    writes these frames directly, because passing them to a thread would take longer. With `sync`, a record is durable
-    once it is on the disk.
+    Without `sync`, a record is durable when the operating system has received it, so it survives any termination of the
+    process. A power loss may destroy the last records, but never a record that precedes a surviving record. The event
+    loop writes the frames itself, because passing them to a thread would take longer. With `sync`, a record is durable
+    when it is on the disk.
 
     Args:
-        directory: existing directory for the files; no other process may write to it.
+        directory: existing directory for the files. No other process may write to this directory.
         sync: whether to sync each write.
-        accept_loss: whether `read` discards a damaged record and all later ones instead of raising an error.
+        accept_loss: whether `read` discards a damaged record and all later records instead of raising an error.
 
     Attributes:
-        last_number: number of the last record or opening frame that was read; the next written record gets the next
-            number.
+        last_number: number of the last record or opening frame read. The next record gets the next number.
     """
 
     group_bytes = 8 * 2**20
@@ -523,7 +534,7 @@ class FileBackend:
         self._directory = directory
         self._accept_loss = accept_loss
         self.last_number = 0
-        self._last_found: FoundSegment | None = None  # the last segment, still to be closed; None: the log is empty
+        self._last_found: FoundSegment | None = None  # the last segment, still to be closed; None if the log is empty
         self._reserve = EmergencyDiskReserve(directory / "reserve")
         self._reserve.fill()
         self._look_at = 0.0
@@ -532,7 +543,7 @@ class FileBackend:
         self._background = ThreadPoolExecutor(1, thread_name_prefix="tq-log")
 
     def read(self, number: int) -> Iterator[Record]:
-        """Yield all records starting at the segment with this number, or all records if the number is 0.
+        """Yield all records from the segment with this number onward, or all records if the number is 0.
 
         Raises:
             JournalDamagedError: a record is damaged or missing.
@@ -542,7 +553,7 @@ class FileBackend:
             found = [FoundSegment(self._directory, each) for each in segment_numbers(self._directory) if each >= number]
             if not self._has_beginning(found, number):
                 self._lose(found)
-                self.last_number = max(number, 1) - 1  # continue the log after the snapshot
+                self.last_number = max(number, 1) - 1  # continue numbering after the snapshot
                 return
             for index, segment in enumerate(found):
                 self.last_number, self._last_found = segment.number, segment
@@ -554,7 +565,7 @@ class FileBackend:
                     self._lose(following)
                     return
         except OSError as error:
-            # Accepting a loss here would discard records that are undamaged and only temporarily unreadable.
+            # Accepting the loss here would discard intact records that are only temporarily unreadable.
             raise DiskFullError(
                 f"{error.filename or self._directory} could not be read ({error}): the disk of the data directory is "
                 "full, or this process lacks file descriptors or permissions. No data is lost. Fix the cause and "
@@ -563,7 +574,11 @@ class FileBackend:
             ) from error
 
     def _has_beginning(self, found: Sequence[FoundSegment], number: int) -> bool:
-        """Whether no records are missing at the log's beginning; raise an error if only damage can explain a gap."""
+        """Whether the log is complete at its beginning.
+
+        Raises:
+            JournalDamagedError: records are missing, and only damage can explain this.
+        """
         first = found[0] if found else None
         if first is None or first.number != (number or 1):
             if number:
@@ -579,13 +594,17 @@ class FileBackend:
         return first.is_begun
 
     def _continues(self, segment: FoundSegment, following: Sequence[FoundSegment]) -> bool:
-        """Whether the next segment begins where this one ends; raise an error if only damage can explain a gap."""
+        """Whether the next segment begins where this segment ends.
+
+        Raises:
+            JournalDamagedError: records are missing, and only damage can explain this.
+        """
         number = segment.last_number + 1
         continues = bool(following) and following[0].is_begun and following[0].number == number
         if segment.flaw is not None:
             if not continues and segment.is_damaged:
                 self._report(segment.path, segment.end, f"{segment.flaw}")
-                try:  # copy the bytes before truncating them, so an operator can inspect them
+                try:  # copy the file before it is truncated, so that an operator can inspect it
                     shutil.copyfile(segment.path, beside(segment.path, _LOST_SUFFIX))
                 except OSError as error:
                     name = segment.path.name
@@ -599,8 +618,7 @@ class FileBackend:
                     after_record=segment.last_number,
                 )
             )
-        # A process started after a reboot creates its segment only after it has seen which bytes the loss of power
-        # destroyed.
+        # After a reboot, a process creates its segment only after it has found which bytes the power loss destroyed.
         is_of_later_run = bool(following) and following[0].machine_boot_id not in ("", segment.machine_boot_id)
         if continues or (segment.may_lose_tail and not is_of_later_run):
             return continues
@@ -619,7 +637,7 @@ class FileBackend:
         return False
 
     def _lose(self, segments: Sequence[FoundSegment]) -> None:
-        for segment in reversed(segments):  # in reverse order, so a kill in between does not move the gap
+        for segment in reversed(segments):  # in reverse order, so that a kill during the loop does not move the gap
             if segment.was_being_made:
                 _log.warning(LogMessage("removed a segment without records", file=segment.path.name))
                 segment.path.unlink()
@@ -628,7 +646,7 @@ class FileBackend:
                 quarantine(segment.path, _LOST_SUFFIX)
 
     def _report(self, path: Path, at: int, problem: str) -> None:
-        """Raise JournalDamagedError, or log the damage if losing records is accepted."""
+        """Raise JournalDamagedError. If losing records is accepted, log the damage instead."""
         place = f"{path}, byte {at}," if at else f"{path}"
         if not self._accept_loss:
             raise JournalDamagedError(
@@ -643,11 +661,11 @@ class FileBackend:
     # Writing
 
     def write(self, number: int, records: Sequence[NewRecord]) -> None:
-        """Write a frame with the given records; without records, begin a segment.
+        """Write a frame that contains the given records. If `records` is empty, begin a segment.
 
         Raises:
-            DiskFullError: the disk is full; a retry may succeed.
-            UnavailableError: a sync failed, so any unsynced record may be lost.
+            DiskFullError: the disk is full. A retry may succeed.
+            UnavailableError: a sync failed, so unsynced records may be lost.
         """
         if self._failure is not None:
             raise self._failure
@@ -668,7 +686,7 @@ class FileBackend:
             ) from error
         if not self.is_blocking:
             return
-        try:  # do not retry, since the system treats the lost bytes as written after a failed sync
+        try:  # do not retry, because after a failed sync the system treats the lost bytes as written
             segment.sync()
         except OSError as error:
             self._failure = UnavailableError(
@@ -695,7 +713,7 @@ class FileBackend:
             self._background.submit(before.close)
 
     def _create(self, number: int, before: SegmentWriter | None, *, sync: bool) -> SegmentWriter:
-        """Create a segment and close its predecessor; if this fails, leave both undone."""
+        """Create a segment and close its predecessor. If either step fails, undo both."""
         segment = SegmentWriter(segment_path(self._directory, number), os.O_CREAT | os.O_EXCL)
         try:
             head, body = frame(number, (bytes([self.is_blocking]), machine_boot_id().encode()))
@@ -711,7 +729,7 @@ class FileBackend:
         return segment
 
     def _with_reserve(self, write: Callable[[], T]) -> T:
-        """Call `write`; if it fails, release the reserved space and call it once more."""
+        """Call `write`. If it fails, release the reserved space and call it again."""
         try:
             return write()
         except OSError:
@@ -721,7 +739,7 @@ class FileBackend:
 
     @property
     def is_disk_low(self) -> bool:
-        """Whether the disk was full and still has little space, which is reserved for records that free space."""
+        """Whether the disk was full and has little space left. This space is reserved for records that free space."""
         if self._reserve.is_filled:
             return False
         if time.monotonic() >= self._look_at and self._segment is not None:
@@ -730,12 +748,12 @@ class FileBackend:
         return True
 
     def sync_rotated(self, number: int) -> None:
-        """Sync a new segment and its directory, to let the segment survive a loss of power."""
+        """Sync a new segment and its directory, so that the segment survives a power loss."""
         sync_path(segment_path(self._directory, number))
         sync_path(self._directory)
 
     def truncate_before(self, number: int) -> None:
-        """Remove all segments whose records all have numbers below the given one."""
+        """Remove all segments that contain only records with numbers below `number`."""
         for each, following in pairwise(segment_numbers(self._directory)):
             if following <= number:
                 segment_path(self._directory, each).unlink()
@@ -749,9 +767,9 @@ class FileBackend:
 
 
 class EmergencyDiskReserve:
-    """A file that reserves disk space. It is removed when the disk is full, which lets clears still be recorded.
+    """A file that reserves disk space. When the disk is full, the file is removed so that clears can still be recorded.
 
-    Safe to use from several threads.
+    This class is thread-safe.
 
     Attributes:
         is_filled: whether the file exists and reserves the space.
@@ -777,7 +795,7 @@ class EmergencyDiskReserve:
                 self.is_filled = True
 
     def release(self) -> bool:
-        """Free the reserved space; return whether any was reserved."""
+        """Release the reserved space. Return whether any space was reserved."""
         with self._lock:
             was_filled, self.is_filled = self.is_filled, False
             self._path.unlink(missing_ok=True)

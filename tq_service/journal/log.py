@@ -1,9 +1,9 @@
-"""The log: an ordered sequence of numbered records, committed in groups through a backend that uses files or etcd.
+"""The log: an ordered sequence of numbered records, committed in groups through a file or etcd backend.
 
     read -> append ... wait_durable ... rotate -> close
 
 The records appended in one event-loop step form a group, which becomes durable as a unit. Groups are queued until a
-caller waits for one of them. All queued groups are then written together, because each write has a fixed cost.
+caller waits for one of them. All queued groups are then written in a single call, because each write has a fixed cost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _RECORD: Final = struct.Struct("<IB")
 _PAUSE_SECONDS: Final = 0.05
 
 NewRecord: TypeAlias = tuple[int, Sequence[bytes | bytearray]]
-"""A record to write: its stream number, and its bytes in one or more parts."""
+"""A record to write, given as its stream number and its bytes in one or more parts."""
 
 
 class Record(NamedTuple):
@@ -43,14 +43,14 @@ class Record(NamedTuple):
 
 
 def packed(records: Sequence[NewRecord]) -> Iterator[bytes | bytearray]:
-    """Yield the bytes of a group: for each record its size (uint32), stream (uint8) and data."""
+    """Yield the bytes of a group: the size (uint32), stream (uint8) and data of each record."""
     for stream, parts in records:
         yield _RECORD.pack(sum(map(len, parts)), stream)
         yield from parts
 
 
 def unpacked(body: bytes, number: int) -> Iterator[Record]:
-    """Yield the records in a group, given the number of the first one."""
+    """Yield the records in a group. `number` is the number of the first record."""
     at = 0
     while at < len(body):
         size, stream = _RECORD.unpack_from(body, at)
@@ -63,8 +63,8 @@ class LogBackend(Protocol):
     """Stores the groups of one log and reads them back.
 
     Attributes:
-        is_blocking: whether `write` waits for a disk or the network, and must therefore be called in a thread.
-        group_bytes: maximum size of the groups joined into one write.
+        is_blocking: whether `write` waits for a disk or the network, so that it must be called in a thread.
+        group_bytes: maximum total size of the groups joined into one write.
         segment_bytes: segment size that triggers an automatic rotation.
         patience_seconds: time for which writes to an unreachable backend are retried before callers get an error.
     """
@@ -76,16 +76,16 @@ class LogBackend(Protocol):
 
     @property
     def last_number(self) -> int | None:
-        """Last number in use, available once `read` is exhausted; None if this process may not write."""
+        """Last number in use, available after `read` is exhausted. None if this process may not write."""
         ...
 
     @property
     def is_disk_low(self) -> bool:
-        """Whether writes that enlarge the state should be rejected because little space is left."""
+        """Whether to reject writes that enlarge the state, because little space is left."""
         ...
 
     def read(self, number: int) -> Iterator[Record]:
-        """Yield all records starting at the rotation with this number, or all records if the number is 0.
+        """Yield all records from the rotation with this number onward, or all records if the number is 0.
 
         Raises:
             JournalDamagedError: a record is damaged or missing.
@@ -93,20 +93,20 @@ class LogBackend(Protocol):
         ...
 
     def write(self, number: int, records: Sequence[NewRecord]) -> None:
-        """Make a group durable, or begin a segment if there are no records; retries pass equal arguments.
+        """Make a group durable, or begin a segment if `records` is empty. Retries pass equal arguments.
 
         Raises:
             DiskFullError, JournalUnreachableError: the write failed, but a retry may succeed.
-            TqError: the write failed permanently; the group may or may not have been written.
+            TqError: the write failed permanently. The group may or may not have been written.
         """
         ...
 
     def sync_rotated(self, number: int) -> None:
-        """Block until the data needed to read from this rotation would survive a loss of power."""
+        """Block until the data needed to read from this rotation can survive a power loss."""
         ...
 
     def truncate_before(self, number: int) -> None:
-        """Delete records that are needed only for reading from lower numbers; this call blocks."""
+        """Delete records that are needed only to read from lower numbers. This call blocks."""
         ...
 
     def close(self) -> None:
@@ -115,13 +115,14 @@ class LogBackend(Protocol):
 
 
 class Log:
-    """A log with group commit on a backend. Confined to one event loop; a blocking backend is called from one thread.
+    """A log that commits groups of records through a backend.
 
-    The log writes only when a caller waits. A group that could not be written keeps its place in the queue, and the
-    write is retried with the same group.
+    A log must be used from a single event loop. A blocking backend is called from a single worker thread. The log
+    writes only when a caller waits. If a group could not be written, it keeps its place in the queue and the write is
+    retried.
 
     Args:
-        backend: stores the groups; closed with the log.
+        backend: stores the groups. Closed with the log.
 
     Attributes:
         backend: the backend passed to the constructor.
@@ -131,24 +132,26 @@ class Log:
         self.backend = backend
         self._is_open = False
         self._abandoned: TqError | None = None
-        self._appended = self._durable = 0  # last appended and last durable number, as the event loop knows them
+        self._appended = self._durable = 0  # last appended and last durable number, as seen by the event loop
         self._group: list[NewRecord] = []  # records appended in this event-loop step
         self._group_bytes = 0
         self._rotated_bytes = 0  # bytes queued since the last rotation
-        self._futures: deque[tuple[int, asyncio.Future[None]]] = deque()  # each with the number it waits for
+        self._futures: deque[tuple[int, asyncio.Future[None]]] = deque()  # each with the record number it waits for
         self._callbacks: deque[tuple[int, Callable[[], None]]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
-        # The event loop appends groups to the queue, including an empty group for each rotation. The committer (the
-        # event loop, or a worker thread for a blocking backend) removes them. Only the committer uses `_taken` and
-        # `_committed`.
+        # The event loop appends groups to the queue, and an empty group for each rotation. The committer removes the
+        # groups. The committer is the event loop, or a worker thread if the backend is blocking. Only the committer
+        # uses `_taken` and `_committed`.
         self._queue: deque[tuple[list[NewRecord], int]] = deque()  # each group with its size in bytes
         self._committing: Future[None] | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tq-log")
-        self._taken: list[NewRecord] | None = None  # the group that is being written, or whose write failed
+        self._taken: list[NewRecord] | None = None  # the group that is being written or could not be written
         self._committed = 0
 
     def read(self, number: int) -> Iterator[Record]:
-        """Yield the records starting at the rotation with this number (0: all records), then accept new records.
+        """Yield the records from the rotation with this number onward, then start to accept new records.
+
+        Number 0 yields all records.
 
         Raises:
             JournalDamagedError: a record is damaged or missing.
@@ -171,7 +174,7 @@ class Log:
 
     @property
     def has_unflushed(self) -> bool:
-        """Whether any appended record is not durable, or never will be."""
+        """Whether any appended record is not durable yet or will never be durable."""
         return self._durable != self._appended or self._abandoned is not None
 
     @property
@@ -183,7 +186,7 @@ class Log:
         """Append a record to this step's group and return its number. The caller must not change the parts afterwards.
 
         Raises:
-            RuntimeError: `read` was not exhausted, this process may not write, or the log is closed.
+            RuntimeError: `read` has not been exhausted, this process may not write, or the log is closed.
             TqError: the log was abandoned.
         """
         self._check_open()
@@ -195,9 +198,10 @@ class Log:
         return self._appended
 
     def rotate(self) -> int:
-        """Return the number for a snapshot of the current state; `read` with this number yields all later records.
+        """Return the number for a snapshot of the current state. Reading from this number yields all later records.
 
-        The snapshot may replace the previous one only after `wait_durable` and `backend.sync_rotated` have returned.
+        The snapshot may replace the previous snapshot only after `wait_durable` and `backend.sync_rotated` have
+        returned.
         """
         self._check_open()
         self._end_group()
@@ -207,12 +211,12 @@ class Log:
         return self._appended
 
     def abandon(self, error: TqError) -> None:
-        """Stop writing, and discard the records appended in this event-loop step, since memory may not match them.
+        """Stop writing. Discard the records appended in this event-loop step, because memory may not match them.
 
-        Earlier groups may still be written, but callers waiting for them get the error.
+        Earlier groups may still be written, but callers that wait for them get the error.
 
         Args:
-            error: error that all current and later appends and waits raise.
+            error: error to raise from all current and later appends and waits.
         """
         if self._abandoned is None:
             self._abandoned = error
@@ -249,25 +253,26 @@ class Log:
     # Waiting
 
     async def wait_durable(self, number: int | None = None) -> None:
-        """Wait until a record and all earlier ones are durable; None: all records appended so far.
+        """Wait until a record and all earlier records are durable. If `number` is None, wait for all appended records.
 
         Raises:
-            DiskFullError, JournalUnreachableError: the write failed, and the next call retries it.
-            TqError: the records will never be durable. The process must end, because its memory is ahead of the log.
+            DiskFullError, JournalUnreachableError: the write failed, and the next call will retry it.
+            TqError: the records will never be durable. The process must exit, because its memory is ahead of the log.
         """
         number = self._appended if number is None else number
         if self._durable >= number and self._abandoned is None:
             return
-        self._loop = asyncio.get_running_loop()  # set before the worker can notify the event loop
+        self._loop = asyncio.get_running_loop()  # set this before the worker can notify the event loop
         if self._commit_soon() is not None:
             done: asyncio.Future[None] = self._loop.create_future()
             self._futures.append((number, done))
             await done
 
     def after_durable(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once all appended records are durable: immediately, or later and in call order.
+        """Call `callback` when all records appended so far are durable.
 
-        A later `wait_durable` runs the callback. After `abandon`, it is never run.
+        The callback runs immediately, or during a later `wait_durable`. Callbacks run in the order in which they were
+        passed. After `abandon`, no callback runs.
         """
         if not self.has_unflushed:
             callback()
@@ -275,7 +280,7 @@ class Log:
             self._callbacks.append((self._appended, callback))
 
     def flush(self) -> None:
-        """Block until all appended records are durable; raises the same errors as `wait_durable`."""
+        """Block until all appended records are durable. Raises the same errors as `wait_durable`."""
         committing = self._commit_soon()
         if committing is not None:
             try:
@@ -284,7 +289,7 @@ class Log:
                 self._wake()
 
     def _wake(self, error: BaseException | None = None) -> None:
-        """Wake callers whose records are durable (on the event loop); fail all other callers if an error is given."""
+        """Wake callers whose records are durable. With an error, fail all other callers. Runs on the event loop."""
         self._durable = self._committed
         while self._futures and (error is not None or self._futures[0][0] <= self._durable):
             _, done = self._futures.popleft()
@@ -304,14 +309,14 @@ class Log:
     # Committing
 
     def _commit_soon(self) -> Future[None] | None:
-        """Commit the queue; with a blocking backend, return the future of the job that commits it."""
+        """Commit the queue. If the backend is blocking, return the future of the job that commits it."""
         self._check_open()
         self._end_group()
         if not self.backend.is_blocking:
             self._commit_queue()
             return None
         job = self._committing
-        if job is None or job.running() or job.done():  # otherwise, the pending job will still read the queue
+        if job is None or job.running() or job.done():  # otherwise, a pending job has not read the queue yet
             job = self._committing = self._worker.submit(self._commit_queue)
         return job
 

@@ -1,1 +1,1 @@
-"""Selects rows for claims: ready rows, their groups and their order. Pure numpy; reads `state` but never changes it."""
+"""Selects rows for claims by readiness, groups and order. Uses only numpy, and reads `state` without changing it."""

@@ -1,11 +1,11 @@
-"""Selection of the units to evict: samples excluded by a claim's `where`, and groups with too few members left.
+"""Selects the units to evict: samples that a claim's `where` excludes, and groups with too few members left.
 
 A task that keeps groups together evicts entire groups. A task that accepts incomplete groups evicts excluded members
-individually, and the rest of the group if fewer than `least_members` or none are left. A group is not evicted while
-more members may be put, or while a member is held, leased, or delivered to the task.
+individually. It also evicts the rest of the group if no members are left, or fewer than `least_members`. A group is not
+evicted while more members may be put, or while a member is held, leased, or delivered to the task.
 
-`small_groups` finds candidates, which may take a long time. `units` decides which candidates to evict, in the step that
-evicts them. `lowest_units` finds the units that new samples replace (`Admission.overflow`).
+`small_groups` finds candidates, which may take a long time. `units` decides which candidates to evict, and must be
+called in the step that evicts them. `lowest_units` finds the units that new samples replace (`Admission.overflow`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tq_service.state.plan import Indexes, MustBeAwaited
 from tq_service.state.table import CLEARED, DEAD_LETTERED, FAILED, HELD, UNCLAIMED, is_open
 
 MOST_EVICTED_AT_ONCE: Final = 1 << 12
-"""Maximum number of candidates per step, including the search for their groups."""
+"""Maximum number of candidates to examine per step, including the search for their groups."""
 _MOST_GROUPS_ON_LOOP: Final = 1 << 17
 
 
@@ -36,11 +36,11 @@ class EvictionSearch:
         partition: partition of the task.
         task: ledger of the claiming task.
         excluded: function that returns a mask of the live, unconsumed rows that `where` excludes.
-        grouping: the groups requested by the sampler. Samples are evicted individually if it is None or if groups may
-            begin anywhere.
-        least_members: minimum number of members of a group; see `BatchSpec`.
-        clears: whether evicted samples are cleared. Failed samples in their groups are then also cleared, which makes
-            the group names available again.
+        grouping: groups requested by the sampler. If None, or if groups may begin anywhere, samples are evicted
+            individually.
+        least_members: minimum number of members in a group; see `BatchSpec`.
+        clears: whether evicted samples are cleared. If so, failed samples in their groups are also cleared, so that the
+            group names become available again.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class EvictionSearch:
     # Candidates
 
     def small_groups(self, left: Callable[[], Indexes], *, is_on_loop: bool) -> Indexes:
-        """Return the positions of all members in groups that may be too small.
+        """Return the positions of all members of groups that may be too small.
 
         Args:
             left: function that returns the positions of the task's unconsumed rows.
-            is_on_loop: whether the search runs in a step of the event loop.
+            is_on_loop: whether the search runs in an event-loop step.
 
         Raises:
             MustBeAwaited: searching that many groups would take too long on the event loop.
@@ -90,7 +90,9 @@ class EvictionSearch:
     # Units
 
     def units(self, candidates: Indexes) -> Evicted | None:
-        """Return the units to evict now, from the first candidates that must be evicted; None if there are none.
+        """Return the units to evict now, or None if no unit must be evicted.
+
+        The units come from the first candidates that must be evicted.
 
         Args:
             candidates: global indexes of candidates, without duplicates.
@@ -105,7 +107,7 @@ class EvictionSearch:
         return None
 
     def _samples(self, positions: Indexes) -> Evicted | None:
-        """Return the excluded samples as one unit each, or None if there are none."""
+        """Return each excluded sample as a separate unit, or None if no samples are excluded."""
         positions = positions[self._excluded(positions)]
         positions = positions[~self._partition.is_leased(positions)]
         count = positions.size
@@ -119,7 +121,7 @@ class EvictionSearch:
         )
 
     def _groups(self, grouping: Grouping, positions: Indexes) -> Evicted | None:
-        """Return the given samples' groups, or members of these groups, that must be evicted; None if none must."""
+        """Return the groups of the given samples, or members of these groups, to evict. None if there are none."""
         members = grouping.members_of(np.unique(grouping.ids(positions)))
         members = members[self._partition.state[members] != CLEARED]
         state, claims = self._partition.state[members], self._task.claim[members]
@@ -168,7 +170,7 @@ class EvictionSearch:
 
     @staticmethod
     def unit_by_unit(units: Indexes, is_chosen: NDArray[np.bool_]) -> tuple[Indexes, Indexes]:
-        """Return the indexes of the chosen elements, ordered by unit, and each element's unit number.
+        """Return the indexes of the chosen elements, ordered by unit, and the unit number of each element.
 
         Units are ordered by their first chosen elements and numbered from 0 in this order.
         """
@@ -188,9 +190,9 @@ def lowest_units(
     Args:
         partition: partition of the task.
         task: ledger of the task.
-        admission: the task's admission.
+        admission: admission of the task.
         count: maximum number of units.
-        kept: global indexes of the rows that must not be evicted.
+        kept: global indexes of rows that must not be evicted.
     """
     table, groups, unit = partition.table, partition.groups, admission.unit
     positions = np.flatnonzero(task.is_pending(slice(0, table.count)))
@@ -230,13 +232,16 @@ def lowest_units(
 
 
 def _unit_ids(partition: Partition, positions: Indexes, unit: BatchUnit) -> Indexes:
-    """Return the slot of each row's group or rollout; for a row without it, a unique negative number."""
+    """Return the slot of each row's group or rollout. A row without a slot gets a unique negative number."""
     slots = partition.groups.of_unit(unit, positions)
     return np.where(slots < 0, -1 - positions, slots)
 
 
 def _priorities(partition: Partition, column: str, positions: Indexes) -> NDArray[np.float64]:
-    """Return each row's priority, of shape `(n,)`; infinity for a row without a number in the priority column."""
+    """Return the priority of each row, of shape `(n,)`.
+
+    A row without a number in the priority column has priority infinity.
+    """
     values, present = partition.meta.typed(column, positions)
     if not column or values.dtype.kind not in "bif":
         return np.full(positions.size, np.inf)

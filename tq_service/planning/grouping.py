@@ -1,6 +1,6 @@
 """Groups and orders: group members, the groups that can be delivered, and the order defined by `order_by`.
 
-No state is kept between claims. A selection algorithm finds the first rows in an order, and sorting orders all rows.
+No state is kept between claims. A selection algorithm finds the first rows in an order, without sorting all rows.
 Strings are compared a few thousand at a time, because comparing strings, unlike numbers, holds the interpreter lock.
 """
 
@@ -23,11 +23,14 @@ from tq_service.state.table import DEAD_LETTERED, is_open
 
 _SLICE: Final = 1 << 14  # rows per comparison
 _FEW: Final = 1 << 9
-_TEXTS_AT_ONCE: Final = 1 << 12  # strings per sort, which takes a few milliseconds
+_TEXTS_AT_ONCE: Final = 1 << 12  # strings per sort; a sort takes a few milliseconds
 
 
 def run_lengths(indexes: Indexes) -> tuple[Indexes, Indexes]:
-    """Return each index's place (from 0) in its run of consecutive indexes, of shape `(n,)`, and the run lengths."""
+    """Return each index's place in its run of consecutive indexes, and the length of that run, both of shape `(n,)`.
+
+    Places start at 0.
+    """
     places = np.arange(indexes.size)
     is_first = np.ones(indexes.size, np.bool_)
     is_first[1:] = np.diff(indexes) != 1
@@ -38,7 +41,7 @@ def run_lengths(indexes: Indexes) -> tuple[Indexes, Indexes]:
 
 
 def groups_in_runs(indexes: Indexes, size: int) -> Indexes:
-    """Return the first index of each index's group, of shape `(n,)`, or -1 if it is in no group.
+    """Return the first index of each index's group, of shape `(n,)`, or -1 for an index outside any group.
 
     Indexes must be ascending. A group consists of `size` consecutive indexes and starts as early as possible. For
     example, indexes 1, 2, 3, 5, 6 and size 2 result in the groups (1, 2) and (5, 6). Later indexes do not change a
@@ -50,16 +53,17 @@ def groups_in_runs(indexes: Indexes, size: int) -> Indexes:
 
 
 class Grouping:
-    """A partition's groups, as requested by one sampler.
+    """The groups of a partition, as requested by a sampler.
 
-    If any group or rollout was ever named, the groups are the named ones, and each row without a name is its own group.
-    Otherwise, the groups are blocks of `block_size` consecutive indexes, or single rows if no block size is given.
+    If any group or rollout has been named, the groups are the named groups, and each row without a name is its own
+    group. Otherwise, the groups are blocks of `block_size` consecutive indexes, or single rows if no block size is
+    given.
 
-    With the unit "rollout", the groups are the rollouts, and each row without a rollout is its own group; blocks are
+    With the unit "rollout", the groups are the rollouts, and each row without a rollout is its own group. Blocks are
     not used.
 
-    Members that have failed, were cleared, or were dead-lettered by the task count as lost. The remaining members are
-    delivered only if `take_incomplete` is set.
+    Members that have failed, were cleared, or were dead-lettered by the task count as lost. If a group has lost
+    members, the remaining members are delivered only if `take_incomplete` is set.
     """
 
     blocks: ClassVar[Blocks] = "aligned"
@@ -94,7 +98,7 @@ class Grouping:
 
     @classmethod
     def of_code(cls, partition: Partition, task: TaskLedger, code: int) -> Grouping:
-        """Create the grouping that corresponds to a value of `code`."""
+        """Create the grouping for a value of `code`."""
         return cls(partition, task, max(code, 0) or None, unit="rollout" if code == KEPT_ROLLOUTS else "group")
 
     def check(self) -> None:
@@ -119,11 +123,11 @@ class Grouping:
     def members(self, positions: Indexes) -> Indexes:
         """Return the positions of the given rows and of all other members of their groups."""
         if self._groups.in_use:
-            # Copy the slots, because rows with new groups may be added while another thread reads.
+            # Copy the slots, because rows with new groups may be added while another thread reads them.
             slots = self._groups.of_unit(self.unit, slice(0, self._partition.table.count)).copy()
             is_met = np.zeros(
                 int(slots.max(initial=NO_GROUP)) + 2, np.bool_
-            )  # the last element stands for rows without a group
+            )  # the last element is for rows without a group
             is_met[slots[positions]] = True
             is_met[NO_GROUP] = False
             return np.concatenate([positions[slots[positions] == NO_GROUP], np.flatnonzero(is_met[slots])])
@@ -133,7 +137,7 @@ class Grouping:
         return found[found >= 0]
 
     def is_group(self, ids: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the ids that identify groups, as opposed to rows without a group."""
+        """Return a mask of the ids that identify groups rather than single rows."""
         if self._groups.in_use:
             return ids >= 0
         return np.full(ids.size, self.block_size is not None)
@@ -149,10 +153,10 @@ class Grouping:
         return np.sort(found[found >= 0])
 
     def whole(self, ready: Indexes, *, no_more: bool) -> tuple[Indexes, Indexes]:
-        """Return the ready rows in all groups that can be delivered, and the group sizes.
+        """Return the ready rows in all groups that can be delivered, and the sizes of these groups.
 
         Args:
-            ready: positions of ready rows in batch order; groups are ordered by their first members.
+            ready: positions of ready rows, in batch order. Groups are ordered by their first members.
             no_more: see `needed`.
         """
         ids, first, group_of, counts = np.unique(
@@ -165,23 +169,23 @@ class Grouping:
         return ready[rows[order]], counts[by_first[is_whole[by_first]]]
 
     def is_dead(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the rows whose group can never be delivered if no new rows are inserted."""
+        """Return a mask of the rows whose groups can never be delivered unless new rows are inserted."""
         ids, group_of = np.unique(self.ids(positions), return_inverse=True)
         needed = self.needed(ids, no_more=True)
         return ((needed < 0) | (self.left(ids) < needed))[group_of]
 
     def needed(self, ids: Indexes, *, no_more: bool) -> Indexes:
-        """Return how many ready members each group needs to be delivered, or -1 for an incomplete group.
+        """Return how many ready members each group needs before it can be delivered, or -1 if it is incomplete.
 
         Args:
             ids: ids of groups.
-            no_more: whether no new rows will be inserted. If so, groups of unknown size are complete.
+            no_more: whether no new rows can be inserted. If so, groups of unknown size are complete.
         """
         needed = self.left(ids) if self._take_incomplete else self._sizes(ids)
         return np.where(self.is_complete(ids, no_more=no_more), needed, -1) if self._groups.in_use else needed
 
     def is_complete(self, ids: Indexes, *, no_more: bool) -> NDArray[np.bool_]:
-        """Return a mask of the groups that will not receive further members; for `no_more`, see `needed`."""
+        """Return a mask of the groups that will not receive more members. For `no_more`, see `needed`."""
         if self._groups.in_use:
             return self._groups.is_complete(np.maximum(ids, 0), self.block_size, no_more=no_more) | (ids < 0)
         if self.block_size is None or no_more:
@@ -210,7 +214,7 @@ class Grouping:
         return left
 
     def counted_as(self, positions: Indexes) -> Indexes:
-        """Return the id of each row's unit within its group: the rollout, or the row itself.
+        """Return the id of the unit that each row belongs to within its group: its rollout, or the row itself.
 
         With the unit "rollout", each row is its own unit.
         """
@@ -222,7 +226,7 @@ class Grouping:
     def left_units(self, ids: Indexes) -> Indexes:
         """Return the number of units (see `counted_as`) in each group that are not lost.
 
-        A rollout is lost once any of its samples is lost, unless its remaining samples are still delivered.
+        A rollout is lost if any of its samples is lost, unless its remaining samples are still delivered.
         """
         left = self.left(ids)
         if self.unit == "rollout" or not self._groups.has_rollouts:
@@ -236,7 +240,7 @@ class Grouping:
         return left - np.where(ids < 0, 0, surplus[np.maximum(ids, 0)])
 
     def in_lost_rollout(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the rows that `left_units` excludes because another row of their rollout is lost."""
+        """Return a mask of the rows that `left_units` does not count, because another row of their rollout is lost."""
         if self._take_incomplete or self.unit == "rollout" or not self._groups.has_rollouts:
             return np.zeros(positions.size, np.bool_)
         rollouts = self._groups.of_unit("rollout", positions)
@@ -248,12 +252,12 @@ class Grouping:
         return lost + self._dead_lettered_counts(slots, "rollout")
 
     def _find_blocks(self, blocks: Indexes, size: int) -> Indexes:
-        """Return the positions of the rows in each block, of shape `(n, size)`; -1 for missing rows."""
+        """Return the positions of the rows in each block, of shape `(n, size)`. Missing rows have position -1."""
         indexes = blocks[:, None] * size + np.arange(size)
         return self._partition.table.find(indexes.ravel()).reshape(indexes.shape)
 
     def _dead_lettered_counts(self, slots: Indexes, unit: BatchUnit) -> Indexes:
-        """Return the number of dead-lettered members in each named group, except members that failed later."""
+        """Return the number of dead-lettered members in each named group, not counting members that failed later."""
         positions = self._task.dead_lettered()
         positions = positions[is_open(self._partition.state[positions])]
         lost = np.sort(self._groups.of_unit(unit, positions))
@@ -261,23 +265,23 @@ class Grouping:
 
 
 class Runs(Grouping):
-    """Groups of `block_size` ready rows with consecutive indexes, which may start at any index.
+    """Groups of `block_size` ready rows with consecutive indexes, starting at any index.
 
-    A row's group is not fixed, because it depends on which neighbouring rows are ready.
+    The group of a row is not fixed, because it depends on which neighbouring rows are ready.
     """
 
     blocks: ClassVar[Blocks] = "anywhere"
-    kept: ClassVar[int | None] = None  # groups are formed only on delivery
+    kept: ClassVar[int | None] = None  # groups are formed only when they are delivered
 
     def __init__(self, partition: Partition, task: TaskLedger, block_size: int) -> None:
         super().__init__(partition, task, block_size)
         self._size = block_size
 
     def check(self) -> None:
-        """Accept all partitions."""
+        """Do nothing, because all partitions are valid."""
 
     def ids(self, positions: Indexes) -> Indexes:
-        """Return each row's group id, with groups formed from the given rows."""
+        """Return the group id of each row. Groups are formed from the given rows."""
         by_index = np.argsort(positions)
         ids = np.empty_like(positions)
         ids[by_index] = groups_in_runs(self._partition.table.index[positions[by_index]], self._size)
@@ -288,11 +292,11 @@ class Runs(Grouping):
         return np.arange(self._partition.table.count)
 
     def needed(self, ids: Indexes, *, no_more: bool) -> Indexes:
-        """Return the size of each group, or -1 for a row that is in no group."""
+        """Return the size of each group, or -1 for a row outside any group."""
         return np.where(ids < 0, -1, self._size)
 
     def is_dead(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the rows that can no longer be part of a group if no new rows are inserted."""
+        """Return a mask of the rows that can no longer be part of a group unless new rows are inserted."""
         count = self._partition.table.count
         left = self._task.is_left(slice(0, count))
         lengths = np.zeros(count, np.int64)
@@ -309,18 +313,18 @@ def grouping_of(
     take_incomplete: bool = False,
     unit: BatchUnit = "group",
 ) -> Grouping:
-    """Return the groups that a sampler requested; named groups take precedence over blocks."""
+    """Return the groups requested by a sampler. Named groups take precedence over blocks."""
     if blocks == "anywhere" and block_size is not None and not partition.groups.in_use and unit != "rollout":
         return Runs(partition, task, block_size)
     return Grouping(partition, task, block_size, take_incomplete=take_incomplete, unit=unit)
 
 
-# A function that returns a column's values at given positions, and a mask of the positions that have a value.
+# A function that returns a column's values at the given positions, and a mask of the positions that have a value.
 ValuesOf: TypeAlias = Callable[[str, Indexes], tuple[NDArray[Any], NDArray[np.bool_]]]
 
 
 def first_in_order(values_of: ValuesOf, orders: tuple[Order, ...], positions: Indexes, count: int | None) -> Indexes:
-    """Return the first `count` of the given rows, ordered by columns, or all rows if `count` is None.
+    """Return the first `count` of the given rows, ordered by columns. Return all rows if `count` is None.
 
     Rows without a value come last. Rows with equal values in all columns are ordered by index.
 
@@ -347,7 +351,7 @@ def first_in_order(values_of: ValuesOf, orders: tuple[Order, ...], positions: In
 def in_order(values_of: ValuesOf, orders: tuple[Order, ...], positions: Indexes) -> Indexes:
     """Sort rows by columns."""
     positions = np.sort(positions)
-    for order in reversed(orders):  # works because each sort is stable
+    for order in reversed(orders):  # each sort is stable, so the first column is the most significant
         values, present = values_of(order.column, positions)
         found = positions[present]
         positions = np.concatenate([found[_order_of(values[present], order.descending)], positions[~present]])
@@ -359,7 +363,7 @@ def _may_precede(
 ) -> NDArray[np.bool_]:
     """Return a mask of the rows that may precede the row `last`, which has a lower index than these rows.
 
-    Only the first column is compared. The mask is True if this comparison does not decide the order, as with NaN.
+    Only the first column is compared. If this comparison does not decide the order, as with NaN, the mask is True.
     """
     column, is_descending = orders[0].column, orders[0].descending
     bound, is_bounded = values_of(column, last)
@@ -376,18 +380,18 @@ def _may_precede(
 
 
 def _order_of(values: NDArray[Any], descending: bool) -> Indexes:
-    """Return the indexes that stably sort the values, like argsort; NaN sorts as the largest value."""
+    """Return the indexes that sort the values stably, like a stable argsort. NaN is the largest value."""
     if descending:
         backwards: Indexes = values.size - 1 - _order_of(values[::-1], descending=False)
         return backwards[::-1]
     if values.dtype.kind != "O":
         return np.argsort(values, kind="stable")
     buckets = [np.arange(values.size)]
-    if values.size > _TEXTS_AT_ONCE:  # split the values into ordered buckets
+    if values.size > _TEXTS_AT_ONCE:  # divide the values into ordered buckets
         splitters = np.array(sorted(values[:: _TEXTS_AT_ONCE // 8].tolist()), np.object_)
         slices = (values[start : start + _TEXTS_AT_ONCE] for start in range(0, values.size, _TEXTS_AT_ONCE))
         bucket_of = np.concatenate([np.searchsorted(splitters, some) for some in slices])
         by_bucket = np.argsort(bucket_of, kind="stable")
         buckets = np.split(by_bucket, np.flatnonzero(np.diff(bucket_of[by_bucket])) + 1)
-    texts = values.tolist()  # lists sort faster than arrays, especially if already sorted
+    texts = values.tolist()  # lists sort faster than arrays, especially if they are already sorted
     return np.concatenate([np.array(sorted(each.tolist(), key=texts.__getitem__), np.int64) for each in buckets])

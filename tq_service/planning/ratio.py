@@ -1,8 +1,8 @@
 """The ratio of deliveries to inserts for a task, bounded in both directions.
 
 The first `min_size_to_sample` inserted samples do not count. The target is `samples_per_insert` delivered samples per
-inserted sample. The task may be up to `error_buffer` deliveries ahead or behind. The bound corresponds to Reverb's
-`SampleToInsertRatio` (https://github.com/google-deepmind/reverb), applied to batches.
+inserted sample. The task may be up to `error_buffer` deliveries ahead of or behind this target. The bound corresponds
+to Reverb's `SampleToInsertRatio` (https://github.com/google-deepmind/reverb), applied to batches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class InsertRatio:
     admission: Admission
 
     def exceeded_by(self, count: int) -> bool:
-        """Whether `count` more deliveries would exceed the bound; never in a sealed partition (no inserts follow)."""
+        """Whether `count` more deliveries would exceed the bound. False if the partition is sealed."""
         if self.partition.sealed:
             return False
         admission, counted = self.admission, self.partition.inserted_count - self.admission.min_size_to_sample
@@ -33,7 +33,7 @@ class InsertRatio:
         return counted < 0 or self.task.delivered_count + count > most
 
     def inserts_left(self) -> int:
-        """Return how many samples may be inserted before the next delivery; negative if already exceeded."""
+        """Return how many samples may be inserted before the next delivery. Negative if already exceeded."""
         admission, delivered = self.admission, self.task.delivered_count
         if self.partition.inserted_count < admission.min_size_to_sample:  # no batch is delivered before these inserts
             return self.most_at_once
@@ -48,7 +48,7 @@ class InsertRatio:
 
     @property
     def waits_for(self) -> str:
-        """Clause that explains why the ratio makes batches or puts wait."""
+        """A clause that states why the ratio makes batches or puts wait."""
         admission = self.admission
         return (
             f"task {self.task.name!r} received {self.task.delivered_count} samples, and "

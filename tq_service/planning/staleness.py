@@ -1,10 +1,11 @@
-"""Bounded staleness: the rule for selecting a plan's units, which ensures that all units are trained in time.
+"""Bounded staleness: the rule for selecting the units of a plan, which ensures that all units are trained in time.
 
-The task's admission defines whether a unit is a sample, a rollout or a group. A unit's deadline is its `start_version`
-plus `max_staleness`. A plan is trained at version `V` at the latest. `V` is the published version plus the number of
-planned batches that no publication has reported as trained. Each plan contains `B` units. The rule: for every `j`, at
-most `j * B` outstanding units outside the plan may be due by `V + j`. Ready units and units still being generated both
-count. The section "The bound" in docs/asynchronous_rl.md proves that this rule bounds staleness.
+The task's admission defines whether a unit is a sample, a rollout or a group. The deadline of a unit is its
+`start_version` plus `max_staleness`. A plan is trained at version `V` at the latest. `V` is the published version plus
+the number of planned batches that no publication has reported as trained. Each plan contains `B` units. The rule is
+that, for every `j`, at most `j * B` outstanding units outside the plan may be due by `V + j`. This includes both ready
+units and units that are still being generated. The section "The bound" in docs/asynchronous_rl.md proves that this rule
+bounds staleness.
 
 The rule limits how many units in a plan may be due after `V`, after `V + 1`, and so on. The permitted plans are
 therefore the independent sets of a laminar matroid. Hence, a greedy choice in any order finds a largest plan
@@ -27,10 +28,10 @@ from tq_service.state.plan import ClaimRequest, Indexes
 
 
 class DueUnits:
-    """A task's unplanned units and their deadlines.
+    """The unplanned units of a task and their deadlines.
 
-    After a trainer restarts from an old checkpoint, more units may be due than plans can include in time. A plan then
-    includes as many of the earliest-due units as possible.
+    After a trainer restarts from an old checkpoint, more units may be due than plans can include in time. In this case,
+    a plan includes as many of the earliest-due units as possible.
 
     Args:
         deadlines: latest permitted training version of each unit, of shape `(n,)`.
@@ -51,18 +52,21 @@ class DueUnits:
         self._most_left = np.maximum(planned, self._due - batch_size)
 
     def _due_counts(self, is_counted: NDArray[np.bool_], max_staleness: int) -> Indexes:
-        """Return how many counted units are due by `version`, by `version + 1`, ...: `max_staleness + 1` numbers."""
+        """Return how many of the counted units are due by `version`, by `version + 1`, and so on.
+
+        The result contains `max_staleness + 1` numbers.
+        """
         return np.cumsum(np.bincount(self.due_in[is_counted], minlength=max_staleness + 1))
 
     def choose(self, units: Sequence[int] | Indexes) -> Indexes:
-        """Select at most `batch_size` of the given units for a plan, in the given order and as the rule permits.
+        """Select up to `batch_size` of the given units for a plan, in the given order and as permitted by the rule.
 
         Args:
-            units: the ready units, in order of preference.
+            units: ready units, in order of preference.
         """
         chosen = np.asarray(units, np.int64)
-        # The number of units due after a version that the plan may still include, for each next version except the
-        # last.
+        # For each next version except the last, the number of units due after that version that the plan may still
+        # include.
         most_later = (self._batch_size - (self._due - self._most_left))[:-1].tolist()
         if min(most_later, default=self._batch_size) >= self._batch_size:
             return chosen[: self._batch_size]
@@ -78,13 +82,16 @@ class DueUnits:
         return np.asarray(taken, np.int64)
 
     def permits(self, units: Indexes) -> bool:
-        """Whether a plan may consist of these units and leave all other units unplanned."""
+        """Whether a plan may consist of these units, which leaves all other units unplanned."""
         is_left = np.ones(self.due_in.size, np.bool_)
         is_left[units] = False
         return bool((self._due_counts(is_left, self._due.size - 1) <= self._most_left).all())
 
     def waits_for(self, ready: Indexes) -> Indexes:
-        """Return the unready units that block plans, because they are due before all units that could replace them."""
+        """Return the unready units that block plans.
+
+        A unit blocks plans if it is due before all units that could replace it.
+        """
         chosen = self.choose(ready)
         if chosen.size == self._batch_size and self.permits(chosen):
             return chosen[:0]
@@ -97,7 +104,7 @@ class DueUnits:
 
 
 def check_bounded_claim(request: ClaimRequest, admission: Admission) -> None:
-    """Reject a claim for a task with `max_staleness` unless batches have the size and unit defined in the admission.
+    """Reject a claim for a task with `max_staleness` unless it requests batches of the admission's size and unit.
 
     Raises:
         InvalidArgumentError: the claim is from a queue worker, requests a different number or kind of units, or reuses
@@ -126,19 +133,20 @@ def check_bounded_claim(request: ClaimRequest, admission: Admission) -> None:
 
 
 class StalenessBound:
-    """The rows that the staleness bound permits in a task's plans, computed at the first query and then cached.
+    """The rows that the staleness bound permits in a task's plans, computed on first use and cached.
 
-    While the table is pinned, other threads than the event loop's may also query this object.
+    While the table is pinned, this object may also be used from other threads.
 
     Args:
         partition: partition of the task.
         task: ledger of the task.
-        admission: the task's admission.
-        left: function that returns the positions of all rows that the task has not consumed, possibly with other rows.
-        is_ready: function that returns a mask of the rows that are ready apart from the staleness bound.
+        admission: admission of the task.
+        left: function that returns the positions of all rows that the task has not consumed. Other rows may be
+            included.
+        is_ready: function that returns a mask of the rows that are ready, ignoring the staleness bound.
         in_order: function that sorts rows by preference.
-        no_more: whether no new rows will be inserted. If so, groups without a declared size are complete, and a plan
-            may be short.
+        no_more: whether no new rows can be inserted. If so, groups without a declared size are complete, and a plan may
+            be short.
     """
 
     def __init__(
@@ -163,12 +171,12 @@ class StalenessBound:
 
     @property
     def _version(self) -> int | None:
-        """Latest possible training version of the next plan; None if no version is published."""
+        """Latest possible training version of the next plan. None if no version has been published."""
         policy = self._partition.policies.get(self._admission.policy)
         return None if policy is None else policy.version + len(self._task.delivered_units)
 
     def _units(self, version: int) -> tuple[DueUnits, Indexes, Indexes]:
-        """Return the unplanned units, the positions of their rows, and each row's unit index."""
+        """Return the unplanned units, the positions of their rows, and the unit index of each row."""
         positions = self._left()
         positions = positions[self._task.is_pending(positions)]
         ids, unit_of = np.unique(self._ids(positions), return_inverse=True)
@@ -184,13 +192,13 @@ class StalenessBound:
         return np.where(slots < 0, -2 - positions, slots)
 
     def _slots(self, positions: Indexes) -> Indexes:
-        """Return the slot of each row's group or rollout, or -1 for a row that is itself a unit."""
+        """Return the slot of each row's group or rollout. A row that is itself a unit has slot -1."""
         if self._admission.unit == "sample" or not self._partition.groups.in_use:
             return np.full(positions.size, -1)
         return self._partition.groups.of_unit(self._admission.unit, positions)
 
     def _ready_units(self, positions: Indexes, unit_of: Indexes) -> Indexes:
-        """Return the complete units in which all rows are ready, in order of preference."""
+        """Return the complete units whose rows are all ready, in order of preference."""
         is_ready, slots = self._is_ready(positions), self._slots(positions)
         if (named := slots[slots >= 0]).size:
             is_ready[slots >= 0] &= self._partition.groups.is_complete(named, None, no_more=self._no_more)
@@ -202,7 +210,10 @@ class StalenessBound:
         return ready[np.argsort(first)]
 
     def allows(self, rows: slice | Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the rows that the next plan may include: enough for a full batch, or none."""
+        """Return a mask of the rows that the next plan may include.
+
+        No rows are included unless they suffice for a full batch.
+        """
         if self._allowed is None:
             self._allowed = self._choose()
         positions = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
@@ -217,10 +228,10 @@ class StalenessBound:
         return positions[np.isin(unit_of, chosen)] if is_whole else positions[:0]
 
     def permits(self, plan: RecordedPlan, taken: Indexes, sampler: str, *, is_last: bool) -> bool:
-        """Whether the staleness bound permits this plan now, considering the rows that it leaves unplanned.
+        """Whether the staleness bound permits this plan now, considering the rows that the plan leaves out.
 
         Args:
-            plan: the plan to check.
+            plan: plan to check.
             taken: table positions of the rows in `plan.named`.
             sampler: name of the sampler that returned the plan.
             is_last: whether the plan may contain fewer units than a full batch.
@@ -242,9 +253,9 @@ class StalenessBound:
         return due.permits(np.unique(unit_of[np.isin(positions, taken)]))
 
     def staleness_of(self, planned: Indexes) -> int | None:
-        """Return the maximum staleness of the latest plan's rows at the time when they will be trained.
+        """Return the maximum staleness that the rows of the latest plan will have when they are trained.
 
-        Return None if the rows no longer exist or no version is published.
+        Return None if the rows no longer exist or no version has been published.
         """
         starts, present = self._partition.meta.typed(START_VERSION, planned[planned >= 0])
         version = self._version
@@ -255,7 +266,7 @@ class StalenessBound:
         return self._awaited()[0]
 
     def _awaited(self) -> tuple[Indexes, Indexes, int]:
-        """Return the result of `awaited`, the number of rows per awaited unit, and the number of ready units."""
+        """Return the result of `awaited`, the number of rows in each awaited unit, and the number of ready units."""
         if (version := self._version) is None:
             return np.zeros(0, np.int64), np.zeros(0, np.int64), 0
         due, positions, unit_of = self._units(version)
@@ -265,7 +276,7 @@ class StalenessBound:
         return positions[by_unit], np.unique(unit_of[by_unit], return_counts=True)[1], ready.size
 
     def late(self) -> Evicted | None:
-        """Return the late units that must be evicted before a batch can be planned; None if there are none."""
+        """Return the late units to evict before a batch can be planned, or None if there are none."""
         if self._admission.late == "wait":
             return None
         positions, sizes, ready_count = self._awaited()

@@ -1,4 +1,4 @@
-"""Totals of a batch over all ranks, for each optimizer step: counts, tokens, and sums of custom_meta columns."""
+"""Totals of a batch over all ranks, per optimizer step: counts, tokens, and sums of custom_meta columns."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tq_service.state.plan import Indexes, Pack, TotalsOfStep
 def with_totals(
     plan: RecordedPlan, partition: Partition, positions: Indexes, lengths: Indexes | None, summed: tuple[str, ...]
 ) -> RecordedPlan:
-    """Return the plan with totals added for each of its steps.
+    """Return a plan with totals for each of its steps.
 
     Args:
-        plan: the plan, still without totals.
+        plan: plan without totals.
         partition: partition of the plan's samples.
         positions: table positions of the rows in `plan.rows`.
-        lengths: token counts of the rows in `plan.rows`; None if any count is unknown.
+        lengths: token counts of the rows in `plan.rows`. None if any count is unknown.
         summed: names of the custom_meta columns to sum.
 
     Raises:
@@ -35,7 +35,7 @@ def with_totals(
         delivered = positions[places]
         counted = np.unique(delivered) if plan.is_reusing else delivered
         tokens = None if lengths is None else int(lengths[places].sum())
-        if packs and all(pack.lengths is not None for pack in packs):  # pack lengths, since samples may be truncated
+        if packs and all(pack.lengths is not None for pack in packs):  # not `lengths`, because samples may be truncated
             tokens = sum(int(pack.lengths.sum()) for pack in packs if pack.lengths is not None)
         totals.append(
             (
@@ -61,7 +61,7 @@ def _steps(plan: RecordedPlan) -> Sequence[tuple[Sequence[Pack], slice | Indexes
 
 
 def _numbers(partition: Partition, name: str, positions: Indexes) -> np.ndarray[tuple[int], np.dtype[np.generic]]:
-    """Return the values of a custom_meta column; raise an error unless every value is a number."""
+    """Return the values of a custom_meta column. Raise an error if any value is not a number."""
     values, present = partition.meta.typed(name, positions)
     is_number = present & (values.dtype.kind != "O")
     if not is_number.all():

@@ -1,7 +1,7 @@
-"""The search for a claim's next plan: the ready rows, the sampler's view of them, and the checked result.
+"""The search for a claim's next plan.
 
-`Readiness` tests rows, `Scan` finds the first ready rows, and `PartitionView` presents them to the sampler. `Search`
-checks the sampler's plan, or counts the samples at the end of the task.
+`Readiness` tests whether rows are ready, `Scan` finds the first ready rows, and `PartitionView` presents them to the
+sampler. `Search` checks the sampler's plan, or counts the samples at the end of the task.
 """
 
 from __future__ import annotations
@@ -40,38 +40,38 @@ from tq_service.state.plan import (
 )
 from tq_service.state.table import CLEARED, FAILED, HELD, LAST_RESERVED, LIVE, STATE_NAMES, UNCLAIMED
 
-_MOST_IN_GROUPS_ON_LOOP = 1 << 15  # maximum number of ready rows searched for complete groups on the event loop
+_MOST_IN_GROUPS_ON_LOOP = 1 << 15  # maximum number of ready rows to search for complete groups on the event loop
 _MOST_NAMED = 3  # maximum number of samples listed in an error
 
-# The properties of a claim that determine which rows are ready for it: data fields, conditions, the sampler's length
-# source, and whether it claims held rows. "excluded" instead of a length source selects the rows that the conditions
+# The properties of a claim that determine its ready rows: data fields, conditions, the sampler's length source, and
+# whether it claims held rows. If "excluded" replaces the length source, the key selects the rows that the conditions
 # exclude.
 ScanKey: TypeAlias = tuple[tuple[str, ...], tuple[Condition, ...], LengthSource | Literal["excluded"] | None, bool]
 
 _AT_ONCE = 1 << 14
 _LEAST_CHUNK = 1024
-_MOST_SCANNED_ON_LOOP = 1 << 20  # rows; scanned in 3 ms without conditions. For conditions, see `Readiness.at_once`
-_MOST_ORDERED_ON_LOOP = 1 << 15  # maximum number of rows searched on the event loop for the first rows in an order
-_WIDE_GAP = 1024  # number of unready rows between two ready rows
+_MOST_SCANNED_ON_LOOP = 1 << 20  # rows; without conditions, a scan takes 3 ms. See `Readiness.at_once`
+_MOST_ORDERED_ON_LOOP = 1 << 15  # maximum number of rows to sort on the event loop
+_WIDE_GAP = 1024  # number of unready rows between two ready rows that makes a gap wide
 _MOST_APART = 1 << 12
 _MOST_SCAN_STARTS = 64
 _MOST_SCAN_START_BYTES = 2**20
-_VALUE_BYTES = 64  # overhead per value in addition to its text
-_LEFT: ScanKey = ((), (), None, False)  # unconsumed rows, ready or not; claims for live rows always specify fields
+_VALUE_BYTES = 64  # memory per value, not including its text
+_LEFT: ScanKey = ((), (), None, False)  # all unconsumed rows; unique, because claims for live rows specify fields
 
-# The global index at which a scan starts, and the few lower indexes whose rows may also be ready, in ascending order.
+# The global index at which a scan starts, and a few lower indexes of rows that may also be ready, in ascending order.
 Start: TypeAlias = tuple[int, Indexes]
 _NONE: Final = np.zeros(0, np.int64)
 _NO_START: Final = (0, _NONE)
 
-Rows: TypeAlias = slice | Indexes  # a range of the table, or an array of positions
+Rows: TypeAlias = slice | Indexes  # a range of table positions, or an array of positions
 
 
 class Requirement(NamedTuple):
-    """A condition that a live row, which the task has not consumed, must meet to be ready for the task.
+    """A condition that an unconsumed live row must meet to be ready for a task.
 
     Attributes:
-        lack: the reason reported for rows that do not meet the condition.
+        lack: reason reported for rows that do not meet the condition.
         name: name of the field or column.
         is_met: function that returns a mask of the rows that meet the condition, of shape `(n,)`.
     """
@@ -82,14 +82,14 @@ class Requirement(NamedTuple):
 
 
 class Readiness:
-    """The requirements of one kind of claim, tested against a partition's current rows.
+    """The readiness requirements of one kind of claim, tested against the current rows of a partition.
 
-    While the table is pinned, another thread may also test rows.
+    Another thread may also test rows while the table is pinned.
 
     Attributes:
-        requirements: conditions that every row in a plan must meet; explanations count the rows that fail each
+        requirements: conditions that every row in a plan must meet. Explanations count the rows that fail each
             condition.
-        bound: the staleness bound that plans must respect, or None.
+        bound: staleness bound that plans must respect, or None.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Readiness:
         self.values_of = partition.meta.typed
         where = partition.resolved(batch_spec.where)
         self.key = (batch_spec.data_fields, where, length, batch_spec.held)
-        # If a sampler does not need lengths, the statistics use the lengths in this column.
+        # If the sampler does not need lengths, batch statistics use the lengths in this column.
         self._length = LengthSource(key=TOTAL_LENGTHS) if length is None else length
         self._state = HELD if batch_spec.held else LIVE
         self._may_hold_later = [condition.may_hold_later(partition.policies) for condition in batch_spec.where]
@@ -116,7 +116,7 @@ class Readiness:
 
     @property
     def at_once(self) -> int:
-        """Number of rows that the event loop may test in one step; a condition on text takes 0.1 us per row."""
+        """Number of rows that the event loop may test in one step. A condition on text takes 0.1 us per row."""
         return _AT_ONCE // max(1, len(self.key[1]))
 
     def ready(self, rows: Rows) -> NDArray[np.bool_]:
@@ -124,7 +124,7 @@ class Readiness:
         return self.ready_but_for(rows)
 
     def ready_but_for(self, rows: Rows, *lacks: Lack) -> NDArray[np.bool_]:
-        """Return a mask of the rows that are ready, or lack nothing but the given requirements, of shape `(n,)`."""
+        """Return a mask of the rows that meet all requirements not listed in `lacks`, of shape `(n,)`."""
         mask: NDArray[np.bool_] = self.partition.state.data[rows] == self._state
         mask &= self.task.claim.data[rows] == UNCLAIMED
         for each in self.requirements:
@@ -135,7 +135,10 @@ class Readiness:
         return mask
 
     def excluded(self, rows: Rows) -> NDArray[np.bool_]:
-        """Return a mask of the rows with data that `where` excludes permanently, by a value or a missing value."""
+        """Return a mask of the rows that `where` excludes permanently.
+
+        A row is excluded if its value can never satisfy a condition, or if the row has its data but no value.
+        """
         mask = np.zeros(self.table.index[rows].size, np.bool_)
         for condition, may_hold_later in zip(self.key[1], self._may_hold_later, strict=True):
             holds, present = self.partition.meta.holds(condition, rows)
@@ -144,14 +147,14 @@ class Readiness:
         return mask
 
     def evictable(self, rows: Rows) -> NDArray[np.bool_]:
-        """Return a mask of the live rows that the task has not consumed and `where` excludes permanently."""
+        """Return a mask of the unconsumed live rows that `where` excludes permanently."""
         mask: NDArray[np.bool_] = self.partition.state.data[rows] == LIVE
         mask &= self.task.claim.data[rows] == UNCLAIMED
         return mask & self.excluded(rows) if self.key[1] else np.zeros(mask.size, np.bool_)
 
     @property
     def lacks_sequences(self) -> bool:
-        """Whether samples have data in all requested fields, none of which contains sequences."""
+        """Whether all requested fields have data but none of them contains sequences."""
         cells, names = self.partition.cells, self.key[0]
         known = [cells.fields.get(name) for name in names]
         is_put = all(field is not None and field.produced_count for field in known)
@@ -160,8 +163,8 @@ class Readiness:
     def has_length(self, rows: Rows) -> NDArray[np.bool_]:
         """Return a mask of the rows that have a length for the sampler, including invalid lengths.
 
-        An invalid token count fails only claims that would deliver its row; see `lengths`. If a row lacks its length
-        because it lacks a requested field, the missing length is not counted as a second reason.
+        An invalid token count fails only the claims that would deliver its row; see `lengths`. If a row has no length
+        because it lacks a requested field, the missing length is not reported as a second reason.
         """
         source = self._length
         if source.is_longest_sequence and not self.lacks_sequences:
@@ -173,7 +176,7 @@ class Readiness:
         return has_length if texts is None else has_length | (texts != None)  # noqa: E711  (elementwise)
 
     def lengths(self, rows: Rows) -> Indexes:
-        """Return the token counts from the sampler's length source, with -1 for unknown counts.
+        """Return the token counts from the sampler's length source. Unknown counts are -1.
 
         Raises:
             InvalidArgumentError: the length of a row is not a token count.
@@ -184,7 +187,7 @@ class Readiness:
         return lengths
 
     def counts(self, rows: Rows) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-        """Return the token counts in the length source's column, and a mask of shape `(n,)` of the rows that have one.
+        """Return the token counts in the length source's column, and a mask of the rows with a count, of shape `(n,)`.
 
         Raises:
             InvalidArgumentError: the length of a row is not a token count.
@@ -201,7 +204,7 @@ class Readiness:
         return values, present
 
     def _row_lengths(self, rows: Rows) -> Indexes:
-        """Return row lengths computed from fields, with -1 for unknown lengths."""
+        """Return row lengths computed from fields. Unknown lengths are -1."""
         if not self._length.is_longest_sequence:
             return self.field_lengths(self._length.field, rows)
         lengths = np.full(self.table.index[rows].size, -1)
@@ -220,7 +223,7 @@ class Readiness:
         )
 
     def known_lengths(self, rows: Indexes) -> Indexes | None:
-        """Return the rows' token counts, or None if any count is unknown or invalid."""
+        """Return the token counts of the rows, or None if any count is unknown or invalid."""
         with contextlib.suppress(InvalidArgumentError):
             lengths = self.lengths(rows)
             if bool((lengths >= 0).all()):
@@ -228,7 +231,7 @@ class Readiness:
         return None
 
     def field_lengths(self, name: str | None, rows: Rows) -> Indexes:
-        """Return a field's row lengths (see `Field.lengths`), with -1 for rows that lack the field."""
+        """Return a field's row lengths (see `Field.lengths`). Rows without the field have length -1."""
         field = None if name is None else self.partition.cells.fields.get(name)
         return np.full(self.table.index[rows].size, -1) if field is None else field.lengths(rows)
 
@@ -237,7 +240,7 @@ class Readiness:
 
 
 def _is_token_count(values: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return a mask of the values in a custom_meta column that are token counts, which may be integral floats."""
+    """Return a mask of the custom_meta values that are token counts. Integral floats count as token counts."""
     if values.dtype.kind not in "if":
         return np.zeros(values.size, np.bool_)
     is_count: NDArray[np.bool_] = values >= 0
@@ -251,8 +254,9 @@ class ScanWatch:
     """Tracks row changes during scans that run off the event loop or in several event-loop steps.
 
     Attributes:
-        found: start positions for later scans, as found by the watched scans.
-        lowest: lowest global index among the rows written or reopened during the watched scans; None if there are none.
+        found: start positions that the watched scans found for later scans.
+        lowest: lowest global index among the rows written or reopened during the watched scans. None if no rows
+            changed.
     """
 
     found: dict[ScanKey, Start] = field(default_factory=dict)
@@ -260,12 +264,12 @@ class ScanWatch:
 
 
 class ScanStarts:
-    """The start positions of scans for a task's ready rows, for each kind of claim; derived from the rows alone.
+    """The start positions of scans for a task's ready rows, by kind of claim. They are derived from the rows alone.
 
-    With these positions, a claim's cost depends on its batch and not on the partition size. A few ready rows may
-    precede a start, with many unready rows in between. Examples are members of a group that never becomes complete, or
-    the few rows that satisfy `where`. A write to an earlier row moves the start back to that row. The number of entries
-    is bounded, so entries for unused kinds of claims do not accumulate.
+    With these positions, the cost of a claim depends on the size of its batch, not on the size of the partition. A few
+    ready rows may precede a start, separated from it by many unready rows. Examples are members of a group that never
+    becomes complete, or the few rows that satisfy `where`. A write to an earlier row moves the start back to that row.
+    The number of entries is limited, so entries for unused kinds of claims do not accumulate.
     """
 
     def __init__(self, partition: Partition, task_name: str) -> None:
@@ -283,7 +287,7 @@ class ScanStarts:
         self._partition.on_reset.remove(self._on_reset)
 
     def _on_reset(self, task_name: str) -> None:
-        """Make scans start at the first row again, because a reset makes rows ready without writing them."""
+        """Restart scans from the first row, because a reset makes rows ready without writing them."""
         if task_name == self._task_name:
             self._clear()
             self._lower(0)
@@ -303,7 +307,10 @@ class ScanStarts:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[ScanWatch]:
-        """Save the starts found by scans in the `with` block, moved back to the first row changed since then."""
+        """Save the start positions found by scans in the `with` block.
+
+        If rows changed during the block, the saved positions are moved back to the first changed row.
+        """
         watch = ScanWatch()
         self._watches.append(watch)
         try:
@@ -314,11 +321,11 @@ class ScanStarts:
                 self.set(key, start if watch.lowest is None else _lowered(start, watch.lowest))
 
     def get(self, key: ScanKey) -> Start:
-        """Return a scan's start, and the earlier rows that it must also test."""
+        """Return the start of a scan and the earlier rows that the scan must also test."""
         return self._starts.get(key, _NO_START)
 
     def set(self, key: ScanKey, start: Start) -> None:
-        """Set the start of later scans."""
+        """Set the start for later scans."""
         if key not in self._starts:
             size = sum(_VALUE_BYTES + len(str(value)) for condition in key[1] for value in condition.values)
             if len(self._starts) >= _MOST_SCAN_STARTS or self._used_bytes + size > _MOST_SCAN_START_BYTES:
@@ -328,21 +335,21 @@ class ScanStarts:
 
 
 def _lowered(start: Start, first: int) -> Start:
-    """Return a start moved back to the row `first` if necessary."""
+    """Return a start, moved back to the row `first` if that row is earlier."""
     return start if first >= start[0] else (first, start[1][: np.searchsorted(start[1], first)])
 
 
 class Scan:
-    """A search for ready rows that starts at the first row found by an earlier scan and stops as early as possible.
+    """A search for ready rows, which starts at the first ready row of an earlier scan and stops as early as possible.
 
-    On the event loop, a scan runs in one step and raises `MustBeAwaited` if it would take too long. Off the event loop,
-    it runs in parts and releases the interpreter lock between them.
+    On the event loop, a scan runs in a single step, and raises `MustBeAwaited` if it would take too long. Off the event
+    loop, it runs in parts and releases the interpreter lock between parts.
 
     Attributes:
         rows: object that tests whether rows are ready.
         count: number of rows in the table when the scan was created.
-        is_on_loop: whether the scan runs in one step of the event loop.
-        at_once: number of rows per part; on the event loop, the maximum number of rows to scan.
+        is_on_loop: whether the scan runs in a single event-loop step.
+        at_once: number of rows per part. On the event loop, the maximum number of rows to scan.
         seen_count: number of ready rows found so far.
         exhausted: whether all rows have been tested.
     """
@@ -362,15 +369,17 @@ class Scan:
         Args:
             rows: object that tests whether rows are ready.
             starts: start positions of scans.
-            orders: columns by which ready rows are ordered, most significant first.
-            watch: object that tracks rows that change during the scan; None if the scan runs in one event-loop step.
-            look_past: number of ready rows to skip at the beginning and leave to other claims.
-            of: which rows to find: "ready"; "left": all rows that the task has not consumed, ready or not; or
-                "evictable": rows that a claim may evict because `where` excludes them.
+            orders: columns by which to order the ready rows, most significant first.
+            watch: object that tracks rows that change during the scan. None if the scan runs in a single event-loop
+                step.
+            look_past: number of ready rows to skip first, which are left to other claims.
+            of: rows to find. "ready" finds ready rows. "left" finds all unconsumed rows, ready or not. "evictable"
+                finds rows that a claim may evict because `where` excludes them.
         """
         self._key: ScanKey = rows.key
         self._mask: Callable[[Rows], NDArray[np.bool_]] = rows.ready
-        # A staleness bound permits different rows after each plan, so bounded scans start at the first unconsumed row.
+        # A staleness bound permits different rows after each plan, so a bounded scan starts at the first unconsumed
+        # row.
         self._moves_start = of != "ready" or rows.bound is None
         if of == "left" or not self._moves_start:
             self._key = _LEFT
@@ -391,26 +400,26 @@ class Scan:
         self._loop_budget = self.at_once
 
     def has(self, count: int) -> bool:
-        """Whether at least `count` rows are ready; False if testing them on the event loop would take too long."""
+        """Whether at least `count` rows are ready. False if the test would take too long on the event loop."""
         with contextlib.suppress(MustBeAwaited):
             return any(found.size >= count for found, _ in self.first(count))
         return False
 
     def first(self, least: int | None) -> Iterator[tuple[Indexes, bool]]:
-        """Yield growing arrays with the ordered positions of the first ready rows, and whether the array is the last.
+        """Yield the positions of the first ready rows, in order, as growing arrays, each with an "is last" flag.
 
         Args:
-            least: approximate size of the first array; None for all rows.
+            least: approximate size of the first array. None to yield all rows at once.
 
         Raises:
-            MustBeAwaited: testing that many rows would take too long on the event loop.
+            MustBeAwaited: the scan would take too long on the event loop.
         """
         least = None if least is None else least + self._look_past
         for found, is_last in self._first_in_order(least) if self.orders else self._first(least):
             yield found[self._look_past :], is_last
 
     def _first(self, least: int | None) -> Iterator[tuple[Indexes, bool]]:
-        """Test growing ranges of the table, until the last range reaches the end of the table."""
+        """Test the table in growing ranges up to its end, and yield all ready rows found after each range."""
         found, start = self._first_candidates()
         size = self.count if least is None else max(_LEAST_CHUNK, least)
         while True:
@@ -433,7 +442,7 @@ class Scan:
             size *= 2
 
     def _first_in_order(self, least: int | None) -> Iterator[tuple[Indexes, bool]]:
-        """Find all ready rows, then yield growing arrays of the first rows in order."""
+        """Find all ready rows, and yield the first rows in order as growing arrays."""
         if self.is_on_loop and self.count - self._first_candidates()[1] > _MOST_ORDERED_ON_LOOP:
             raise MustBeAwaited
         ((ready, _),) = self._first(None)
@@ -454,7 +463,7 @@ class Scan:
         return apart, self.rows.table.position_from(start)
 
     def _move_start(self, found: Indexes, end: int) -> None:
-        """Move the start of later scans to the first ready row, or past the last wide gap between the first such rows.
+        """Move the start for later scans to the first ready row, or past a wide gap after the first few ready rows.
 
         Args:
             found: positions of all ready rows before `end`, in ascending order.
@@ -476,7 +485,9 @@ class Scan:
             self._watch.found[self._key] = index, apart
 
     def stretches(self, size: int, at_once: int) -> Iterator[slice]:
-        """Yield consecutive ranges of the table: the first with `size` rows, later ones with up to `at_once` rows.
+        """Yield consecutive ranges of the table.
+
+        The first range has `size` rows. Later ranges grow up to `at_once` rows.
 
         Raises:
             MustBeAwaited: see `first`.
@@ -491,17 +502,17 @@ class Scan:
 
 
 class PartitionView:
-    """A partition's rows as one task sees them; implements `tq_service.state.plan.View`.
+    """The rows of a partition, as seen by one task. Implements `tq_service.state.plan.View`.
 
-    On the event loop, the view shows the current state and raises `MustBeAwaited` if a call would take too long. Off
+    On the event loop, the view shows the current state, and raises `MustBeAwaited` if a call would take too long. Off
     the event loop, values may change while the sampler uses the view, so each plan is checked again when it is
     recorded. Positions do not change while the table is pinned.
 
     Attributes:
-        scan: the scan that finds ready rows.
-        no_more: whether no new rows will be inserted. If so, groups without a declared size are complete.
+        scan: scan that finds ready rows.
+        no_more: whether no new rows can be inserted. If so, groups without a declared size are complete.
         plan_count: see `View`.
-        grouping: the groups that the sampler requested last, or None.
+        grouping: groups of the sampler's latest request, or None.
     """
 
     def __init__(self, new_scan: Callable[..., Scan], *, no_more: bool = False) -> None:
@@ -531,7 +542,7 @@ class PartitionView:
         """Return complete groups; see `View.ready_groups`.
 
         Raises:
-            MustBeAwaited: group members are too far apart, so the search would block the event loop.
+            MustBeAwaited: the members of a group are so far apart that the search would block the event loop.
         """
         self.grouping = grouping_of(
             self._rows.partition,
@@ -542,7 +553,8 @@ class PartitionView:
             unit="rollout" if unit == "rollout" else "group",
         )
         self.grouping.check()
-        # Groups that may begin anywhere must not depend on the order, so they are formed from all ready rows.
+        # Groups that may begin at any index must not depend on the order of rows, so they are formed from all ready
+        # rows.
         is_whole_scan = limit is None or (self.grouping.blocks == "anywhere" and bool(self.scan.orders))
         for found, is_last in self.scan.first(None if is_whole_scan else max(_LEAST_CHUNK, limit or 0)):
             if self.scan.is_on_loop and found.size > _MOST_IN_GROUPS_ON_LOOP:
@@ -562,7 +574,7 @@ class PartitionView:
         return Groups(rows=self._rows.table.index[positions], sizes=sizes)
 
     def left(self, limit: int | None = None) -> Indexes:
-        """Return the task's unconsumed rows that `where` does not exclude; see `View.left`."""
+        """Return the unconsumed rows that `where` does not exclude; see `View.left`."""
         for found, _ in self._new_scan(of="left").first(limit):
             left = found[~self._rows.excluded(found)]
             if limit is not None and left.size >= limit:
@@ -570,7 +582,7 @@ class PartitionView:
         return self._rows.table.index[left[:limit]]
 
     def lengths(self, rows: Indexes) -> Indexes:
-        """Return token counts; see `View.lengths`."""
+        """Return the rows' token counts; see `View.lengths`."""
         return self._at(rows, self._rows.lengths, -1)
 
     def field_lengths(self, field: str, rows: Indexes) -> Indexes:
@@ -621,15 +633,15 @@ class PartitionView:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan that may be recorded only in the event-loop step that returned it.
+    """A plan that must be recorded in the event-loop step that returned it, or discarded.
 
     Attributes:
-        plan: the plan to record.
+        plan: plan to record.
         positions: current table positions of the rows in `plan.named`.
-        grouping: the groups that the sampler requested for the plan; None if it did not request groups.
-        readiness: the requirements that all rows of the plan meet.
+        grouping: groups that the sampler requested for the plan. None if it did not request groups.
+        readiness: requirements that all rows of the plan meet.
         evicted: units that the claim evicts when the plan is recorded, or None. The plan contains none of their rows.
-        lengths: token counts of the rows in `plan.rows`; None if unknown or if the claim is from a queue worker.
+        lengths: token counts of the rows in `plan.rows`. None if unknown or if the claim is from a queue worker.
     """
 
     plan: RecordedPlan
@@ -642,18 +654,17 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """The result of a search that found no plan. Another search is useless until the state changes.
+    """The result of a search that found no plan. Searching again is useless until the state changes.
 
-    Without recorded misses, each row inserted into a partition would cause a scan, and so would each claim waiting at
-    its end.
+    A recorded miss saves scans: without it, every inserted row and every claim at the end of a partition would cause a
+    scan.
 
     Attributes:
         state_version: state version of the partition when the search started.
         row_version: row version that the partition must reach before a search can succeed.
-        consumed: numbers of rows that the task had consumed and leased when the search started; None if these numbers
-            do not affect whether the task ends.
-        leased: number of rows leased by all tasks when the search started; None if no leased row may be evicted when
-            its lease ends.
+        consumed: number of rows that the task had consumed, and number that it had leased, when the search started.
+            None if these numbers do not affect whether the task ends.
+        leased: number of rows leased by all tasks when the search started. None if the claim does not evict samples.
     """
 
     state_version: int = -1
@@ -662,7 +673,7 @@ class Miss:
     leased: int | None = None
 
     def is_current(self, partition: Partition, task: TaskLedger) -> bool:
-        """Whether too little has changed since the search for a new one to succeed."""
+        """Whether a new search would fail too, because too little has changed since this search."""
         return (
             partition.state_version == self.state_version
             and partition.row_version < self.row_version
@@ -672,20 +683,20 @@ class Miss:
 
 
 def leased_by_all(partition: Partition) -> int:
-    """Return the number of leased rows in a partition, counting each row once for every task that leases it."""
+    """Return the number of leased rows in a partition. A row that several tasks lease is counted once per task."""
     return sum(task.leased_count for task in partition.tasks.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndFound(Miss):
-    """The end of a task: no plan follows unless the state changes."""
+    """The end of a task. No plan can follow unless the state changes."""
 
     end: EndCounts
 
 
 Found: TypeAlias = Planned | Miss
 
-NOT_LOOKED = Miss()  # never current: either no search was made, or a claim or change has invalidated the result
+NOT_LOOKED = Miss()  # never current: no search was made, or its result has been invalidated
 
 
 class Search:
@@ -697,16 +708,16 @@ class Search:
             |no
         conclude
 
-    If the claim evicts units that can never be delivered to it, call `look_for_evicted` before `conclude`.
+    If the claim evicts units that it can never receive, call `look_for_evicted` before `conclude`.
 
-    A search only reads the state, and does not run the sampler. The result is consistent if the search takes one
-    event-loop step. If it takes several steps, a plan is valid while all its rows are ready, and an end is valid only
-    if nothing has changed.
+    A search only reads the state, and does not run the sampler itself. If the search takes a single event-loop step,
+    its result is consistent. If it takes several steps, a plan is valid while all its rows are ready, and an end is
+    valid only if nothing has changed.
 
     Attributes:
         view: the sampler's view of the partition.
-        wanted: the plan request for the sampler.
-        evicted: units that the claim evicts, or None; set by `conclude`.
+        wanted: plan request for the sampler.
+        evicted: units that the claim evicts, or None. Set by `conclude`.
     """
 
     def __init__(
@@ -720,7 +731,7 @@ class Search:
         watch: ScanWatch | None = None,
         look_past: int = 0,
     ) -> None:
-        """Start a search. `length` is the sampler's length source; for `watch` and `look_past`, see `Scan`."""
+        """Start a search. `length` is the sampler's length source. For `watch` and `look_past`, see `Scan`."""
         self._partition = partition
         self._task = task
         self._request = request
@@ -742,7 +753,7 @@ class Search:
 
     @property
     def _marks(self) -> tuple[int, int, int, int, int]:
-        """Versions of everything that plans depend on; if the versions are equal, nothing has changed."""
+        """Versions of all state that plans depend on. Equal versions mean that nothing has changed."""
         partition, task = self._partition, self._task
         return *partition.version, task.serial, task.leased_count, task.epoch
 
@@ -753,7 +764,7 @@ class Search:
 
     @property
     def exceeds_ratio(self) -> bool:
-        """Whether any plan would exceed the number of samples per insert that the task's admission allows."""
+        """Whether every plan would exceed the number of samples per insert that the task's admission allows."""
         return self._ratio is not None and self._ratio.exceeded_by(self.wanted.min_size)
 
     @property
@@ -761,10 +772,10 @@ class Search:
         """Value of `TaskFacts.kept_groups` for the groups that the sampler requested."""
         return None if self.view.grouping is None else self.view.grouping.kept
 
-    # The end
+    # End of the task
 
     def begins_last(self) -> bool:
-        """Switch to the last batch, which may be short, if no more rows can become ready; return whether it switched.
+        """Prepare for the last batch, which may be short, if no more rows can become ready. Return whether they cannot.
 
         Raises:
             MustBeAwaited: the test would take too long on the event loop.
@@ -783,10 +794,10 @@ class Search:
         return True
 
     def _bound_staleness(self, *, no_more: bool) -> None:
-        """If the task's admission bounds staleness, limit plans to the rows that it permits.
+        """Limit plans to the rows that the task's staleness bound permits, if its admission sets a bound.
 
         Raises:
-            InvalidArgumentError: the claim does not request batches of the size and unit that the admission defines.
+            InvalidArgumentError: the claim's batch size or unit differs from the admission's.
         """
         outstanding, rows, orders = self._task.outstanding, self._rows, self._spec.order_by
         if outstanding is None or outstanding.admission.max_staleness is None:
@@ -811,11 +822,11 @@ class Search:
 
     @property
     def _unready_count(self) -> int:
-        """Number of unconsumed rows that were not ready; valid only after the scan is exhausted."""
+        """Number of unconsumed rows that were not ready. Valid only after the scan is exhausted."""
         return self._task.backlog + self._task.skipped_count - self.view.scan.seen_count
 
     def _count_end(self) -> EndCounts | None:
-        """Count the samples at the end of the task; return None if an unready row may still become ready.
+        """Count the samples at the end of the task. Return None if an unready row may still become ready.
 
         At the end, no new rows can be inserted, but leased rows may be released.
         """
@@ -828,7 +839,7 @@ class Search:
         failed = excluded = left_count = 0
         ready = [np.zeros(0, np.int64)]
         at_once = self.view.scan.at_once if self._is_plain else rows.at_once
-        for some in self.view.scan.stretches(_LEAST_CHUNK, at_once):  # the first range often has an unready row
+        for some in self.view.scan.stretches(_LEAST_CHUNK, at_once):  # the first range often contains an unready row
             left = some.start + np.flatnonzero(rows.task.is_left(some))
             kept = left[~rows.excluded(left)]
             is_ready = rows.ready_but_for(kept, Lack.OLDER)
@@ -872,10 +883,12 @@ class Search:
         )
 
     def look_for_evicted(self) -> None:
-        """Find the samples that the claim may evict. Call this after the sampler has run, since it may request groups.
+        """Find the samples that the claim may evict. Call this after the sampler has run.
+
+        The sampler may request groups, which determine the samples to evict.
 
         Raises:
-            MustBeAwaited: searching, or evicting that many rows in one step, would block the event loop.
+            MustBeAwaited: searching for the samples, or evicting them in a single step, would block the event loop.
         """
         if not self._spec.evicts:
             return
@@ -895,17 +908,16 @@ class Search:
     # Results
 
     def conclude(self, plan: Plan | None) -> Found:
-        """Return a plan to record in this event-loop step, or the end of the task, or a miss if neither was found.
+        """Return a plan to record in this event-loop step, the end of the task, or a miss.
 
         Raises:
-            InvalidArgumentError: see `check_batch`.
+            InvalidArgumentError: see `check_batch` and `with_totals`.
             SamplerError: a row in the plan was not ready, although nothing has changed.
             MissingLengthError: see `_check_length_source`.
-            InvalidArgumentError: see `with_totals`.
         """
         if (
             self._candidates.size and self._partition.resolved(self._spec.where) == self._rows.key[1]
-        ):  # false if a version was rewound during the search
+        ):  # false if a policy's version was rewound during the search
             self.evicted = self._evictions.units(self._candidates)
         if plan is None:
             if self.evicted is None and self._rows.bound is not None:
@@ -913,7 +925,7 @@ class Search:
             if self._end is None:
                 return self._miss()
             return self._end if self.is_current else NOT_LOOKED
-        if self._task.epoch != self._begun_at[-1]:  # the search was for rows in another epoch
+        if self._task.epoch != self._begun_at[-1]:  # the search ran in a different epoch
             return NOT_LOOKED
         recorded = RecordedPlan.of(plan, self._spec.micro_batch_size)
         if self._end is None and self._ratio is not None and self._ratio.exceeded_by(recorded.rows.size):
@@ -922,7 +934,7 @@ class Search:
         positions = self._rows.table.find(recorded.named)
         known = Lack.WHERE, Lack.LENGTH, Lack.OLDER
         if bool((positions < 0).any()) or not bool(self._rows.ready_but_for(positions, *known).all()):
-            state_version, _, *others = self._begun_at  # ignore the row version, since writes leave rows ready
+            state_version, _, *others = self._begun_at  # ignore the row version, since writes leave ready rows ready
             if (state_version, *others) != (self._marks[0], *self._marks[2:]):
                 return NOT_LOOKED
             sampler = self._request.sampler.name
@@ -935,7 +947,7 @@ class Search:
         if bound is not None and not bound.permits(recorded, positions, name, is_last=is_last):
             return NOT_LOOKED  # slots were created during the search
         if self.evicted is not None and bool(np.isin(recorded.named, self.evicted.rows).any()):
-            return NOT_LOOKED  # the plan contains rows from a group that is evicted because it is too small
+            return NOT_LOOKED  # the plan contains rows of a group that is being evicted because it is too small
         if self._spec.max_uses > 1 or recorded.is_reusing:
             recorded = self._task.using_up(recorded, self._spec.max_uses)
             positions = self._rows.table.find(recorded.named)
@@ -943,7 +955,7 @@ class Search:
         return Planned(recorded, positions, self.view.grouping, self._rows, self.evicted, lengths)
 
     def _with_totals(self, recorded: RecordedPlan, positions: Indexes) -> tuple[RecordedPlan, Indexes | None]:
-        """Add totals to a batch for ranks; return the batch and its row lengths (None if any is unknown).
+        """Add totals to a batch for ranks. Return the batch and its row lengths, or None if a length is unknown.
 
         The plan for a queue worker is returned unchanged.
 
@@ -960,8 +972,8 @@ class Search:
     def _miss(self) -> Miss:
         """Return a miss that states how many rows must be written before another search can succeed."""
         self._check_length_source()
-        missing, is_closed = 1, self._partition.sealed or self._spec.finite  # the first sample may soon close it
-        # Read from the class, which runs none of the sampler's code.
+        missing, is_closed = 1, self._partition.sealed or self._spec.finite  # may be closed by the very first sample
+        # Read the attribute from the class, because this runs none of the sampler's code.
         needs_min_size = type(self._request.sampler).plans_below_min_size is not True
         if self._spec.evicts or self._rows.bound is not None:  # a single row may be evicted or awaited
             needs_min_size = False
@@ -980,7 +992,7 @@ class Search:
     def _check_length_source(self) -> None:
         """Raise MissingLengthError if the fields can never have lengths and no sample has a length in custom_meta.
 
-        In all other cases the claim waits, because a put or SetCustomMeta can still add the missing lengths.
+        In all other cases, the claim waits, because a put or SetCustomMeta can still add the missing lengths.
         """
         rows = self._rows
         source = rows.key[2]
@@ -1008,7 +1020,7 @@ class Search:
         )
 
     def _why_no_lengths(self, source: LengthSource) -> str:
-        """Return the reason why a length source's fields have no lengths."""
+        """Return the reason why the fields of a length source have no lengths."""
         if source.is_longest_sequence:
             names = ", ".join(map(repr, self._spec.data_fields)) or "none"
             return f"data_fields is {names}, without a field of one-dimensional rows that may differ in length"

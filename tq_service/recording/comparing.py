@@ -1,4 +1,4 @@
-"""Statistics about a recorded step, and differences between two steps, computed from metadata only."""
+"""Statistics of a recorded step, and the differences between two steps, computed only from metadata."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _QUANTILES: Final = (0.0, 0.5, 1.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """The distribution of a numeric value over a step's samples.
+    """The distribution of a numeric value over the samples of a step.
 
     Attributes:
         count: number of samples that have a value.
-        least, median, mean, most: minimum, median, mean and maximum; None if no sample has a value.
+        least, median, mean, most: minimum, median, mean and maximum. None if no sample has a value.
     """
 
     count: int
@@ -55,28 +55,29 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFacts:
-    """Statistics about a recorded step.
+    """Statistics of a recorded step.
 
     Attributes:
         number: number of the step in its recording.
         task_name, partition_id, incarnation, epoch, batch_index: identity of the recorded batch.
         recorded_at: time of recording, in seconds since 1970.
         version: version of the service that recorded the step.
-        sample_count: number of delivered samples, including repeated ones.
+        sample_count: number of delivered samples, including repeated samples.
         distinct_count: number of distinct delivered samples.
         group_count: number of named groups.
-        dropped_count: number of samples dropped by the plan.
+        dropped_count: number of samples that the plan dropped.
         samples_per_rank: number of samples per rank.
         packs_per_rank: number of packs or micro-batches per rank.
         optimizer_steps: number of optimizer steps.
-        tokens_per_rank: number of tokens per rank; None if lengths are unknown.
-        imbalance: highest token count of a rank divided by the mean, minus 1; None if lengths are unknown.
+        tokens_per_rank: number of tokens per rank. None if lengths are unknown.
+        imbalance: highest token count of a rank divided by the mean, minus 1. None if lengths are unknown.
         padding_tokens: number of padding tokens in all packs.
         lengths: distribution of sample lengths, in tokens.
         policies: published version of each policy, by name.
         staleness: distribution of the published version minus each sample's `start_version` (or `version`).
         fields: description of each field, by name.
-        custom_meta: distribution of each numeric column; for other columns, counts of the most frequent values.
+        custom_meta: for each numeric column, the distribution of its values. For other columns, counts of the most
+            frequent values.
         put_bytes: total size of the puts that the step references, in bytes.
     """
 
@@ -107,7 +108,7 @@ class StepFacts:
 
 
 class StepSamples:
-    """The samples in a recorded step and their metadata."""
+    """The samples of a recorded step and their metadata."""
 
     def __init__(self, step: RecordedStep) -> None:
         self.step = step
@@ -123,7 +124,7 @@ class StepSamples:
         self.ranks: Indexes = np.repeat(np.arange(step.dp_size), step.plan.sizes)
 
     def lengths(self) -> Indexes | None:
-        """Return the samples' token counts, from the plan or the column `total_lengths`; None if unknown."""
+        """Return the samples' token counts, from the plan or from the column `total_lengths`. None if unknown."""
         lengths = np.zeros(self.indexes.size, np.int64)
         start, is_known = 0, True
         for part in parts_of(self.step):
@@ -141,7 +142,7 @@ class StepSamples:
         return column.values.astype(np.int64)
 
     def staleness(self) -> Spread:
-        """Return the distribution of staleness: how many versions each sample lags behind the published one."""
+        """Return the distribution of staleness, the number of versions by which each sample is behind."""
         published = [version for _, version in self.step.policies]
         column = next((self.columns[name] for name in _VERSIONS if name in self.columns), None)
         if column is None or column.values.dtype.kind not in "if" or len(published) != 1:
@@ -149,7 +150,7 @@ class StepSamples:
         return Spread.of(published[0] - column.values[column.present])
 
     def facts(self) -> StepFacts:
-        """Return the step's statistics."""
+        """Return the statistics of the step."""
         step, lengths = self.step, self.lengths()
         parts = list(parts_of(step))
         tokens = imbalance = None
@@ -193,7 +194,7 @@ def _column_facts(column: MetaColumn) -> Spread | Mapping[str, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """A list of sample or group names (or indexes), shortened to the first few.
+    """A list of sample or group names (or indexes), reduced to the first few.
 
     Attributes:
         count: total number of samples or groups.
@@ -215,11 +216,11 @@ class Names:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedColumn:
-    """The differences in one custom_meta column between two steps, for samples that are in both.
+    """The differences in one custom_meta column between two steps, for samples that are in both steps.
 
     Attributes:
         count: number of samples whose values differ.
-        examples: name and both values for a few of these samples.
+        examples: the name and both values of a few of these samples.
     """
 
     count: int
@@ -232,13 +233,13 @@ class StepDifference:
 
     Attributes:
         first, second: statistics of the two steps.
-        matched_by: attribute by which samples are matched, "key" or "global_index"; empty if samples cannot be matched
+        matched_by: attribute by which samples are matched, "key" or "global_index". Empty if samples cannot be matched,
             because the partitions differ and some samples have no key.
         common_count: number of samples that are in both steps.
         only_first, only_second: samples that are only in the first or only in the second step.
         groups_only_first, groups_only_second: groups that are only in the first or only in the second step.
-        moved_count: number of common samples that were assigned to different ranks.
-        changed_columns: differences in custom_meta for common samples, by column name.
+        moved_count: number of common samples that are assigned to different ranks.
+        changed_columns: differences in the custom_meta of common samples, by column name.
         request: claim arguments that differ, each with both values.
         fields: fields that differ, each with both descriptions.
         policies: policies whose published versions differ, each with both versions.
@@ -296,7 +297,7 @@ def _names(samples: StepSamples, matched_by: str) -> list[Any]:
 def _changed(
     one: StepSamples, other: StepSamples, common: Sequence[Any], at: Sequence[Indexes]
 ) -> Iterator[tuple[str, ChangedColumn]]:
-    """Yield the custom_meta columns in which a sample's values differ between the two steps."""
+    """Yield the custom_meta columns in which the values of a common sample differ."""
     for name in dict.fromkeys((*one.columns, *other.columns)):
         values = [_values(samples, name, some) for samples, some in zip((one, other), at, strict=True)]
         changed = [

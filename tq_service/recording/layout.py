@@ -6,7 +6,7 @@
 
 Step numbers continue after a restart. `9f3c1a2b` identifies one start of the service, so no name is used twice. A put
 is stored only once, before the first step that references it. Every stored step is therefore complete, even if the
-service was killed, and its claims can be answered without other steps.
+service is killed. The step's claims can be answered without reading other steps.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class PutPlace:
     """The location of a put's bytes in a recording.
 
     Attributes:
-        record: record of the put, including the size and checksum of its bytes.
-        names: names of the objects whose concatenation contains the bytes.
-        start: offset of the bytes within the concatenation.
+        record: record of the put, which includes the size and checksum of its bytes.
+        names: names of the objects that contain the bytes when they are concatenated.
+        start: offset of the bytes in the concatenated objects.
     """
 
     record: PutStored
@@ -45,20 +45,20 @@ class PutPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """A recorded step: one batch, as planned for a task's ranks.
+    """A recorded step: one batch, as planned for the ranks of a task.
 
     Attributes:
         number: number of the step in the recording, starting at 1.
         version: version of the service that recorded the step.
-        partition_id, incarnation: the partition that the batch is from.
+        partition_id, incarnation: partition of the batch.
         task_name, epoch, batch_index: identity of the batch in its partition.
         recorded_at: time of recording, in seconds since 1970.
-        plan: the batch's plan for all ranks.
-        batch_spec: the claim arguments that the ranks passed.
-        policies: each policy's name and published version, as pairs.
-        meta: serialized `BatchMeta` for all ranks' samples, in the order of `plan.rows`, with the fields that all
+        plan: plan of the batch for all ranks.
+        batch_spec: claim arguments passed by the ranks.
+        policies: pairs of a policy name and its published version.
+        meta: serialized `BatchMeta` of all ranks' samples, in the order of `plan.rows`, with the fields that all
             samples have.
-        empty_fields: serialized `FieldSpec`s for ranks without samples; empty if every rank has samples.
+        empty_fields: serialized `FieldSpec`s for ranks without samples. Empty if every rank has samples.
         puts: locations of the puts that `meta` references.
         format: format version of this record.
     """
@@ -91,13 +91,13 @@ def step_name(number: int, run: str) -> str:
 
 
 def step_number(name: str) -> int:
-    """Return the step number in an object's name, or -1 if the object is not a step."""
+    """Return the step number in the name of an object, or -1 if the object is not a step."""
     found = _STEP.fullmatch(name)
     return -1 if found is None else int(found[1])
 
 
 def encode_step(step: RecordedStep) -> bytes:
-    """Encode a step."""
+    """Encode a step as the bytes of its object."""
     return codec.encode_named(step)
 
 
@@ -123,12 +123,12 @@ def decode_step(name: str, data: memoryview) -> RecordedStep:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Pack:
-    """A set of objects that contain puts, and that are removed together.
+    """A set of objects that contain puts and are removed together.
 
     Attributes:
         names: names of the objects.
         size: total size of the puts in the objects, in bytes.
-        put_count: number of puts in the objects that are referenced by at least one step.
+        put_count: number of puts in the objects that at least one step references.
     """
 
     names: tuple[str, ...]

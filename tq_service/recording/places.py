@@ -1,8 +1,8 @@
 """Places that store recordings: a directory, which may share files with a data directory, or an object store.
 
 Both kinds of places store named objects. An object is written once and atomically. Its header contains its size and
-checksum, so damage is detected. A file shared with a data directory has no header, so its bytes are verified with the
-put's checksum.
+checksum, which are used to detect damage. A file shared with a data directory lacks this header, so its bytes are
+verified against the checksum of the put.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tq_service.objects.base import (
 from tq_service.storage.blobs.segments import SegmentBlobs
 
 LEAST_FREE_BYTES: Final = 1 << 30
-"""Free disk space that a recording must leave for puts, in bytes."""
+"""Disk space that a recording must leave free for puts, in bytes."""
 
 LINKED_SUFFIX: Final = ".seg"
 _LOCK: Final = "lock"
@@ -52,7 +52,9 @@ _CANNOT_LINK: Final = frozenset({errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.
 
 
 class Place(ABC):
-    """Storage for one recording's named objects. Use it on one event loop only; no method blocks the loop.
+    """Storage for the named objects of one recording.
+
+    A place must be used from a single event loop. Its methods do not block the loop.
 
     Attributes:
         name: path or URL as shown to users, without passwords.
@@ -62,7 +64,7 @@ class Place(ABC):
 
     @abstractmethod
     async def open(self, *, for_writing: bool) -> None:
-        """Open the place for reading or, with `for_writing`, also for writing.
+        """Open the place for reading. With `for_writing`, also open it for writing.
 
         Raises:
             DataDirError: the directory is not a recording or cannot be used, or another service is writing to it.
@@ -74,15 +76,15 @@ class Place(ABC):
         """Write an object under a name that has never been used before.
 
         Raises:
-            TqError: the object cannot be written.
+            TqError: the object could not be written.
         """
 
     async def link(self, files: Sequence[tuple[str, Path, int]]) -> bool:
-        """Link existing files into this place, and truncate those with much unused space.
+        """Link existing files into this place. Truncate files that have much unused space.
 
         Args:
-            files: for each file its name in this place, its path, and its number of used bytes. The files must no
-                longer be written to.
+            files: name in this place, path, and number of used bytes of each file. The files must no longer be written
+                to.
 
         Returns:
             False if the place cannot contain links to these files.
@@ -102,7 +104,7 @@ class Place(ABC):
 
     @abstractmethod
     async def read_part(self, name: str, start: int, size: int) -> memoryview:
-        """Read `size` bytes of an object from offset `start`. They may be damaged, so the caller must verify them.
+        """Read `size` bytes of an object from offset `start`. The caller must verify the bytes, which may be damaged.
 
         Raises:
             DataLossError: the object is missing or too short.
@@ -110,15 +112,15 @@ class Place(ABC):
 
     @abstractmethod
     async def remove(self, names: Sequence[str]) -> None:
-        """Remove objects; ignore names that do not exist."""
+        """Remove objects. Names that do not exist are ignored."""
 
     @abstractmethod
     async def names(self, prefix: str) -> list[str]:
-        """Return the names of all objects that begin with `prefix`, sorted. `prefix` must end with a slash."""
+        """Return the sorted names of all objects that begin with `prefix`, which must end with a slash."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Close the place. Further calls do nothing."""
+        """Close the place. Closing it again has no effect."""
 
 
 class Directory(Place):
@@ -126,9 +128,9 @@ class Directory(Place):
 
     Args:
         path: path of the directory, which is created when the place is opened for writing.
-        sync: whether to sync each written object to disk instead of letting the operating system write it later.
-        least_free_bytes: free disk space that the recording must leave, in bytes.
-        segments: store that reuses the data directory's files after they are removed from the recording; None: the
+        sync: whether to sync each written object to disk, instead of letting the operating system write it later.
+        least_free_bytes: disk space that the recording must leave free, in bytes.
+        segments: store that reuses the data directory's files when they are removed from the recording. If None, these
             files are deleted.
     """
 
@@ -355,7 +357,7 @@ class Objects(Place):
         return data
 
     async def remove(self, names: Sequence[str]) -> None:
-        await self._objects.remove(names)  # the recorder removes remaining objects when it next opens the place
+        await self._objects.remove(names)  # the recorder removes any remaining objects when it next opens the place
 
     async def names(self, prefix: str) -> list[str]:
         return sorted([name async for name in self._objects.list_names(prefix)])
@@ -365,7 +367,7 @@ class Objects(Place):
 
 
 def place_of(where: str, *, sync: bool = False, segments: SegmentBlobs | None = None) -> Place:
-    """Create the place for a path or an object store URL; `sync` and `segments` apply only to directories.
+    """Create the place for a path or an object store URL. `sync` and `segments` apply only to directories.
 
     Raises:
         InvalidArgumentError: the URL does not match any object store, or the object store cannot store a recording.

@@ -1,4 +1,4 @@
-"""Reads recordings: the list of steps, single steps, one rank's part of a step, and the bytes of puts."""
+"""Reads recordings: the list of steps, a single step, one rank's part of a step, and the bytes of puts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NO_PLAN: Final = RecordedPlan(rows=np.zeros(0, np.int64), sizes=())
 
 
 async def read_step(place: Place, name: str) -> tuple[RecordedStep, int]:
-    """Read a step; return it together with the size of its object in bytes.
+    """Read a step. Return the step and the size of its object, in bytes.
 
     Raises:
         DataLossError: the step is missing or damaged.
@@ -56,7 +56,7 @@ async def read_step(place: Place, name: str) -> tuple[RecordedStep, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A selection of recorded steps. An attribute set to None matches any value.
+    """A selection of recorded steps. An attribute that is None matches any value.
 
     Attributes:
         incarnation: leading hexadecimal digits of the partition's incarnation.
@@ -90,7 +90,9 @@ class Asked:
 
 
 class Recording:
-    """A recording's steps, loaded into memory without the bytes of their puts. Use it on one event loop only.
+    """The steps of a recording, loaded into memory without the bytes of their puts.
+
+    A recording must be used from a single event loop.
 
     Attributes:
         place: place where the recording is stored.
@@ -107,8 +109,8 @@ class Recording:
         """Open the place and read all steps.
 
         Args:
-            wanted: the steps whose plans and metadata are kept in memory; None: all steps. Plans and metadata of other
-                steps are discarded, since a recording may contain thousands of steps.
+            wanted: selection of the steps whose plans and metadata are kept in memory. None for all steps. The plans
+                and metadata of unselected steps are discarded, because a recording may contain thousands of steps.
 
         Raises:
             TqError: the place is not a recording, or cannot be read.
@@ -133,8 +135,8 @@ class Recording:
     def select(self, asked: Asked) -> list[RecordedStep]:
         """Return the selected steps, all of which must match the `wanted` argument of `open`.
 
-        If a task's selected steps are from several incarnations or epochs, only steps from the last incarnation and
-        epoch are returned.
+        If the selected steps of a task are from several incarnations or epochs, only the steps of the last incarnation
+        and epoch are returned.
 
         Raises:
             NotFoundError: no step matches.
@@ -154,7 +156,7 @@ class Recording:
 
         Raises:
             NotFoundError: no step matches.
-            InvalidArgumentError: several steps match.
+            InvalidArgumentError: more than one step matches.
         """
         found = self.select(asked)
         if len(found) > 1:
@@ -165,7 +167,7 @@ class Recording:
         return found[0]
 
     async def read_put(self, place: PutPlace) -> memoryview:
-        """Read a put's tables and values, and verify their checksum.
+        """Read the tables and values of a put, and verify their checksum.
 
         Raises:
             DataLossError: the bytes are missing or damaged.
@@ -195,7 +197,7 @@ class Recording:
 
 
 def summary_of(steps: Sequence[RecordedStep]) -> str:
-    """Summarize steps for a message, by task, partition and epoch."""
+    """Summarize steps for a message, grouped by task, partition and epoch."""
     by_task: dict[tuple[str, str, int], list[int]] = {}
     for step in steps:
         by_task.setdefault((step.task_name, step.partition_id, step.epoch), []).append(step.batch_index)
@@ -227,10 +229,10 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class RecordedPuts(Backing[PutPlace]):
-    """The puts of recorded steps, which are read-only. Each put is loaded from the recording when it is first needed.
+    """The puts of recorded steps, which are read-only. Each put is loaded from the recording on first use.
 
     Args:
-        recording: the recording that contains the puts' bytes.
+        recording: recording that contains the bytes of the puts.
     """
 
     is_volatile = False
@@ -248,7 +250,7 @@ class RecordedPuts(Backing[PutPlace]):
         )
 
     def partition_of(self, put_id: bytes) -> str | None:
-        """Return the partition of a put that has not been loaded yet; None for other puts."""
+        """Return the partition of a put that has not been loaded yet, or None for any other put."""
         place = self._unfetched.get(put_id)
         return None if place is None else place.record.partition_id
 
@@ -266,18 +268,18 @@ class RecordedPuts(Backing[PutPlace]):
             self.on_fetched(source.record, data)
 
 
-# One rank's part
+# Per-rank parts
 
 
 def samples_of(
     meta: metadata_pb2.BatchMeta, positions: Indexes, empty_fields: Sequence[bytes] = ()
 ) -> metadata_pb2.BatchMeta:
-    """Return an answer reduced to the selected samples.
+    """Return a response reduced to the selected samples.
 
     Args:
-        meta: the answer, with all metadata of its samples.
-        positions: positions of the selected samples within the answer.
-        empty_fields: serialized field specs to return if no sample is selected.
+        meta: response with all metadata of its samples.
+        positions: positions of the selected samples in the response.
+        empty_fields: serialized field specs to return if no samples are selected.
     """
     indexes = read_indexes(meta)
     part = metadata_pb2.BatchMeta(
@@ -322,10 +324,10 @@ def _locations_of(locations: metadata_pb2.Locations, positions: Indexes) -> meta
 
 
 def only_fields(meta: metadata_pb2.BatchMeta, names: Sequence[str]) -> None:
-    """Reduce an answer to the named fields, in the order given.
+    """Reduce a response to the named fields, in the given order.
 
     Raises:
-        FieldNotFoundError: the answer does not contain one of the fields.
+        FieldNotFoundError: the response does not contain one of the fields.
     """
     specs = {spec.name: spec for spec in meta.fields}
     if missing := [name for name in names if name not in specs]:
@@ -351,11 +353,11 @@ def only_fields(meta: metadata_pb2.BatchMeta, names: Sequence[str]) -> None:
 
 
 def positions_of_rank(step: RecordedStep, dp_rank: int) -> Indexes:
-    """Return the positions of a rank's samples within a step."""
+    """Return the positions of a rank's samples in a step."""
     start = sum(step.plan.sizes[:dp_rank])
     return np.arange(start, start + step.plan.sizes[dp_rank])
 
 
 def parts_of(step: RecordedStep) -> Iterator[RankPlan]:
-    """Yield each rank's part of a step's plan."""
+    """Yield the part of a step's plan for each rank."""
     return (step.plan.part(dp_rank) for dp_rank in range(step.dp_size))

@@ -1,10 +1,10 @@
-"""The recorder, which writes each step planned by a service to a recording, and removes the oldest steps.
+"""The recorder. It writes each step that a service plans to a recording, and removes the oldest steps.
 
     planned -> taken (bytes pinned, files kept) -> puts written or linked -> step written -> removed by retention
 
-A step is taken as soon as it is planned, in the same event-loop iteration and without copying its bytes. Steps are
-written later, in order. Recording never stops the service: a step is skipped if too many bytes are waiting to be
-written, and a persistent error ends the recording. Skipped steps and errors are logged and reported in the status.
+A step is taken in the event-loop iteration in which it is planned, without copying its bytes. Steps are written later,
+in order. Recording never stops the service. If too many bytes are waiting to be written, a step is skipped. A
+persistent error ends the recording. Skipped steps and errors are logged and reported in the status.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from tq_service.storage.mirror.layout import cut
 
 _log = logging.getLogger(__name__)
 MOST_PENDING_BYTES: Final = 1 << 30
-"""Maximum bytes of puts in memory that may wait to be written; they count towards the storage quota."""
+"""Maximum bytes of in-memory puts that may wait to be written. These bytes count towards the storage quota."""
 
-_PAUSES_SECONDS: Final = (0.2, 1.0, 3.0)  # pause before each retry if the place is unavailable
+_PAUSES_SECONDS: Final = (0.2, 1.0, 3.0)  # pause before each retry while the place is unavailable
 _CLOSE_SECONDS: Final = 10.0
 T = TypeVar("T")
 TaskEpoch: TypeAlias = tuple[bytes, str, int]
 """Partition incarnation, task name and epoch number."""
 
-_COMPRESSION: Final = 1  # zlib level for steps; the lowest is sufficient because put records are very similar
+_COMPRESSION: Final = 1  # zlib level for steps; the lowest level suffices because put records are very similar
 
 
 @dataclass(slots=True, eq=False)
 class _Put:
-    """A put that has been recorded, or that will be recorded with a waiting step.
+    """A put that has been recorded, or will be recorded together with a waiting step.
 
     Attributes:
-        place: location of the put's bytes; None until the bytes are written.
-        pack: objects that contain the bytes; None until the bytes are written.
+        place: location of the put's bytes. None until the bytes are written.
+        pack: objects that contain the bytes. None until the bytes are written.
         step_count: number of stored or waiting steps that reference the put.
     """
 
@@ -84,7 +84,7 @@ class _Waiting:
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """A stored step: its object's name and size, and the ids of the puts that it references."""
+    """A stored step, with the name and size of its object and the ids of the puts that it references."""
 
     name: str
     size: int
@@ -92,15 +92,15 @@ class _Step:
 
 
 class Recorder:
-    """Records the steps that a service plans. Use it on one event loop only.
+    """Records the steps that a service plans. A recorder must be used from a single event loop.
 
     Args:
-        place: place where the recording is stored; closed by `close`.
-        most_steps: maximum number of stored steps; None: unlimited.
-        most_bytes: maximum size of all stored steps, in bytes; None: unlimited. The last step is always kept.
-        most_pending_bytes: maximum number of bytes in memory that wait to be written; steps beyond this limit are
+        place: place where the recording is stored. Closed by `close`.
+        most_steps: maximum number of stored steps. None for no limit.
+        most_bytes: maximum size of all stored steps, in bytes. None for no limit. The last step is always kept.
+        most_pending_bytes: maximum number of bytes in memory that wait to be written. Steps that exceed this limit are
             skipped.
-        run: name that identifies this start of the service in object names; None: a random name.
+        run: name that identifies this start of the service in object names. None for a random name.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Recorder:
         self._error = ""
 
     def status(self) -> RecordingStatus:
-        """Return the recording's status."""
+        """Return the status of the recording."""
         return RecordingStatus(
             place=self._place.name,
             is_recording=not self._error,
@@ -149,7 +149,7 @@ class Recorder:
         """Open the place, read the existing steps, and remove objects that no step references.
 
         Returns:
-            Last recorded batch_index for each task epoch.
+            Last recorded batch_index of each task epoch.
 
         Raises:
             TqError: the place cannot be used.
@@ -195,12 +195,12 @@ class Recorder:
     def take(
         self, step: RecordedStep, put_ids: Sequence[bytes], keep: Callable[[bytes], KeptPut | None]
     ) -> Callable[[], None]:
-        """Take a step and the current bytes of its puts; return a callback that queues the step for writing.
+        """Take a step and the current bytes of its puts. Return a callback that queues the step for writing.
 
         Args:
-            step: the step; its number and the locations of its puts are set when it is written.
+            step: step to take. The number of the step and the locations of its puts are set when the step is written.
             put_ids: ids of the puts that the step references, without duplicates.
-            keep: function that pins a put's bytes until they are released; returns None if the bytes are not in this
+            keep: function that pins a put's bytes until they are released. It returns None if the bytes are not in this
                 process.
         """
         kept: dict[bytes, KeptPut] = {}
@@ -236,18 +236,18 @@ class Recorder:
         self._is_idle.clear()
 
     def count_seconds(self, seconds: float) -> None:
-        """Add CPU time that was spent on taking steps to the status."""
+        """Add CPU time spent on taking steps to the status."""
         self._processor_seconds += seconds
 
     @property
     def is_recording(self) -> bool:
-        """Whether steps are being recorded; False after an error has ended the recording."""
+        """Whether steps are being recorded. False after an error has ended the recording."""
         return not self._error
 
     def skip(self, reason: str) -> None:
-        """Count a step that was not recorded; log only some of these steps."""
+        """Count a step that was not recorded. Only some of these steps are logged."""
         self._skipped_count += 1
-        if self._skipped_count & (self._skipped_count - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
+        if self._skipped_count & (self._skipped_count - 1) == 0:  # log the 1st, 2nd, 4th, 8th, ... skipped step
             _log.warning(LogMessage("a step was not recorded", reason=reason, skipped_steps=self._skipped_count))
 
     def fail(self, error: BaseException) -> None:
@@ -268,7 +268,7 @@ class Recorder:
     # Writing
 
     async def run(self) -> None:
-        """Write steps until cancelled; an error ends the recording but is not raised."""
+        """Write steps until cancelled. An error ends the recording but is not raised."""
         while True:
             await self._has_waiting.wait()
             self._has_waiting.clear()
@@ -276,13 +276,13 @@ class Recorder:
                 try:
                     await self._write(self._waiting[0])
                     await self._remove_old()
-                except Exception as error:  # the service continues after any failure
+                except Exception as error:  # the service continues after any error
                     self.fail(error)
                     break
             self._is_idle.set()
 
     async def _write(self, waiting: _Waiting) -> None:
-        """Write a step and its puts; retry if the place is unavailable."""
+        """Write a step and its puts. Retry while the place is unavailable."""
         for pause in (*_PAUSES_SECONDS, None):
             try:
                 await self._write_once(waiting)
@@ -312,7 +312,7 @@ class Recorder:
         self._recorded_count += 1
 
     async def _link(self, kept: Mapping[bytes, KeptPut]) -> None:
-        """Link put files from the data directory into the recording, if the place supports links."""
+        """Link the files of puts in the data directory into the recording, if the place supports links."""
         names = {put_id: self._new_name() + LINKED_SUFFIX for put_id in kept}
         files = [(names[put_id], each.file, each.record.size_bytes) for put_id, each in kept.items() if each.file]
         if not files or not await self._place.link(files):
@@ -335,7 +335,7 @@ class Recorder:
             start += record.size_bytes
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Run `work` in a thread and return its result; add its CPU time to the status."""
+        """Run `work` in a thread and return its result. Add the CPU time used to the status."""
 
         def timed() -> tuple[T, float]:
             began_at = time.thread_time()
@@ -363,7 +363,7 @@ class Recorder:
         self._bytes += written.size
 
     async def _remove_old(self) -> None:
-        """Remove the oldest steps while a limit is exceeded; also remove puts that no remaining step references."""
+        """Remove the oldest steps until no limit is exceeded. Also remove puts that no remaining step references."""
         while len(self._steps) > 1 and (
             (self._most_steps is not None and len(self._steps) > self._most_steps)
             or (self._most_bytes is not None and self._bytes > self._most_bytes)
@@ -376,7 +376,7 @@ class Recorder:
                 await self._place.remove(unneeded)
 
     def _forget(self, put_ids: Sequence[bytes]) -> Iterator[str]:
-        """Remove a step's references to its puts; yield the names of objects that are no longer needed."""
+        """Remove a step's references to its puts. Yield the names of objects that are no longer needed."""
         for put_id in put_ids:
             entry = self._puts[put_id]
             entry.step_count -= 1
@@ -399,7 +399,10 @@ class Recorder:
 
 
 def _packed(puts: Sequence[KeptPut]) -> Iterator[list[KeptPut]]:
-    """Split puts into one list per object, each with at most `LARGEST_OBJECT_BYTES` or with a single larger put."""
+    """Split puts into one list per object.
+
+    Each list contains at most `LARGEST_OBJECT_BYTES`, or a single larger put.
+    """
     some: list[KeptPut] = []
     size = 0
     for put in puts:
@@ -413,7 +416,7 @@ def _packed(puts: Sequence[KeptPut]) -> Iterator[list[KeptPut]]:
 
 
 def _contents(puts: Sequence[KeptPut]) -> tuple[list[Buffer], list[PutStored]]:
-    """Return the bytes of puts, and the put records with checksums of these bytes."""
+    """Return the bytes of puts, and their records with the checksums of these bytes."""
     parts: list[Buffer] = []
     records = []
     for put in puts:

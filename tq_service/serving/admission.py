@@ -1,7 +1,7 @@
-"""The queue of writes that wait for capacity in a partition, and the bounds that writes must respect.
+"""The queue of writes that wait for capacity in a partition, and the bounds that limit this capacity.
 
-A partition limits the bytes of its cells and the outstanding units of its tasks. These counts are part of the persisted
-state, so a restart does not change them.
+A partition limits the total size of its cells and the outstanding units of its tasks. The current amounts are part of
+the persisted state, so they survive a restart.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from tq_service.state.partition import Partition
 from tq_service.state.plan import ClaimRequest, shown
 from tq_service.wait_clock import Waiting
 
-_MOST_LOOKED_AT: Final = 256  # maximum number of waiting writes examined after a change
+_MOST_LOOKED_AT: Final = 256  # maximum number of waiting writes to examine after a change
 _UNITS: Final[tuple[BatchUnit, ...]] = get_args(BatchUnit)
-_MOST_EXPLAINED: Final = 1 << 16  # maximum number of rows searched to explain why a write waits
+_MOST_EXPLAINED: Final = 1 << 16  # maximum number of rows to search for the reason why a write waits
 
 RETRY_AFTER_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """The capacity needed by the new samples of a write.
+    """The capacity needed for the new samples of a write.
 
     Attributes:
         counts: number of new units, by unit; see `CheckedGroups.count_units`.
-        value_bytes: bytes of the new samples' cells.
+        value_bytes: total size of the new samples' cells, in bytes.
         held_counts: number of new held units (still being generated), by unit.
-        groups: names of new groups; samples of existing groups need no capacity.
-        rollouts: names of new rollouts; samples of existing rollouts need no capacity.
+        groups: names of new groups. New samples of existing groups need no capacity.
+        rollouts: names of new rollouts. New samples of existing rollouts need no capacity.
     """
 
     counts: Counter[BatchUnit] = field(default_factory=Counter)
@@ -89,33 +89,37 @@ class Bound(Protocol):
     """An upper bound on bytes, samples or units in a partition.
 
     Attributes:
-        limit: the upper bound.
-        task_name: name of the task that must consume samples before a waiting write fits; empty if there is no such
-            task.
+        limit: maximum amount.
+        task_name: name of the task that must consume samples before a waiting write fits. Empty if the bound does not
+            depend on a task.
     """
 
     limit: int
     task_name: str
 
     def share(self, demand: Demand) -> int:
-        """Return the amount that a write adds to the bounded quantity."""
+        """Return the amount that a write adds."""
         ...
 
     def used(self) -> int:
-        """Return the amount that is currently in use."""
+        """Return the amount currently in use."""
         ...
 
     def waits_for(self, got: int) -> str:
-        """Explain why a write that would raise the total to `got` waits."""
+        """Return the reason why a write that would raise the total to `got` waits."""
         ...
 
     def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
-        """Return the error for a write that would raise the total to `got`; with `may_fit_later`, after a wait."""
+        """Return the error for a write that would raise the total to `got`.
+
+        With `may_fit_later`, the error states that no capacity became available in time. Otherwise, it states that the
+        write can never fit.
+        """
         ...
 
 
 class ByteBound:
-    """Bound on the total size of a partition's cells, in bytes; see `Bound`."""
+    """A bound on the total size of a partition's cells, in bytes. See `Bound`."""
 
     task_name = ""
 
@@ -124,7 +128,7 @@ class ByteBound:
         self.limit = limit
 
     def share(self, demand: Demand) -> int:
-        """Return the bytes that a write adds."""
+        """Return the number of bytes that a write adds."""
         return demand.value_bytes
 
     def used(self) -> int:
@@ -132,7 +136,7 @@ class ByteBound:
         return self._partition.cells.used_bytes
 
     def waits_for(self, got: int) -> str:
-        """Explain why a write waits until bytes are freed."""
+        """Return the reason why a write waits until bytes are freed."""
         text = f"partition {self._partition.partition_id!r} would have {got} bytes, but its max_bytes is {self.limit}"
         release = self._partition.settings.release
         return text if release is None else f"{text}, and samples are released once {shown(release)}"
@@ -148,7 +152,7 @@ class ByteBound:
 
 
 class AdmissionBound:
-    """Bound on a task's outstanding units; see `Bound`."""
+    """A bound on a task's outstanding units. See `Bound`."""
 
     def __init__(self, partition: Partition, admission: Admission) -> None:
         self._partition = partition
@@ -161,7 +165,10 @@ class AdmissionBound:
         return demand.counts[self._admission.unit]
 
     def used(self) -> int:
-        """Return the number of outstanding units; if overflow is dropped, count only units that cannot be dropped."""
+        """Return the number of outstanding units.
+
+        If the admission drops overflow, count only units that cannot be dropped.
+        """
         task = self._partition.tasks[self.task_name]
         outstanding = task.outstanding_count or 0
         if self._admission.overflow == "wait":
@@ -169,7 +176,7 @@ class AdmissionBound:
         return min(outstanding, self._partition.in_use_count(task, self._admission.unit))
 
     def waits_for(self, got: int) -> str:
-        """Explain why a write waits for the task."""
+        """Return the reason why a write waits for the task."""
         admission, task = self._admission, self._partition.tasks[self.task_name]
         delivered = sum(task.delivered_units) + task.done_units
         parts = f", {delivered} of them delivered but not yet {admission.given_back}" if delivered else ""
@@ -182,7 +189,7 @@ class AdmissionBound:
         )
 
     def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
-        """Return the error for a write that exceeds the admission."""
+        """Return the error for a write that exceeds the admission's limit."""
         remedy = _REMEDIES[self._admission.given_back]
         return _limit_error(
             self, got, "most", self._admission.unit, remedy=remedy, may_fit_later=may_fit_later, note=note
@@ -190,7 +197,7 @@ class AdmissionBound:
 
 
 class RatioBound:
-    """Bound on how many samples may be inserted before the task receives more; see `Bound`."""
+    """A bound on how many samples may be inserted before more samples are delivered to the task. See `Bound`."""
 
     def __init__(self, ratio: InsertRatio) -> None:
         self._ratio = ratio
@@ -206,11 +213,11 @@ class RatioBound:
         return self.limit - self._ratio.inserts_left()
 
     def waits_for(self, got: int) -> str:
-        """Explain why a write waits for deliveries."""
+        """Return the reason why a write waits for deliveries."""
         return self._ratio.waits_for
 
     def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
-        """Return the error for a write that exceeds the ratio."""
+        """Return the error for a write that exceeds the permitted ratio of inserts to deliveries."""
         remedy = "more samples must be delivered to the task first"
         return _limit_error(
             self, got, "samples_per_insert", "sample", remedy=remedy, may_fit_later=may_fit_later, note=note
@@ -218,7 +225,7 @@ class RatioBound:
 
 
 class RunningBound:
-    """Bound on the number of held units, that is, units that are still being generated; see `Bound`."""
+    """A bound on the number of held units, which are still being generated. See `Bound`."""
 
     task_name = ""
 
@@ -236,14 +243,14 @@ class RunningBound:
         return self._partition.held_count(self._unit)
 
     def waits_for(self, got: int) -> str:
-        """Explain why a write waits for rollouts in progress."""
+        """Return the reason why a write waits for rollouts in progress."""
         return (
             f"partition {self._partition.partition_id!r} would have {got} held {self._unit}s, which are still being "
             f"generated; its admission sets most_running to {self.limit}"
         )
 
     def error(self, got: int, *, may_fit_later: bool, note: str = "") -> ResourceExhaustedError:
-        """Return the error for a write that exceeds the number of held units."""
+        """Return the error for a write that exceeds the limit on held units."""
         remedy = "rollout workers must finish some of them first"
         return _limit_error(
             self, got, "most_running", self._unit, remedy=remedy, may_fit_later=may_fit_later, note=note
@@ -274,7 +281,7 @@ def _limit_error(
 
 
 def bounds_of(partition: Partition) -> list[Bound]:
-    """Return all bounds defined by a partition's settings."""
+    """Return all bounds that a partition's settings define."""
     settings = partition.settings
     bounds: list[Bound] = [] if settings.max_bytes is None else [ByteBound(partition, settings.max_bytes)]
     bounds += [AdmissionBound(partition, admission) for admission in settings.admissions]
@@ -284,7 +291,7 @@ def bounds_of(partition: Partition) -> list[Bound]:
 
 
 def demand_of(partition: Partition, write: SampleWrite, value_bytes: int) -> Demand | None:
-    """Return the demand of a write's new samples, or None if no new sample is stored or begins a unit.
+    """Return the demand of a write's new samples, or None if the write stores no new sample or begins no unit.
 
     Raises:
         TqError: the partition rejects the write regardless of capacity.
@@ -312,10 +319,10 @@ def demand_of(partition: Partition, write: SampleWrite, value_bytes: int) -> Dem
 
 
 def demand_of_slots(partition: Partition, prompt_count: int, slot_count: int) -> Demand:
-    """Return the demand of the slots for `prompt_count` new prompts, `slot_count` slots each.
+    """Return the demand for `slot_count` slots for each of `prompt_count` new prompts.
 
     Raises:
-        PartitionSealedError: the partition accepts no new samples.
+        PartitionSealedError: the partition does not accept new samples.
     """
     count = prompt_count * slot_count
     write = SampleWrite(row_count=count, state=SampleState.HELD, is_of_slots=True)
@@ -326,16 +333,16 @@ def demand_of_slots(partition: Partition, prompt_count: int, slot_count: int) ->
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class WaitingWrite(contextlib.AbstractContextManager["WaitingWrite"]):
-    """A write that waits for capacity. Once admitted, it keeps its capacity reserved until its `with` block ends.
+    """A write that waits for capacity. After it is admitted, its capacity stays reserved until its `with` block ends.
 
     Attributes:
-        look: function that returns the write's current demand, or None; raises an error if the partition would reject
-            the write.
+        look: function that returns the write's current demand, or None. The function raises an error if the partition
+            would reject the write.
         names_keys: whether the write specifies keys. Other writes may add samples with these keys during the wait.
-        demand: the write's last known demand, or None.
-        seen: state of the partition when `demand` was determined; more keys and groups may have been added since.
-        since: time when the write arrived or its last turn ended; see `AdmissionTurn`.
-        admitted: future that completes when the write gets capacity, or fails if it never will.
+        demand: last known demand of the write, or None.
+        seen: state of the partition when `demand` was determined. More keys and groups may have been added since.
+        since: time at which the write arrived or its last turn ended; see `AdmissionTurn`.
+        admitted: future that completes when the write gets capacity, and fails if it can never get capacity.
     """
 
     queue: AdmissionQueue
@@ -352,7 +359,7 @@ class WaitingWrite(contextlib.AbstractContextManager["WaitingWrite"]):
 
     @property
     def has_capacity(self) -> bool:
-        """Whether the write still has its reserved capacity, which a retry of the call may have taken over."""
+        """Whether the write's capacity is still reserved for it, rather than for a retry of the call."""
         return self.queue.has_admitted(self)
 
 
@@ -360,11 +367,11 @@ class AdmissionQueue:
     """Admits writes that add samples to one partition, in order of arrival and within the partition's bounds.
 
     A write that fits overtakes writes that do not fit. It may even free capacity for them, for example by completing
-    the batch that a trainer waits for. `AdmissionTurn` prevents large puts from being delayed forever. New members of
-    existing groups need no capacity, because their groups were already admitted.
+    the batch that a trainer waits for. `AdmissionTurn` ensures that large puts are not delayed forever. New members of
+    existing groups need no capacity, because their groups have already been admitted.
 
     Only the first waiting writes are examined, and only after a change. A retry replaces the original call, whether
-    that call is still queued or already admitted. The queue is confined to the partition's event loop.
+    that call is queued or already admitted. The queue must be used from the partition's event loop.
     """
 
     def __init__(
@@ -376,10 +383,11 @@ class AdmissionQueue:
         """Create an empty queue.
 
         Args:
-            partition: the partition that receives the writes.
-            deadlock: function that returns why the named task ("": any task), which must consume first, cannot do so;
-                "" if it can. The second argument is a claim that is known to wait, or None.
-            clock: function that returns the time used for deadlines and turns, in seconds.
+            partition: partition that receives the writes.
+            deadlock: function that returns why a task cannot consume samples, or "" if it can. The first argument is
+                the name of the task, or "" for any task. The second argument is a claim that is already waiting, or
+                None.
+            clock: function that returns the time for deadlines and turns, in seconds.
         """
         self._partition = partition
         self._deadlock = deadlock
@@ -399,25 +407,25 @@ class AdmissionQueue:
         return len(self._waiting)
 
     def first_waits_for(self, asking: ClaimRequest | None = None) -> str:
-        """Explain why the first write in the queue still waits, given a waiting claim; "" if the queue is empty."""
+        """Return the reason why the first write in the queue waits, given a waiting claim. "" if the queue is empty."""
         first = next(iter(self._waiting.values()), None)
         return "" if first is None or first.demand is None else self.waits_for(first.demand, asking)
 
     def waits_for(self, demand: Demand, asking: ClaimRequest | None = None) -> str:
-        """Explain why a demand exceeds the free capacity, given a waiting claim; "" if the capacity is available."""
+        """Return the reason why a demand exceeds the free capacity, given a waiting claim. "" if it does not."""
         refusing = self._refusing(demand)
         return "" if refusing is None else refusing[0].waits_for(refusing[1]) + self._note(refusing[0], asking)
 
     async def enter(
         self, request_id: bytes, write: SampleWrite, value_bytes: int, deadline: float | None
     ) -> WaitingWrite:
-        """Wait behind earlier writes for the capacity that a write needs; return at once if it needs none.
+        """Wait behind earlier writes until a write's capacity is available. Return at once if it needs no capacity.
 
         Args:
             request_id: id shared by the call and its retries.
-            write: the write to admit.
+            write: write to admit.
             value_bytes: total size of all columns in the write, in bytes.
-            deadline: end of the wait in `time.monotonic` seconds; None: wait until the caller is cancelled.
+            deadline: end of the wait, in `time.monotonic` seconds. None to wait until the caller is cancelled.
 
         Raises:
             QuotaExceededError, AdmissionLimitError: the write alone exceeds a bound (raised immediately), or no
@@ -437,7 +445,7 @@ class AdmissionQueue:
         *,
         names_keys: bool = False,
     ) -> WaitingWrite:
-        """Wait for the capacity that `look` demands; see `enter` and `WaitingWrite`."""
+        """Wait for the capacity demanded by `look`. See `enter` and `WaitingWrite`."""
         entering = self._join(request_id, look, names_keys=names_keys)
         try:
             timeout = None if deadline is None else deadline - self._clock()
@@ -448,14 +456,17 @@ class AdmissionQueue:
                 raise self._too_late(entering)
             entering.admitted.result()
             return entering
-        except BaseException:  # a cancellation may arrive in the same loop iteration as the capacity
+        except BaseException:  # a cancellation may arrive in the loop iteration that grants the capacity
             self.leave(entering)
             raise
         finally:
             del entering  # otherwise, an exception's traceback would keep this frame and the partition alive
 
     def enter_now(self, request_id: bytes, look: Callable[[], Demand | None]) -> WaitingWrite:
-        """Reserve capacity if enough remains after all waiting writes, or raise the timeout error of `enter`."""
+        """Reserve capacity without waiting, if enough remains after all waiting writes.
+
+        Raises the timeout error of `enter` if too little remains.
+        """
         entering = self._join(request_id, look, names_keys=False)
         if not entering.admitted.done():
             error = self._too_late(entering)
@@ -465,7 +476,7 @@ class AdmissionQueue:
         return entering
 
     def _join(self, request_id: bytes, look: Callable[[], Demand | None], *, names_keys: bool) -> WaitingWrite:
-        """Add a write to the queue, unless it already has capacity or needs none."""
+        """Add a write to the queue, unless it needs no capacity or already has it."""
         entering = WaitingWrite(
             queue=self, request_id=request_id, look=look, names_keys=names_keys, since=self._clock()
         )
@@ -492,11 +503,11 @@ class AdmissionQueue:
         return entering
 
     def has_admitted(self, admission: WaitingWrite) -> bool:
-        """Whether a write still has its reserved capacity."""
+        """Whether a write's capacity is still reserved for it."""
         return self._admitted.get(admission.request_id) is admission
 
     def leave(self, admission: WaitingWrite) -> None:
-        """Remove a write from the queue or release its capacity, unless a retry has taken over."""
+        """Remove a write from the queue or release its capacity, unless a retry has taken its place."""
         for places in (self._waiting, self._admitted):
             if places.get(admission.request_id) is admission:
                 del places[admission.request_id]
@@ -504,7 +515,7 @@ class AdmissionQueue:
                 self.wake()
 
     def wake(self, last: WaitingWrite | None = None) -> None:
-        """Admit all examined writes that fit now; `last` is always examined if it waits."""
+        """Admit all examined writes that fit now. If `last` is waiting, it is always examined."""
         admitted, short = sum_of(each.demand for each in self._admitted.values()), list[WaitingWrite]()
         looked_at = dict(itertools.islice(self._waiting.items(), _MOST_LOOKED_AT))
         if last is not None and last.request_id in self._waiting:
@@ -528,9 +539,9 @@ class AdmissionQueue:
         self._set_timer()
 
     def end(self, error: Callable[[], TqError]) -> None:
-        """End all current and future waits with this error."""
+        """End all current and future waits with the error that `error` returns."""
         self._end_error = error
-        self._deadlock = lambda task_name, asking: ""  # breaks the reference cycle between the queue and its owner
+        self._deadlock = lambda task_name, asking: ""  # break the reference cycle between the queue and its owner
         for admission in self._waiting.values():
             admission.admitted.set_exception(error())
             self._turn.leave(admission)
@@ -538,7 +549,7 @@ class AdmissionQueue:
         self._set_timer()
 
     def _set_timer(self) -> None:
-        """Set a timer for examining the other writes when the current turn ends."""
+        """Set a timer to examine waiting writes when the current turn ends."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -547,10 +558,11 @@ class AdmissionQueue:
             self._timer = asyncio.get_running_loop().call_later(seconds, self.wake)
 
     def _fits(self, waiting: WaitingWrite, admitted: Demand, *, may_pass: bool) -> bool:
-        """Whether a write needs no capacity, or fits alongside the admitted writes and may pass other writes.
+        """Whether a write can be admitted.
 
-        The demand is recomputed only if it may have decreased, or when the write fits. This avoids looking up all keys
-        in a large waiting put after each small clear.
+        A write can be admitted if it needs no capacity, or if it may pass other writes and fits alongside the admitted
+        writes. The demand is recomputed only if it may have decreased, or when the write fits. This avoids looking up
+        all keys of a large waiting put after each small clear.
         """
         if self._may_take_less(waiting):
             self._update_demand(waiting)
@@ -558,11 +570,11 @@ class AdmissionQueue:
             return True
         if not may_pass or self._refusing(waiting.demand, admitted) is not None:
             return False
-        self._update_demand(waiting)  # keys of removed rows count as new again
+        self._update_demand(waiting)  # keys of removed rows are new again
         return waiting.demand is None or self._refusing(waiting.demand, admitted) is None
 
     def _may_take_less(self, waiting: WaitingWrite) -> bool:
-        """Whether a write's demand may have changed: its samples or groups may exist, or it may be rejected."""
+        """Whether a write's demand may have changed, because its samples or groups now exist or it is now rejected."""
         if waiting.demand is None or waiting.seen is None or waiting.seen[0] != self._partition.sealed:
             return True
         added = self._partition.table.next_index - waiting.seen[1]
@@ -580,17 +592,17 @@ class AdmissionQueue:
             admission.seen = marks
 
     def _refusing(self, demand: Demand, admitted: Demand | None = None) -> tuple[Bound, int] | None:
-        """Return the bound that a write would exceed now, with the resulting total, or None if the write fits."""
+        """Return the bound that a write would exceed now and the resulting total, or None if the write fits."""
         if admitted is None:
             admitted = sum_of(each.demand for each in self._admitted.values())
         for bound in self._bounds:
-            share = bound.share(demand)  # a write with a share of 0 never waits
+            share = bound.share(demand)  # a write that adds nothing to the bounded amount never waits
             if share and (total := bound.used() + share + bound.share(admitted)) > bound.limit:
                 return bound, total
         return None
 
     def _too_late(self, late: WaitingWrite) -> TqError:
-        """Return the error for a write that did not receive capacity in time, or could not pass another write."""
+        """Return the error for a write that got no capacity before its deadline, or could not pass another write."""
         if late.demand is not None and (refusing := self._refusing(late.demand)) is not None:
             return refusing[0].error(refusing[1], may_fit_later=True, note=self._note(refusing[0]))
         holder = self._turn.holder
@@ -603,7 +615,10 @@ class AdmissionQueue:
         )
 
     def _note(self, bound: Bound, asking: ClaimRequest | None = None) -> str:
-        """Return a note about why writes wait for a bound: earlier puts, or a deadlock; "" if the reason is unknown."""
+        """Return a note on why a bound makes writes wait: earlier puts, or a deadlock.
+
+        Return "" if the reason is unknown.
+        """
         if self._admitted:
             return f"; {len(self._admitted)} earlier puts have reserved capacity but are not stored yet"
         deadlock = self._deadlock(bound.task_name, asking)
@@ -611,14 +626,15 @@ class AdmissionQueue:
 
 
 def starvation(partition: Partition, planner: Planner, asking: ClaimRequest | None = None) -> str:
-    """Return a note about why a task cannot consume its remaining samples; "" if it can or if the reason is unknown.
+    """Return a note on why a task cannot consume its remaining samples.
 
-    There are two reasons: a waiting claim needs new samples, or conditions exclude samples that remain pending.
+    Return "" if it can, or if the reason is unknown. There are two possible reasons: a waiting claim needs new samples,
+    or the claim's conditions exclude pending samples.
 
     Args:
-        partition: the task's partition.
-        planner: planner for the task.
-        asking: a claim that is known to wait; ignored if it belongs to a different task.
+        partition: partition of the task.
+        planner: planner of the task.
+        asking: claim that is already waiting. Ignored if it belongs to a different task.
     """
     task, waiting = planner.task, [request for request, _ in planner.waiting_claims()]
     if asking is not None and asking.task_name == task.name:
@@ -639,7 +655,7 @@ def starvation(partition: Partition, planner: Planner, asking: ClaimRequest | No
     )
     if not waiting:
         return f"for task {task.name!r} {cause}" if ruled_out else ""
-    if (pending & ~ready & ~excluded).any():  # held samples, or samples that lack a field
+    if (pending & ~ready & ~excluded).any():  # some samples are held or lack a field
         return ""
     return (
         f"this is a deadlock unless samples that fit are still put: task {task.name!r} also waits for more "

@@ -1,4 +1,4 @@
-"""The catalog: all partitions by name, the objects that serve them, their limits, and the calls that wait for them.
+"""The catalog of all partitions, with the objects that serve them, their limits, and the calls that wait for them.
 
 `Limits` are checked when a request arrives, but not when a change is replayed. Data accepted under higher limits is
 therefore retained. `LeaseTimer` tracks the lease deadlines of one partition.
@@ -73,8 +73,9 @@ _MOST_EXPIRED_A_TURN = 64
 _FREED_AT_ONCE: Final = 1 << 16  # samples
 
 _NUMBER_BYTES = 8
-_MOST_TRAINED: Final = 64  # tasks listed in one call
-# Limits on names per partition, by argument name: name of the limit, plural noun for messages, and remedy.
+_MOST_TRAINED: Final = 64  # maximum number of tasks listed in one call
+# Limits on the number of names in a partition, by argument name. Each entry contains the limit's name, the plural noun
+# for messages, and a remedy.
 _NAMED = {
     "fields": ("max_fields", "fields", "put data that differs between samples as an object field"),
     "custom_meta": ("max_meta_columns", "custom_meta columns", "use one column for values of one kind"),
@@ -85,17 +86,19 @@ _NAMED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The limits of one controller, named after the settings that configure them.
+    """The limits of one controller. Each limit has the name of the setting that configures it.
 
     Attributes:
-        max_partitions: number of partitions.
-        max_policies: number of policies.
-        max_samples: number of samples in all partitions.
-        max_fields: number of fields per partition.
-        max_tasks: number of tasks per partition.
-        max_meta_columns: number of custom_meta columns per partition.
-        max_sample_meta_bytes: bytes of custom_meta per sample in one write; strings and JSON count as UTF-8.
-        max_name_length: characters in a key, or in the name of a group, rollout, field, task or custom_meta column.
+        max_partitions: maximum number of partitions.
+        max_policies: maximum number of policies.
+        max_samples: maximum number of samples in all partitions.
+        max_fields: maximum number of fields per partition.
+        max_tasks: maximum number of tasks per partition.
+        max_meta_columns: maximum number of custom_meta columns per partition.
+        max_sample_meta_bytes: maximum bytes of custom_meta per sample in one write. Strings and JSON are measured in
+            UTF-8.
+        max_name_length: maximum number of characters in a key, or in the name of a group, rollout, field, task or
+            custom_meta column.
     """
 
     max_partitions: int = 10_000
@@ -114,7 +117,7 @@ class Limits:
         self._check_new("tasks", partition_id, (), settings.tasks)
 
     def check_write(self, partition: Partition, write: SampleWrite) -> None:
-        """Reject a write if names are too many or too long; its partition may not exist yet."""
+        """Reject a write whose names are too many or too long. The partition of the write may not exist yet."""
         self._check_longest("keys", write.keys or ())
         self._check_longest("groups", write.groups or ())
         self._check_longest("rollouts", write.rollouts or ())
@@ -152,7 +155,7 @@ class Limits:
         self._check_new("task_name", partition.partition_id, partition.tasks, (task_name,))
 
     def _check_new(self, what: str, partition_id: str, known: Collection[str], names: Iterable[str]) -> None:
-        """Reject new names if one is too long, or if there would be too many together with the known names."""
+        """Reject new names if a name is too long, or if the new and known names together exceed the limit."""
         if new := [name for name in names if name not in known]:
             self._check_longest("name" if what == "fields" else what, new)
             limit_name, plural, remedy = _NAMED[what]
@@ -187,19 +190,19 @@ def _utf8_size(text: str) -> int:
 
 
 class LeaseTimer:
-    """Expires one partition's leases at their deadlines, on the running event loop.
+    """Expires the leases of one partition at their deadlines, on the running event loop.
 
-    Deadlines are not persisted, so a recovered or restored lease starts again with its full duration. If a lease ends
-    early or is extended, its old entry remains in the heap. Old entries are dropped when they are due, or all at once
-    when they outnumber the leases.
+    Deadlines are not persisted, so a recovered or restored lease restarts with its full duration. If a lease ends early
+    or is extended, its old entry remains in the heap. Old entries are dropped when they are due, or all at once when
+    they outnumber the leases.
     """
 
     def __init__(self, tasks: Mapping[str, TaskLedger], expire: Callable[[str, bytes], object]) -> None:
         """Create a timer without leases.
 
         Args:
-            tasks: the partition's task ledgers, by task name.
-            expire: function called when a claim's lease expires, with the task name and the claim's request_id.
+            tasks: task ledgers of the partition, by task name.
+            expire: function called with the task name and the claim's request_id when a lease expires.
         """
         self._tasks = tasks
         self._expire = expire
@@ -208,7 +211,7 @@ class LeaseTimer:
         self._timer: asyncio.Handle | None = None
 
     def start(self, task_name: str, claim: Claim) -> None:
-        """Start a claim's lease, which expires after its full duration from now."""
+        """Start a claim's lease, which expires when its full duration has passed."""
         if claim.lease is None:
             return
         now = asyncio.get_running_loop().time()
@@ -219,16 +222,16 @@ class LeaseTimer:
             heapq.heapify(self._deadlines)
             self._most_deadlines = 2 * len(self._deadlines) + _LEAST_STALE_DEADLINES
         heapq.heappush(self._deadlines, (claim.deadline, task_name, claim.request_id))
-        if self._deadlines[0][0] == claim.deadline:  # otherwise, the timer fires earlier and is then reset
+        if self._deadlines[0][0] == claim.deadline:  # otherwise, an earlier timer is set and then sets the next one
             self._set_timer()
 
     def stop(self) -> None:
-        """Stop the timer; no further leases expire."""
+        """Stop the timer, so that no further leases expire."""
         self._deadlines.clear()
         self._set_timer()
 
     def _is_leased(self, deadline: float, task_name: str, request_id: bytes) -> bool:
-        """Whether an entry is still valid: its claim still has leased rows and the same deadline."""
+        """Whether an entry is current, that is, its claim still has leased rows and an unchanged deadline."""
         claim = self._tasks[task_name].claims.get(request_id)
         return claim is not None and claim.leased_count > 0 and claim.deadline == deadline
 
@@ -240,7 +243,7 @@ class LeaseTimer:
             self._timer = asyncio.get_running_loop().call_at(self._deadlines[0][0], self._ring)
 
     def _ring(self) -> None:
-        """Expire a limited number of due leases, which leaves time for other work if thousands are due."""
+        """Expire due leases, up to a limit, so that other work can run even if thousands of leases are due."""
         now = asyncio.get_running_loop().time()
         try:
             for _ in range(_MOST_EXPIRED_A_TURN):
@@ -258,7 +261,10 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """The answer to a claim, and the later answers for its range; `partition` is None if it does not exist."""
+    """The answer to a claim, and the answers for later batches of its range.
+
+    `partition` is None if the partition does not exist.
+    """
 
     partition: Partition | None
     answer: Answer
@@ -266,17 +272,20 @@ class Claimed:
 
 
 class _Serving:
-    """The objects that serve one partition, created on first use and never persisted."""
+    """The objects that serve one partition. They are created on first use and never persisted."""
 
     def __init__(self, partition: Partition, expire: Callable[[str, bytes], object]) -> None:
         self._partition = partition
         self.planners: dict[str, Planner] = {}
         self.admission_queue = AdmissionQueue(partition, self._deadlock) if partition.settings.is_bounded else None
         self.lease_timer = LeaseTimer(partition.tasks, expire)
-        self.enders: Enders = set()  # functions that end look-ups and claims waiting for a version
+        self.enders: Enders = set()  # functions that end look-ups and claims that wait for a version
 
     def _deadlock(self, task_name: str, asking: ClaimRequest | None) -> str:
-        """Return why a task (empty: any task) cannot consume samples until more are inserted; "" if it can."""
+        """Return the reason why a task cannot consume samples until more are inserted, or "" if it can.
+
+        If `task_name` is empty, check all tasks.
+        """
         planners = [self.planners[task_name]] if task_name in self.planners else []
         if not task_name:
             count = self._partition.table.present_count
@@ -284,7 +293,7 @@ class _Serving:
         return next(filter(None, (starvation(self._partition, planner, asking) for planner in planners)), "")
 
     def end(self, error: Callable[[], TqError]) -> None:
-        """Fail all waiting and future calls with this error, and stop expiring leases."""
+        """Fail all waiting and future calls with the error that `error` returns, and stop expiring leases."""
         for planner in self.planners.values():
             planner.end(error)
         for end in self.enders:
@@ -295,21 +304,21 @@ class _Serving:
 
 
 class Catalog:
-    """A controller's partitions and the claims that wait for them. All methods run on the controller's event loop.
+    """The partitions of a controller and the claims that wait for them. All methods run on the controller's event loop.
 
     Attributes:
-        machine: the state machine, which applies all changes.
-        answers: answers to mutating requests, which are returned again to retries.
+        machine: state machine that applies all changes.
+        answers: recorded answers to mutating requests, so that retries receive the same answer.
         policies: policies and their published versions, by policy name.
         versions: calls that wait for a version to be published.
         history: record of when each part of the state last changed.
-        capacity_waits: claims that wait for capacity in another partition, by request_id, each with the name of the
-            partition that it claims from.
+        capacity_waits: claims that wait for capacity in another partition, by request_id. Each entry also contains the
+            name of the partition that the claim takes samples from.
         on_freed: function called with cells that no longer belong to any sample, after the change that freed them has
             been appended to the log.
-        on_batch: function called for each batch recorded for ranks, with the sampler name and the batch statistics.
-        on_planned: function called for each planned batch, with the partition, the task name and the claim. It is
-            called in the event-loop step that records the plan, while the plan's rows are unchanged.
+        on_batch: function called with the sampler name and the batch statistics for each batch recorded for ranks.
+        on_planned: function called with the partition, the task name and the claim for each planned batch. It is called
+            in the event-loop step that records the plan, while the plan's rows are unchanged.
         on_partition: function called with a partition and "created", "restored" or "removed".
     """
 
@@ -330,15 +339,15 @@ class Catalog:
         self.history = ChangeHistory(self._state)
         self.answers = self._state.answers
         self._runner = runner
-        self._serving: dict[Partition, _Serving] = {}  # for existing partitions only
+        self._serving: dict[Partition, _Serving] = {}  # existing partitions only
         self._most_samples = math.inf  # upper bound on the sample count
-        # Calls that wait for missing partitions, in order of arrival; the value is the request for a claim, None for a
-        # look-up.
+        # Calls that wait for missing partitions, by partition name, in order of arrival. The value is a claim's
+        # request, or None for a look-up.
         self._arrivals: dict[str, dict[asyncio.Future[bool], ClaimRequest | None]] = {}
         self.capacity_waits: dict[bytes, tuple[str, ClaimRequest]] = {}
         self._under_way: set[asyncio.Task[None]] = set()
         self._retracted: list[tuple[Partition, str, bytes]] = []  # claims to retract when changes are accepted again
-        self._serving_since = math.inf  # infinite during recovery, when samples must not expire
+        self._serving_since = math.inf  # infinite during recovery, so that samples do not expire
         self._is_draining = False
         self._closed_prefix: str | None = None
 
@@ -349,7 +358,9 @@ class Catalog:
         return self.machine.commit(change)
 
     def run_once(self, request_id: bytes, make: Callable[[], Made], kind: type[object] = object) -> Made:
-        """Return the recorded answer to a request, or apply its changes and record the answer as one group.
+        """Return the recorded answer to a request. If there is none, apply the request's changes and record the answer.
+
+        The changes and the answer form one group.
 
         Raises:
             InvalidArgumentError: the request_id does not have 16 bytes, or was used by a request of a different kind.
@@ -382,7 +393,7 @@ class Catalog:
             self.versions.wake(policy)
             for partition, serving in self._serving.items():
                 if any(planner.compares_with(policy) for planner in serving.planners.values()):
-                    step.note_change(partition)  # conditions on the version may now select other samples
+                    step.note_change(partition)  # conditions on the version may now select different samples
         for partition in step.changed:
             partition.on_change()
         for partition in step.consumed:
@@ -432,15 +443,15 @@ class Catalog:
         return sum(partition.table.present_count for partition in self._partitions.values())
 
     def snapshot_cells(self) -> list[CellsSnapshot]:
-        """Return a snapshot of all samples' cells, which another thread can read with `live_cells`."""
+        """Return a snapshot of the cells of all samples, which another thread can read with `live_cells`."""
         return [partition.cells.snapshot() for partition in self._partitions.values()]
 
     def get(self, partition_id: str, incarnation: bytes = b"") -> Partition:
-        """Return an existing partition with the given incarnation (empty: any)."""
+        """Return an existing partition with the given incarnation. An empty value accepts any incarnation."""
         return self._state.partition(partition_id, incarnation)
 
     def find(self, partition_id: str, incarnation: bytes = b"", *, missing_ok: bool) -> Partition | None:
-        """Return a partition as `get` does; with `missing_ok`, return None if this incarnation does not exist."""
+        """Return a partition as `get` does. With `missing_ok`, return None if this incarnation does not exist."""
         partition = self._partitions.get(partition_id)
         if missing_ok and (partition is None or (incarnation and incarnation != partition.incarnation)):
             check_name("partition_id", partition_id)
@@ -477,10 +488,10 @@ class Catalog:
     async def capacity_for(
         self, partition_id: str, incarnation: bytes, write: SampleWrite
     ) -> AsyncIterator[CheckedWrite | None]:
-        """Reserve capacity for a write's new rows in short steps. The caller performs the write in the `with` block.
+        """Reserve capacity for the new rows of a write, in short steps. The caller writes within the `with` block.
 
-        The write is checked first, so a rejected write uses no memory. The context yields the checked write, which the
-        caller passes to `write`. On exit, the context releases unused capacity.
+        The write is checked first, so a rejected write uses no memory. The context manager yields the checked write,
+        which the caller passes to `write`. On exit, unused capacity is released.
         """
         checked: CheckedWrite | None = None
         while True:
@@ -490,7 +501,7 @@ class Catalog:
                 columns = partition.cells.new_columns(checked.specs)
                 for _ in partition.table.reserve_capacity(checked.new_count, columns):
                     await asyncio.sleep(0)
-                    if self._partitions.get(partition_id) is not there:  # cleared, or created by a different call
+                    if self._partitions.get(partition_id) is not there:  # cleared, or created by another call
                         break
                 else:
                     yield checked
@@ -504,13 +515,13 @@ class Catalog:
     ) -> Written:
         """Write samples. The first accepted write creates the partition.
 
-        If an admission drops samples beyond its limit, the drop is a second change in the caller's group.
+        If an admission drops samples that exceed its limit, the drop is a separate change in the caller's group.
 
         Args:
             partition_id: name of the partition.
-            incarnation: incarnation of the partition; empty: any.
-            write: the samples to write.
-            checked: result of `capacity_for`; None if the write was not checked before.
+            incarnation: expected incarnation of the partition. An empty value accepts any incarnation.
+            write: samples to write.
+            checked: result of `capacity_for`. None if the write has not been checked.
         """
         written: Written = self.machine.commit_all(self._check_write(partition_id, incarnation, write, checked))
         for admission in written.partition.settings.admissions:
@@ -519,14 +530,14 @@ class Catalog:
         return written
 
     def write_groups(self, incarnation: bytes, change: GroupsWritten) -> Written:
-        """Write values shared by all samples in a group, for one or more groups."""
+        """Write values that are shared by all samples in a group, for one or more groups."""
         self.get(change.partition_id, incarnation)
         self.limits.check_groups(change.names)
         written: Written = self.machine.commit(change)
         return written
 
     def _drop_overflow(self, written: Written, admission: Admission) -> None:
-        """Clear the lowest-priority units that exceed an admission, in the same group of changes as the write."""
+        """Clear the lowest-priority units that exceed an admission's limit, in the write's group of changes."""
         partition, task = written.partition, written.partition.tasks[admission.task_name]
         excess = (task.outstanding_count or 0) - admission.most
         if excess > 0:
@@ -541,7 +552,10 @@ class Catalog:
     def _check_write(
         self, partition_id: str, incarnation: bytes, write: SampleWrite, checked: CheckedWrite | None
     ) -> list[tuple[Change, Any]]:
-        """Check a write unless `checked` is current; create its partition if missing, and return the change."""
+        """Check a write unless `checked` is current.
+
+        Return the changes to commit: the creation of a missing partition, if necessary, and the write.
+        """
         changes: list[tuple[Change, Any]] = []
         if partition_id in self._partitions or incarnation or not write.may_add_samples:
             partition = self.get(partition_id, incarnation)
@@ -558,8 +572,8 @@ class Catalog:
     def _check_samples(self, new_count: int) -> None:
         """Reject new samples if the total would exceed `max_samples`.
 
-        Counting the samples of thousands of partitions is slow. Samples are therefore recounted only if the samples
-        added since the last count could exceed the limit.
+        Counting the samples of thousands of partitions is slow. The catalog therefore recounts samples only if the
+        samples added since the last count could exceed the limit.
         """
         if new_count and self._most_samples + new_count > self.limits.max_samples:
             self._most_samples = self.sample_count()
@@ -568,19 +582,19 @@ class Catalog:
         self._most_samples += new_count
 
     def knows_keys(self, partition_id: str, incarnation: bytes, keys: Sequence[str]) -> bool:
-        """Whether each of these keys belongs or once belonged to a sample; False if the partition does not exist."""
+        """Whether each key belongs, or has belonged, to a sample. False if the partition does not exist."""
         partition = self.find(partition_id, incarnation, missing_ok=True)
         return partition is not None and bool((partition.key_index.find(keys) >= 0).all())
 
     def remove(self, partition_id: str, incarnation: bytes, *, missing_ok: bool = False) -> int:
-        """Remove a partition and return its sample count."""
+        """Remove a partition and return the number of samples it contained."""
         if self.find(partition_id, incarnation, missing_ok=missing_ok) is None:
             return 0
         count: int = self.commit(PartitionCleared(partition_id=partition_id))
         return count
 
     def admission_queue(self, partition_id: str) -> AdmissionQueue | None:
-        """Return the queue of writes that add samples to a partition, or None if it is missing or unbounded."""
+        """Return a partition's queue of writes that add samples. None if the partition is missing or unbounded."""
         partition = self._partitions.get(partition_id)
         return None if partition is None else self._serving_of(partition).admission_queue
 
@@ -592,22 +606,22 @@ class Catalog:
     # Policies
 
     def policy(self, name: str) -> Policy:
-        """Return the policy with this name; raise an error if no version of it is published."""
+        """Return the policy with this name. Raise an error if no version of it is published."""
         return self._state.policy(name)
 
     def publish(self, published: VersionPublished, trained: Sequence[tuple[str, str, int]]) -> None:
         """Publish a version and record the progress of its trainers, given as (partition, task, last trained batch).
 
         Raises:
-            TqError: one of the changes is rejected; none of them is made.
+            TqError: a change is rejected. No changes are made.
         """
         if len(trained) > _MOST_TRAINED:
             raise InvalidArgumentError(
                 f"trained lists {len(trained)} tasks; expected at most {_MOST_TRAINED}. Call advance for the rest.",
                 field="trained",
             )
-        # Each change is prepared against the same initial state, so a task must not appear twice. A repeated call has
-        # no effect.
+        # All changes are prepared against the initial state, so a task must not appear twice. Repeating the call has no
+        # effect.
         check_unique("trained", [f"{task_name} of {partition_id}" for partition_id, task_name, _ in trained])
         if published.policy not in self.policies:
             self.limits.check_count("max_policies", "policies", len(self.policies) + 1, "remove policies that are done")
@@ -628,7 +642,7 @@ class Catalog:
 
     @contextlib.contextmanager
     def closed(self, prefix: str) -> Iterator[None]:
-        """Within the `with` block, reject new partitions with this name prefix, except adopted ones.
+        """Reject new partitions with this name prefix during the `with` block. Adopted partitions are still accepted.
 
         Raises:
             PreconditionError: partitions with this prefix already exist.
@@ -647,7 +661,7 @@ class Catalog:
             self._closed_prefix = None
 
     def adopt(self, restored: Sequence[Partition], policies: Iterable[Policy] = ()) -> None:
-        """Add restored partitions and policies in one step, without notifying listeners about individual changes."""
+        """Add restored partitions and policies in a single step, without notifying listeners of individual changes."""
         self._most_samples = math.inf
         for policy in policies:
             self._state.policies[policy.name] = policy
@@ -658,11 +672,11 @@ class Catalog:
             self.on_partition(partition, "restored")
 
     def prepare_replacement(self, restored: Sequence[Partition]) -> None:
-        """Reject changes until `end_replacement`, because restored partitions are about to replace existing ones.
+        """Reject changes until `end_replacement`, because restored partitions are about to replace existing partitions.
 
-        A restored partition gets a new incarnation id if an existing partition has the same id. Global indexes assigned
-        since the checkpoint are reused, so older metadata could otherwise refer to the wrong samples. Existing
-        partitions with a different name are also checked, since they may come from the same checkpoint.
+        If a restored and an existing partition have equal incarnation ids, the restored partition gets a new id. Global
+        indexes assigned since the checkpoint are reused, so older metadata could otherwise refer to the wrong samples.
+        Existing partitions with a different name are also checked, because they may come from the same checkpoint.
         """
         self.machine.refusal = _replacement_error
         known = {partition.incarnation for partition in self._partitions.values()}
@@ -671,18 +685,21 @@ class Catalog:
                 partition.incarnation = os.urandom(16)
 
     def end_replacement(self) -> None:
-        """Accept changes again and make the postponed ones; do nothing if no replacement is in progress."""
+        """Accept changes again and make the postponed changes.
+
+        Do nothing if no replacement is in progress.
+        """
         self.machine.refusal = None
         retracted, self._retracted = self._retracted, []
         for each in retracted:
             self.retract(*each)
 
     def replace(self, restored: Sequence[Partition], prefix: str, policies: Iterable[Policy] = ()) -> None:
-        """Replace all partitions with this name prefix in one step; calls waiting for the old partitions get an error.
+        """Replace all partitions and policies with this name prefix in a single step.
 
-        Policies with this prefix are also replaced, but calls waiting for one of their versions continue to wait.
-
-        This step is not logged, because the log continues from a snapshot that contains the new partitions.
+        Calls that wait for a replaced partition fail with an error. Calls that wait for a version of a replaced policy
+        continue to wait. This step is not logged, because the log continues from a snapshot that contains the new
+        partitions.
         """
         freed: list[Freed] = []
         replaced = [each for name, each in self._partitions.items() if name.startswith(prefix)]
@@ -700,7 +717,7 @@ class Catalog:
     # Claims
 
     def planner(self, partition: Partition, task_name: str) -> Planner:
-        """Return the planner for a task; create the planner on first use."""
+        """Return the planner of a task, which is created on first use."""
         planners = self._serving_of(partition).planners
         if task_name not in planners:
             task = self.task(partition, task_name)
@@ -711,7 +728,7 @@ class Catalog:
         return planners[task_name]
 
     def task(self, partition: Partition, task_name: str) -> TaskLedger:
-        """Return the ledger of a task; create the ledger on first use."""
+        """Return the ledger of a task, which is created on first use."""
         task = partition.tasks.get(task_name)
         if task is None:
             self.limits.check_task(partition, task_name)
@@ -719,7 +736,7 @@ class Catalog:
         return task
 
     def _forget_unused(self, partition: Partition, task_name: str) -> None:
-        """Forget a task after a call for it was rejected, unless it has records or other waiting calls."""
+        """Forget a task after a call for it was rejected, unless the task has records or other waiting calls."""
         planner = self.known_planner(partition, task_name)
         is_over = planner is None or self._is_draining or self.machine.refusal is not None
         if is_over or planner is None or not planner.is_idle or not partition.tasks[task_name].is_unused:
@@ -730,7 +747,10 @@ class Catalog:
             del self._serving_of(partition).planners[task_name]
 
     def _commit_in(self, partition: Partition, change: Change, prepared: Any = None) -> Any:
-        """Commit a change to a partition unless it was cleared; a new partition with the same name is not changed."""
+        """Commit a change to a partition, unless the partition has been cleared.
+
+        A new partition with the same name is not changed.
+        """
         if self._partitions.get(partition.partition_id) is not partition:
             return None
         return self.machine.commit(change, prepared)
@@ -743,14 +763,14 @@ class Catalog:
             planner.retract(request_id)
 
     def known_planner(self, partition: Partition, task_name: str) -> Planner | None:
-        """Return the planner for a task, or None if this process has not received any calls for the task."""
+        """Return the planner of a task, or None if this process has not received any calls for the task."""
         serving = self._serving.get(partition)
         return None if serving is None else serving.planners.get(task_name)
 
     # Leases
 
     def start_leases(self) -> None:
-        """Start the timers for recovered or restored leases and samples, each with its full duration."""
+        """Start the timers of recovered or restored leases and samples, each with its full duration."""
         self._serving_since = self.machine.now_seconds()
         for partition in self._partitions.values():
             for task in partition.tasks.values():
@@ -763,15 +783,15 @@ class Catalog:
         self._serving_of(partition).lease_timer.start(task_name, claim)
 
     def _expire(self, partition: Partition, task_name: str, request_id: bytes) -> None:
-        if self.machine.refusal is not None:  # changes are not accepted now, so the lease starts again
+        if self.machine.refusal is not None:  # changes are currently rejected, so restart the lease
             self._start_lease(partition, task_name, partition.tasks[task_name].claims[request_id])
             return
         self.commit(LeaseExpired(partition_id=partition.partition_id, task_name=task_name, request_id=request_id))
 
     def expire_samples(self) -> Iterator[tuple[str, int]]:
-        """Release samples that have reached their partition's maximum age, one partition at a time.
+        """Release samples that have reached the maximum age in their partition, one partition at a time.
 
-        Call this method periodically. It yields each partition name and the number of samples released there.
+        Call this method periodically. It yields the name of each partition and the number of samples released from it.
         """
         for partition in self.partitions():
             release, now = partition.settings.release, self.machine.now_seconds()
@@ -787,7 +807,10 @@ class Catalog:
     # Waiting
 
     def waiting_claims(self, partition: Partition, task_name: str) -> list[tuple[ClaimRequest, int]]:
-        """Return one waiting claim per set of equal claims, with the size of the set; empty `task_name`: all tasks."""
+        """Return one waiting claim for each set of equal claims, and the number of claims in the set.
+
+        If `task_name` is empty, return the claims of all tasks.
+        """
         planners = self._serving_of(partition).planners
         names = [task_name] if task_name else list(planners)
         waiting = [each for name in names if name in planners for each in planners[name].waiting_claims()]
@@ -798,22 +821,22 @@ class Catalog:
         return [*waiting, *((requests[0], len(requests)) for requests in alike.values())]
 
     def awaited_names(self) -> KeysView[str]:
-        """Return the names of missing partitions that calls wait for."""
+        """Return the names of missing partitions for which calls are waiting."""
         return self._arrivals.keys()
 
     def awaiting(self, partition_id: str) -> list[ClaimRequest | None]:
-        """Return the calls waiting for a missing partition, oldest first: claims as requests, look-ups as None."""
+        """Return the calls that wait for a missing partition, oldest first. Look-ups are returned as None."""
         return list(self._arrivals.get(partition_id, {}).values())
 
     def waiting_count(self, partition: Partition, task_name: str) -> int:
-        """Return the number of calls that wait for samples of a task."""
+        """Return the number of calls that wait for a task's samples."""
         planner = self.known_planner(partition, task_name)
         count = 0 if planner is None else planner.waiting_count
         others = (*self.versions.claims(partition), *self._awaiting_capacity(partition))
         return count + sum(request.task_name == task_name for request in others)
 
     def _awaiting_capacity(self, partition: Partition) -> list[ClaimRequest]:
-        """Return the requests that claim from this partition and wait for capacity in another partition."""
+        """Return claims on this partition that wait for capacity in another partition."""
         return [request for name, request in self.capacity_waits.values() if name == partition.partition_id]
 
     async def claim(
@@ -824,15 +847,15 @@ class Catalog:
         max_wait_seconds: float,
         while_waiting: WhileWaiting = nullcontext,
     ) -> Claimed:
-        """Claim samples; wait up to `max_wait_seconds` in total for the partition and its samples.
+        """Claim samples. Wait up to `max_wait_seconds` in total for the partition and its samples.
 
         Args:
             partition_id: name of the partition.
-            incarnation: incarnation of the partition; empty: any.
-            request: the claim to serve.
-            max_wait_seconds: maximum wait, after which the call returns `NotYet`.
-            while_waiting: context that is active while the call waits. If entering the context fails, the call fails
-                and changes nothing.
+            incarnation: expected incarnation of the partition. An empty value accepts any incarnation.
+            request: claim to serve.
+            max_wait_seconds: maximum wait, in seconds, after which the call returns `NotYet`.
+            while_waiting: context manager that is active while the call waits. If entering it fails, the call fails and
+                changes nothing.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + max_wait_seconds
@@ -876,7 +899,7 @@ class Catalog:
         except TqError:
             self._forget_unused(partition, name)
             raise
-        # If the epoch has ended in the meantime, do not return batches from the next epoch.
+        # If the epoch has ended while the call waited, do not return batches from the next epoch.
         is_followed = request.batch_count > 1 and isinstance(answer, RankPlan) and planner.task.epoch == epoch
         if not is_followed:
             return Claimed(partition, answer)
@@ -890,14 +913,14 @@ class Catalog:
         claim: ClaimRequest | None = None,
         while_waiting: WhileWaiting = nullcontext,
     ) -> Partition | None:
-        """Wait until a partition exists and return it; return None if the deadline (in event-loop time) passes first.
+        """Wait until a partition exists and return it. Return None after the deadline, which is in event-loop time.
 
         Raises:
             UnavailableError: the server is shutting down.
         """
         loop = asyncio.get_running_loop()
         while (partition := self._partitions.get(partition_id)) is None:
-            check_name("partition_id", partition_id)  # an invalid name can never appear, so do not wait for it
+            check_name("partition_id", partition_id)  # do not wait for a partition with an invalid name
             self.check_not_draining()
             with while_waiting():
                 arrival: asyncio.Future[bool] = loop.create_future()
@@ -916,11 +939,11 @@ class Catalog:
         return partition
 
     def enders(self, partition: Partition) -> Enders:
-        """Return the functions that end calls when the partition is cleared or the server shuts down."""
+        """Return the functions that end waiting calls when the partition is cleared or the server shuts down."""
         return self._serving_of(partition).enders
 
     def drain(self) -> None:
-        """Fail all waiting and future calls with an error that makes clients retry on the next server."""
+        """Fail all waiting and future calls with an error that makes clients retry on the successor of this server."""
         self._is_draining = True
         for serving in self._serving.values():
             serving.end(_draining_error)
@@ -931,13 +954,13 @@ class Catalog:
                     arrival.set_exception(_draining_error())
 
     def check_not_draining(self) -> None:
-        """Raise UnavailableError if the server is shutting down, because calls must not start to wait then."""
+        """Raise UnavailableError if the server is shutting down, because no call may begin to wait during shutdown."""
         if self._is_draining:
             raise _draining_error()
 
 
 async def _free(partition: Partition) -> None:
-    """Free a cleared partition's memory in steps; freeing millions of objects at once would block the event loop."""
+    """Free a cleared partition's memory in steps, because freeing millions of objects would block the event loop."""
     for _ in partition.free():
         await asyncio.sleep(0)
 

@@ -1,7 +1,7 @@
-"""Explanations of why claims wait: how many samples are ready, and which requirements the other samples do not meet.
+"""Explains why claims wait: how many samples are ready, and which requirements the remaining samples do not meet.
 
-An explanation scans all rows, so it is computed only on request. Plans and explanations share one list of requirements
-(`Readiness.requirements`). `Lack` defines the sentence for each unmet requirement.
+An explanation scans all rows, so it is computed only on request. Plans and explanations share a single list of
+requirements (`Readiness.requirements`). `Lack` defines the sentence for each unmet requirement.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _MOST_NAMED_GROUPS: Final = 3
 
 
 class Explainer:
-    """Explains why claims wait. In large partitions, requests for equal claims within a second share one scan.
+    """Explains why claims wait. In large partitions, requests for equal claims share one scan per second.
 
     Args:
-        catalog: catalog of partitions and their waiting claims.
+        catalog: catalog of partitions and the claims that wait for them.
         runner: returns the length source that a sampler needs.
     """
 
@@ -54,7 +54,7 @@ class Explainer:
 
         Args:
             partition_id: name of the partition, which may be missing.
-            request: the claim to explain.
+            request: claim to explain.
             names: names of the partitions that the caller may see.
         """
         partition = self._catalog.find(partition_id, missing_ok=True)
@@ -66,13 +66,14 @@ class Explainer:
     async def waiting(
         self, partition_id: str, task_name: str = "", *, names: Collection[str] | None, most: int | None = None
     ) -> list[WaitReason]:
-        """Return the reasons why claims on a partition wait, one reason per set of equal claims.
+        """Return the reasons why claims on a partition wait. Equal claims share one reason.
 
         Args:
             partition_id: name of the partition, which may be missing.
-            task_name: name of the task whose claims are explained; empty: claims of all tasks.
-            names: names of the partitions that the caller may see; None: report only the claims' fields and tasks.
-            most: maximum number of reasons; the earliest claims are explained first. None: unlimited.
+            task_name: name of the task whose claims to explain. If empty, claims of all tasks are explained.
+            names: names of the partitions that the caller may see. If None, only the fields and tasks of claims are
+                reported.
+            most: maximum number of reasons. The earliest claims are explained first. None for no limit.
         """
         partition = self._catalog.find(partition_id, missing_ok=True)
         if partition is None:
@@ -87,7 +88,7 @@ class Explainer:
         return [replace(await self._reason(partition, request), waiting_count=count) for request, count in waiting]
 
     async def _arrivals(self, partition_id: str, task_name: str) -> list[WaitReason]:
-        """Return the calls that wait for a missing partition, one unexplained reason per set of equal calls."""
+        """Return the calls that wait for a missing partition, as reasons without text. Equal calls share one reason."""
         alike, slices = Counter[tuple[str, tuple[str, ...]]](), Slices()
         for claim in self._catalog.awaiting(partition_id):
             alike[("", ()) if claim is None else (claim.task_name, claim.spec.data_fields)] += 1
@@ -118,10 +119,10 @@ class Explainer:
         return replace(reason, code=WaitCode.NO_CAPACITY, text=text)
 
     async def _look_once(self, partition: Partition, request: ClaimRequest) -> WaitReason:
-        """Return the reason why a claim waits; in a large partition, the reason may be up to a second old."""
+        """Return the reason why a claim waits. In a large partition, the reason may be up to a second old."""
         if partition.table.count <= _SHARED_ROWS:
             return await self._look(partition, request)
-        # The key does not contain the partition, because a reference would keep a cleared partition in memory.
+        # The key does not contain the partition object, because a reference would keep a cleared partition in memory.
         key = partition.incarnation, request.task_name, request.spec, request.rank and request.rank.batch_index
         if key not in self._recent:
             self._recent[key] = asyncio.ensure_future(self._look(partition, request))
@@ -129,7 +130,7 @@ class Explainer:
         return await asyncio.shield(self._recent[key])
 
     def _lacking_version(self, wanted: NotBefore | None) -> str | None:
-        """Return a sentence about the version that a claim waits for, or None if it waits for no version."""
+        """Return a sentence about the version that a claim waits for, or None if it does not wait for a version."""
         if wanted is None or self._catalog.versions.is_published(wanted.policy, wanted.version):
             return None
         policy = self._catalog.policies.get(wanted.policy)
@@ -152,13 +153,13 @@ class Explainer:
 
 
 class Explanation:
-    """The explanation for one kind of claim, computed slice by slice.
+    """The explanation of one kind of claim, computed slice by slice.
 
     Args:
         partition: partition of the task.
         task: ledger of the claiming task.
-        request: one of the equal claims.
-        length: the length source that the claim's sampler needs, or None.
+        request: any of the equal claims to explain.
+        length: length source that the claim's sampler needs, or None.
     """
 
     def __init__(
@@ -172,12 +173,12 @@ class Explanation:
         self._unit: BatchUnit = request.batch_spec.batch_unit
         self._left_count = 0
         self._lacking: Counter[tuple[Lack, str]] = Counter()  # counts by kind and name, as in `NotReady`
-        self._ungrouped: Counter[str] = Counter()  # by shared field: samples without the field and a group
+        self._ungrouped: Counter[str] = Counter()  # number of samples without the field and a group, by field
         self._state = HELD if request.batch_spec.held else LIVE
         self._ready: list[Indexes] = []  # global indexes, because positions may change between slices
 
     def look(self, rows: slice) -> None:
-        """Count the ready rows of a slice, and the rows that do not meet each requirement."""
+        """Count the ready rows of a slice, and the rows that fail each requirement."""
         partition, task = self._partition, self._task
         states, left = partition.state.data[rows], task.is_pending(rows)
         live = left & (states == self._state)
@@ -206,7 +207,7 @@ class Explanation:
         ]
         if task.leased_count:
             first = math.inf
-            for claim in list(task.leases.values()):  # a copy, because leases may change between turns
+            for claim in list(task.leases.values()):  # copied, because leases may change between turns
                 first = min(first, claim.deadline)
                 await slices.turn()
             seconds = 0.0 if first == math.inf else max(0.0, first - asyncio.get_running_loop().time())
@@ -214,7 +215,8 @@ class Explanation:
         ready_count, split = await self._groups()
         if split is not None:
             lacks.append(split)
-        # A rank is served only after all earlier batches have been planned, so their samples are needed too.
+        # A rank is served only after all earlier batches have been planned, so the samples for these batches are also
+        # needed.
         batches = 1 if request.rank is None else max(1, request.rank.batch_index - task.next_batch_index + 1)
         needed_count = batches * request.plan_request.min_size
         if (awaited := self._awaited()) is not None:
@@ -241,7 +243,7 @@ class Explanation:
         )
 
     def _of_groups(self, lack: Lack, name: str) -> str:
-        """Return why samples lack a group-scoped field; "" for other fields."""
+        """Return the reason why samples lack a group-scoped field, or "" if the field is not group-scoped."""
         if lack is not Lack.FIELD or name not in self._partition.cells.shared:
             return ""
         count = self._ungrouped[name]
@@ -279,7 +281,7 @@ class Explanation:
         return code, "; ".join([text, *map(_sentence, lacks)])
 
     def _awaited(self) -> NotReady | None:
-        """Return the samples that plans wait for, because these samples would otherwise become too stale; or None."""
+        """Return the unready samples that block plans because of the staleness bound, or None if there are none."""
         partition, outstanding = self._partition, self._task.outstanding
         if outstanding is None or outstanding.admission.max_staleness is None:
             return None
@@ -322,7 +324,7 @@ class Explanation:
     # Groups
 
     def _grouping(self) -> Grouping | None:
-        """Return the groups that must be delivered as a whole, or None if samples are delivered individually."""
+        """Return the groups that must be delivered whole, or None if samples are delivered individually."""
         sampler = self._request.sampler
         size = getattr(sampler, "n_samples_per_prompt", None)
         keeps_named = hasattr(sampler, "n_samples_per_prompt") and self._partition.groups.in_use
@@ -341,11 +343,11 @@ class Explanation:
             return ready.size, None
         positions = self._partition.table.find(ready)
         ready, positions = ready[positions >= 0], positions[positions >= 0]
-        # Sort all ready samples in a thread, which does not access the partition.
+        # Sort all ready samples in a thread, without accessing the partition there.
         ids, first, counts = await asyncio.to_thread(
             np.unique, grouping.ids(positions), return_index=True, return_counts=True
         )
-        if self._partition.groups.in_use != had_named:  # the ids no longer identify groups, so start over
+        if self._partition.groups.in_use != had_named:  # start over, because the ids no longer identify groups
             return await self._groups()
         is_whole = counts == grouping.needed(ids, no_more=self._partition.sealed)
         ready_count = int(np.count_nonzero(is_whole) if self._unit != "sample" else counts[is_whole].sum())
@@ -364,7 +366,7 @@ class Explanation:
             ids: ids of the groups that are only partly ready.
             index: global index of a sample in the first group.
             ready_count: number of ready samples in the first group.
-            block_size: number of members that a group without a declared size must have, or None.
+            block_size: number of members required in a group without a declared size, or None.
         """
         groups = self._partition.groups
         slot = int(ids[0])
@@ -408,7 +410,7 @@ class Explanation:
 
 
 def _evicted(task: TaskLedger) -> str:
-    """Return a clause about the units that a task has evicted, or "" if there are none."""
+    """Return a clause about the units that a task has evicted, or "" if it has evicted none."""
     counts = [
         (task.unmatched_count, "excluded by where"),
         (task.too_small_count, "with too few members left"),

@@ -1,18 +1,21 @@
-"""The change history: tells watching clients which partitions, samples and tasks have changed since a revision.
+"""The change history. It tells watching clients what has changed in partitions, samples and tasks since a revision.
 
 Revisions number the states of this service instance that clients have seen. A change belongs to the next revision. The
-revision of each row's last write is stored in a column, and each task also has such a revision:
+history stores the revision of the last change to each row, in a column, and to each task:
 
-    7 is issued .. rows 3, 4 of "a" are written, a task of "b" claims: 8 .. 8 is issued .. row 4 is written: 9
-    a watcher at 7 asks: it receives rows 3, 4 of "a" as they are now, and the task of "b"; then it is at 9
+    revision 7 is issued
+    rows 3 and 4 of "a" are written, a task of "b" claims samples: recorded under revision 8
+    revision 8 is issued
+    row 4 of "a" is written: recorded under revision 9
+    a watcher at revision 7 receives rows 3 and 4 of "a" in their current state and the task of "b", and is now at 9
 
-A watcher's state is therefore a single number. A watcher that is behind receives everything that has changed since its
-revision once, in its latest state. Only blocks with changed rows are searched.
+The state of a watcher is therefore a single number. A watcher that is behind receives each item that has changed since
+its revision once, in its latest state. Only blocks with changed rows are searched.
 
-Removed rows and partitions can no longer be read, so a bounded log records their names. If the log has dropped removed
-rows that a watcher has not seen, the watcher receives their entire partition again. If the log has dropped a removed
-partition, watchers at earlier revisions must start over (CompactedError). The history is not persisted, so a restart
-begins a new one. Nothing is recorded until the first revision is issued.
+Removed rows and partitions can no longer be read, so a log of limited size records their names. If the log has dropped
+removed rows that a watcher has not seen, the watcher receives their entire partition again. If the log has dropped a
+removed partition, watchers at earlier revisions must start over (CompactedError). The history is not persisted, so a
+restart begins a new history. No changes are recorded before the first revision is issued.
 """
 
 from __future__ import annotations
@@ -33,15 +36,15 @@ from tq_service.state.partition import Partition
 from tq_service.state.plan import Indexes
 from tq_service.state.table import CLEARED, RowTable, distinct
 
-MOST_GONE_ROWS: Final = 1 << 20  # maximum size of the log of removed rows, in rows
+MOST_GONE_ROWS: Final = 1 << 20  # maximum number of rows in the log of removed rows
 ROWS_OF_A_PART: Final = 1 << 12
-_GONE_ROWS: Final = 8  # overhead of a log entry, counted in rows
+_GONE_ROWS: Final = 8  # overhead of a log entry, as a number of rows
 _BLOCK_SHIFT: Final = 13  # a block has 8,192 rows
 _FIRST: Final = 1
 _COLUMN: Final = "revision"
 
 Removed: TypeAlias = tuple[Indexes, NDArray[Any] | None]
-"""Global indexes of removed rows, and the keys of these rows (None if no row had a key)."""
+"""Global indexes of removed rows, and their keys (None if no row had a key)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,12 +52,13 @@ class _Past:
     """The revisions at which a partition and its parts last changed.
 
     Attributes:
-        made_at: revision at which the partition was created; watchers at earlier revisions have not seen it.
+        made_at: revision at which the partition was created. Watchers at earlier revisions have not seen the partition.
         rows_at: revision of the last change to any row or to the summary.
         block_at: revision of the last write to each block of rows, by block number (index >> 13).
         tasks_at: revision of the last change to any task.
-        task_at: revision of the last change to each task; key None: the last change that affected all tasks.
-        forgotten_at: latest revision at which rows were removed whose entries the log has dropped.
+        task_at: revision of the last change to each task, by task name. The key None is for changes that affect all
+            tasks.
+        forgotten_at: latest revision of removed rows whose entries the log has dropped.
     """
 
     partition_id: str
@@ -82,7 +86,7 @@ class _Gone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """The partitions and parts that a watch covers.
+    """The partitions and the kinds of items that a watch covers.
 
     Attributes:
         prefix: name prefix of the watched partitions.
@@ -106,10 +110,10 @@ class PartitionChanges:
     """The changes to a partition since a revision.
 
     Attributes:
-        partition: the partition; None if this incarnation no longer exists.
+        partition: the partition. None if this incarnation no longer exists.
         removed: removed rows.
-        since: rows written after this revision are included; 0: all rows.
-        blocks: numbers of the blocks that may contain such rows; None: all blocks.
+        since: only rows written after this revision are included. 0 to include all rows.
+        blocks: numbers of the blocks that may contain included rows. None for all blocks.
         task_names: names of changed tasks.
     """
 
@@ -139,16 +143,16 @@ class PartitionChanges:
 
 
 class ChangeHistory:
-    """The change history of one service instance. Confined to the instance's event loop.
+    """The change history of one service instance. It must be used from the instance's event loop.
 
     Args:
-        state: the state that contains all partitions.
+        state: state that contains all partitions.
 
     Attributes:
         instance_id: 16 random bytes that identify this history.
         number: revision of the last change.
-        given_out: last issued revision; 0: none was issued, and no changes are recorded.
-        forgotten_at: latest revision at which a partition was removed whose entry the log has dropped.
+        given_out: last issued revision. 0 if no revision has been issued, in which case no changes are recorded.
+        forgotten_at: latest revision of a removed partition whose entry the log has dropped.
         on_change: function called after each recorded group of changes.
     """
 
@@ -166,7 +170,7 @@ class ChangeHistory:
     # Changes
 
     def note(self, step: Step) -> None:
-        """Record a group of changes under the next revision."""
+        """Record a group of changes under the next revision number."""
         number = self.number = self.given_out + 1
         for partition in step.created:
             self._past(partition, made_at=number).rows_at = number
@@ -196,7 +200,7 @@ class ChangeHistory:
         self.on_change()
 
     def _past(self, partition: Partition, made_at: int = _FIRST) -> _Past:
-        """Return the revisions of a partition, and mark it as the most recently changed partition."""
+        """Return the revisions of a partition, and mark the partition as most recently changed."""
         past = self._pasts.pop(partition, None) or _Past(partition.partition_id, partition.incarnation, made_at)
         self._pasts[partition] = past
         return past
@@ -227,8 +231,8 @@ class ChangeHistory:
         """Return the number of a revision received from a client.
 
         Raises:
-            CompactedError: the revision was issued by another service instance.
-            InvalidArgumentError: the revision was not issued by this instance, or is malformed.
+            CompactedError: another service instance issued the revision.
+            InvalidArgumentError: the revision is malformed, or this instance has not issued it.
         """
         if revision.instance_id != self.instance_id and len(revision.instance_id) == len(self.instance_id):
             raise CompactedError(
@@ -246,7 +250,7 @@ class ChangeHistory:
         return revision.number
 
     def since(self, since: int, selection: Watched) -> list[PartitionChanges]:
-        """Return all changes since a revision, removed partitions first; 0: return the full state.
+        """Return all changes since a revision, with removed partitions first. If `since` is 0, return the full state.
 
         Raises:
             CompactedError: the log no longer contains some of these changes.
@@ -310,7 +314,7 @@ def _changes_of(
 
 
 def _write_revision(table: RowTable, rows: Indexes | range, number: int) -> Iterable[int]:
-    """Set the revision of all given rows that still exist, and return the numbers of their blocks."""
+    """Set the revision of all given rows that still exist. Return the numbers of their blocks."""
     revisions = table.columns.get(_COLUMN) or table.unsaved_column(_COLUMN, np.int64, 0)
     if isinstance(rows, range):
         revisions.write(slice(table.position_from(rows.start), table.position_from(rows.stop)), number)
@@ -322,6 +326,6 @@ def _write_revision(table: RowTable, rows: Indexes | range, number: int) -> Iter
 
 
 def _slices_of(table: RowTable, blocks: Iterable[int]) -> Iterator[slice]:
-    """Yield the table positions of each block; they are computed lazily."""
+    """Yield the table positions of each block, computed lazily."""
     for block in blocks:
         yield slice(table.position_from(block << _BLOCK_SHIFT), table.position_from((block + 1) << _BLOCK_SHIFT))

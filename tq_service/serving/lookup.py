@@ -1,11 +1,11 @@
-"""Listing samples and names in pages, waiting for samples, and clearing samples in parts.
+"""Lists samples and names in pages, waits for samples, and clears samples in parts.
 
-A page has a limited number of samples and a limited size, so it is produced quickly. A page token encodes the start of
-the page and the partition's incarnation. Tokens need not be secret, because a client that may list a partition may read
+A page is limited in size and in number of samples, so it is produced quickly. A page token encodes the start of the
+page and the partition's incarnation. Tokens need not be secret, because a client that may list a partition may read
 every page.
 
 `LookupWait` waits until enough samples are found. `Clearing` clears the selected samples in parts, and lets other calls
-run between the parts. `ClearingFields` clears only some of their fields.
+run between parts. `ClearingFields` clears only some fields of the selected samples.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from tq_service.state.table import FAILED, as_slice, distinct
 from tq_service.wait_clock import Waiting
 
 _MOST_OF_A_PAGE: Final = 16_384  # samples per page
-_MOST_NAMES_OF_A_PAGE: Final = 1_000  # names have up to 512 characters, each of up to 4 bytes
+_MOST_NAMES_OF_A_PAGE: Final = 1_000  # names per page; a name has up to 512 characters of up to 4 bytes each
 MOST_NAMED: Final = 65_536  # samples or groups per request
-_MOST_CHARACTERS: Final = 1 << 19  # characters of keys, groups and custom_meta text per page; at most 2 MiB
-_MOST_NUMBERS: Final = 1 << 17  # custom_meta numbers per page; at most 1.3 MB
+_MOST_CHARACTERS: Final = 1 << 19  # characters of keys, groups and custom_meta text per page, which take up to 2 MiB
+_MOST_NUMBERS: Final = 1 << 17  # custom_meta numbers per page, which take up to 1.3 MB
 _LOOKED_AT_ONCE: Final = 16_384  # rows per step
-_MOST_UNSEEN: Final = 65_536  # rows, once per write; bounds the memory used for unchecked rows
+_MOST_UNSEEN: Final = 65_536  # unchecked rows, counting a row once per write; bounds memory use
 _CLEARED_AT_ONCE: Final = 1 << 15  # samples per step
-_PUTS_CLEARED_AT_ONCE: Final = 128  # puts per step; takes a few milliseconds if each sample has its own put
+_PUTS_CLEARED_AT_ONCE: Final = 128  # puts per step; a step takes a few milliseconds if each sample has its own put
 
-_MOST_SCANNED: Final = 131_072  # rows scanned per page for members of groups or for conditions
+_MOST_SCANNED: Final = 131_072  # rows scanned per page if the selection has groups or conditions
 _NONE: Final = np.zeros(0, np.int64)
 
 
@@ -60,8 +60,8 @@ class Part:
 
     Attributes:
         positions: table positions of the samples, of shape `(n,)`.
-        places: place of each sample in the selection, of shape `(n,)`; a later part can start at any of these places.
-        next_place: place where the next part starts; None for the last part.
+        places: place of each sample in the selection, of shape `(n,)`. A later part can start at any of these places.
+        next_place: place at which the next part starts. None for the last part.
     """
 
     positions: Indexes
@@ -79,9 +79,10 @@ class Part:
 class Selection:
     """The samples selected by a request.
 
-    Samples selected individually are ordered as in `indexes`, then as in `keys`. Otherwise, the selection contains the
-    members of `groups` and `rollouts`, or all samples, in order of insertion. A selection may contain millions of
-    samples, so it is read in parts. A place is an offset into the given indexes and keys, or a global index.
+    Samples selected individually appear in the order of `indexes`, followed by the order of `keys`. Otherwise, the
+    selection contains the members of `groups` and `rollouts`, or all samples, in order of insertion. A selection may
+    contain millions of samples, so it is read in parts. A place is an offset into the given indexes and keys, or a
+    global index.
 
     Attributes:
         indexes: global indexes, of shape `(n,)`.
@@ -89,10 +90,10 @@ class Selection:
         groups: names of groups whose members are selected.
         rollouts: names of rollouts whose samples are selected.
         is_all: whether all samples are selected.
-        skipped_by: name of a task; only samples that this task will never receive are selected. Empty: no such
-            condition. Requires `is_all`.
-        left_for: name of a task; only samples that this task may still receive, and that no task has leased, are
-            selected. Empty: no such condition.
+        skipped_by: name of a task, or empty. If set, only samples that this task will never receive are selected.
+            Requires `is_all`.
+        left_for: name of a task, or empty. If set, only samples that this task may still receive, and that no task has
+            leased, are selected.
         where: further conditions that selected samples must satisfy.
 
     Raises:
@@ -134,7 +135,7 @@ class Selection:
 
     @property
     def is_named(self) -> bool:
-        """Whether the selection lists individual samples, possibly none."""
+        """Whether the selection lists individual samples. The list may be empty."""
         return not self.is_of_groups and not self.is_all
 
     @property
@@ -143,7 +144,10 @@ class Selection:
         return bool(self.groups or self.rollouts)
 
     def part(self, partition: Partition, place: int, size: int) -> Part:
-        """Return the part that starts at a place: `size` listed samples or rows, or more rows if they are filtered."""
+        """Return the part that starts at a place.
+
+        The part covers `size` listed samples or rows. If the selection has groups or conditions, it covers more rows.
+        """
         if self.is_named:
             return self._named(partition, place, place + size)
         is_filtered = self.is_of_groups or self.has_conditions
@@ -168,7 +172,7 @@ class Selection:
         return Part(positions=positions, places=table.index[positions], next_place=next_place)
 
     def among(self, partition: Partition, positions: Indexes) -> Indexes:
-        """Return those of the given samples that are selected."""
+        """Return the given samples that are part of the selection."""
         if self.is_named:
             named = np.concatenate([partition.table.find(self.indexes), partition.key_index.positions_of(self.keys)])
             positions = positions[np.isin(positions, named)]
@@ -202,7 +206,7 @@ class Selection:
         return mask
 
     def missing(self, partition: Partition, start: int, stop: int | None) -> tuple[list[str], Indexes]:
-        """Return the selected keys and indexes that have no sample, for a range of places."""
+        """Return the selected keys and indexes for which no sample exists, in a range of places."""
         count, indexes = self.indexes.size, self.indexes[start:stop]
         keys = self.keys[max(0, start - count) : None if stop is None else max(0, stop - count)]
         unknown = np.flatnonzero(partition.key_index.positions_of(keys) < 0).tolist()
@@ -218,9 +222,9 @@ class Page:
         positions: table positions of the samples, of shape `(n,)`.
         missing_keys: keys in the page's range for which no sample exists.
         missing_indexes: indexes in the page's range for which no sample exists.
-        missing_groups: selected groups that have no members in the partition; set only on the first page.
-        missing_rollouts: selected rollouts that have no samples; set only on the first page.
-        next_place: place in the selection where the next page starts; None for the last page.
+        missing_groups: selected groups that have no members in the partition. Set only on the first page.
+        missing_rollouts: selected rollouts that have no samples. Set only on the first page.
+        next_place: place in the selection at which the next page starts. None for the last page.
     """
 
     partition: Partition
@@ -243,11 +247,11 @@ def find_page(
     """Return a page of the selected samples, or None if the partition is missing and `missing_ok` is set.
 
     Args:
-        catalog: the catalog that contains the partition.
+        catalog: catalog that contains the partition.
         partition_id: name of the partition.
-        selection: the selected samples; must be equal for all pages.
-        size: maximum number of samples on the page; 0 for the largest permitted page.
-        token: token of the page, or "" for the first page.
+        selection: selected samples. Must be equal for all pages.
+        size: maximum number of samples on the page. 0 for the largest permitted page.
+        token: token of the page. "" for the first page.
         missing_ok: whether to return None if the first page is requested and the partition does not exist.
 
     Raises:
@@ -295,9 +299,9 @@ def _unknown(names: Sequence[str], slots: Indexes) -> list[str]:
 def first_known(
     catalog: Catalog, partition_id: str, incarnation: bytes, rows: Indexes
 ) -> tuple[Partition, Indexes] | None:
-    """Return the partition of the given samples, and as many of the first samples as fit on one page.
+    """Return the partition of the given samples, and as many leading samples as fit on one page.
 
-    Return None if the partition or one of these first samples no longer exists.
+    Return None if the partition or one of these samples no longer exists.
     """
     partition = catalog.find(partition_id, incarnation, missing_ok=True)
     if partition is None:
@@ -307,14 +311,14 @@ def first_known(
 
 
 def find_names(names: Iterable[str], *, of: str, size: int, token: str) -> tuple[list[str], str]:
-    """Return a sorted page of names, and the token of the next page ("" on the last page).
+    """Return a sorted page of names and the token of the next page, which is "" on the last page.
 
     Args:
         names: all names, in any order.
         of: kind of the listed names. Tokens from a list of a different kind are rejected.
-        size: maximum number of names on the page; 0 for the largest permitted page.
-        token: token of the page, or "" for the first page. It consists of a checksum and the page's first name, which
-            may have been removed since.
+        size: maximum number of names on the page. 0 for the largest permitted page.
+        token: token of the page. "" for the first page. A token consists of a checksum and the first name on the page,
+            which may have been removed in the meantime.
 
     Raises:
         InvalidArgumentError: the size or the token is invalid.
@@ -348,7 +352,7 @@ def _check_named(name: str, count: int) -> None:
 
 
 def _read_token(token: str) -> tuple[bytes, int]:
-    """Return the partition incarnation and the page start that a token encodes."""
+    """Return the partition incarnation and the start of the page, as encoded in a token."""
     if not token:
         return b"", 0
     incarnation, _, place = token.partition("-")
@@ -361,7 +365,7 @@ def _read_token(token: str) -> tuple[bytes, int]:
 
 
 def no_page_token(token: str) -> InvalidArgumentError:
-    """Return the error for a token that was not issued for this list."""
+    """Return the error for a page token that does not belong to the requested list."""
     return InvalidArgumentError(
         f"page_token is {token[:64]!r}, which does not belong to this list; expected the next_page_token of the "
         f"previous page, with the other fields unchanged. Omit page_token for the first page.",
@@ -370,7 +374,7 @@ def no_page_token(token: str) -> InvalidArgumentError:
 
 
 def fitting_count(partition: Partition, positions: Indexes) -> int:
-    """Return how many of the samples, counted from the first, fit in one answer with their metadata; at least one."""
+    """Return how many leading samples fit in one response with their metadata. At least one sample always fits."""
     columns = [column for name in partition.meta.names() if (column := partition.meta.read(name, positions))]
     number_count = sum(column.values.dtype.kind != "O" for column in columns)
     count = min(positions.size, _MOST_NUMBERS // max(1, number_count))
@@ -393,7 +397,7 @@ def _lengths(names: Sequence[str | None]) -> Indexes:
 
 
 def check_fields(partition: Partition, names: Sequence[str]) -> None:
-    """Raise FieldNotFoundError if the partition never had one of the fields."""
+    """Raise FieldNotFoundError if the partition has never had one of the fields."""
     for name in names:
         if partition.cells.last_spec(name) is None:
             known = nearest(name, partition.cells.fields)
@@ -412,19 +416,19 @@ def locate(
     skip_missing: bool,
     skip_missing_fields: bool,
 ) -> tuple[Indexes, Sequence[str]]:
-    """Return the positions of the samples that have cells in all given fields, and the fields themselves.
+    """Return the positions of the samples that have cells in all given fields, and the names of these fields.
 
     Args:
         partition: partition of the samples.
         names: names of the fields.
-        indexes: global indexes of the samples; empty if keys are given.
+        indexes: global indexes of the samples. Must be empty if keys are given.
         keys: keys of the samples.
         skip_missing: whether to omit missing samples and samples with missing cells.
         skip_missing_fields: whether to omit fields that do not exist, or that some samples lack.
 
     Raises:
-        FieldNotFoundError: the partition never had one of the fields. Not raised for a field whose cells were all
-            cleared.
+        FieldNotFoundError: the partition has never had one of the fields. Not raised for a field whose cells have all
+            been cleared.
         KeyNotFoundError, SampleNotFoundError, CellNotFoundError: a required sample or cell is missing.
         InvalidArgumentError: too many samples are given, or samples are given both by index and by key.
     """
@@ -459,7 +463,7 @@ def locate(
 
 
 def _missing_cell(partition: Partition, names: Sequence[str], rows: Indexes) -> CellNotFoundError:
-    """Return the error for samples that lack a field; its example is, if possible, a failed sample."""
+    """Return the error for samples that lack a field. The error names a failed sample if there is one."""
     failed = rows[partition.state[partition.table.find(rows)] == FAILED]
     row = (failed if failed.size else rows)[:1]
     position = partition.table.find(row)
@@ -484,22 +488,23 @@ def _missing_cell(partition: Partition, names: Sequence[str], rows: Indexes) -> 
 class LookupWait:
     """A context manager that waits until a look-up finds enough samples.
 
-    The wait collects rows as they are written instead of polling. Rows are checked only when `min_count` would be
-    reached if all of them matched. If a partition is filled row by row, this causes only a few checks of a few rows,
-    instead of a check of all rows after each write. Cleared rows are discounted when `min_count` appears to be reached.
+    Instead of polling, the wait collects rows as they are written. It checks the collected rows only when there are
+    enough of them to reach `min_count`. If a partition is filled row by row, this requires only a few checks of a few
+    rows, rather than a check of all rows after each write. When `min_count` appears to be reached, cleared rows are
+    subtracted.
 
     Args:
         partition: partition of the samples.
-        selection: the samples to wait for.
+        selection: samples to wait for.
         min_count: number of samples to wait for.
     """
 
     def __init__(self, partition: Partition, selection: Selection, min_count: int) -> None:
         self._partition = partition
-        # Conditions on policy versions refer to the versions published when the wait starts.
+        # Conditions on policy versions use the versions published when the wait starts.
         self._selection = selection = replace(selection, where=partition.resolved(selection.where))
         self._min_count = min_count
-        self._found: set[int] = set()  # global indexes; some samples may have been cleared since they were found
+        self._found: set[int] = set()  # global indexes; samples may have been cleared since they were found
         if selection.is_named:
             present = np.unique(selection.part(partition, 0, selection.named_count).positions)
         else:
@@ -525,10 +530,11 @@ class LookupWait:
         self._is_due.set()
 
     async def until_enough(self, deadline: float) -> bool:
-        """Wait until enough samples exist or never will (True), or until a deadline in event-loop time (False).
+        """Wait until enough samples exist, or until a deadline in event-loop time.
 
-        All samples that exist when the call starts are checked, even after the deadline. Later samples are checked only
-        until the deadline.
+        Return True if enough samples exist, or if `min_count` can no longer be reached. Return False after the
+        deadline. All samples that exist when the call starts are checked, even after the deadline. Later samples are
+        checked only until the deadline.
 
         Raises:
             TqError: the wait was ended by `end`.
@@ -572,7 +578,7 @@ class LookupWait:
         return self._partition.sealed and count < self._min_count
 
     def _look(self) -> int:
-        """Check some of the written rows, oldest first, and return how many were checked."""
+        """Check some of the written rows, oldest first. Return the number of rows checked."""
         taken: list[Indexes | range] = []
         left = _LOOKED_AT_ONCE
         while self._unseen and left:
@@ -593,7 +599,7 @@ class LookupWait:
         return indexes.size
 
     def _has_enough(self) -> bool:
-        """Whether enough samples were found, not counting rows that were rewritten after their check."""
+        """Whether enough samples have been found, ignoring rows that have been rewritten since they were checked."""
         least = self._min_count + sum(len(rows) for rows in self._unseen if not isinstance(rows, range))
         if len(self._found) >= least:
             self._forget_cleared()
@@ -607,7 +613,7 @@ class LookupWait:
 async def wait_for_samples(
     catalog: Catalog, partition_id: str, selection: Selection, min_count: int, max_wait_seconds: float
 ) -> bool:
-    """Wait until a partition contains `min_count` of the selected samples; return whether the wait timed out.
+    """Wait until a partition contains `min_count` of the selected samples. Return whether the wait timed out.
 
     The wait also ends when the partition can no longer reach `min_count`.
 
@@ -636,13 +642,14 @@ class Clearing:
     Each sample is tested against the selection's conditions in the step that clears it.
 
     Args:
-        catalog: the catalog that contains the partition.
+        catalog: catalog that contains the partition.
         partition_id: name of the partition.
-        incarnation: incarnation of the partition; empty: the incarnation that exists when the first part is cleared.
-        selection: the samples to clear.
-        claim: the leased claim that all samples must belong to; None: no such check. The check covers all samples at
-            the start, and each part again when it is cleared.
-        missing_ok: whether to succeed without clearing anything if the partition does not exist or was cleared.
+        incarnation: expected incarnation of the partition. If empty, the incarnation that exists when the first part is
+            cleared.
+        selection: samples to clear.
+        claim: leased claim that all samples must belong to, or None to skip this check. All samples are checked at the
+            start, and each part is checked again when it is cleared.
+        missing_ok: whether to succeed without clearing anything if the partition does not exist or has been cleared.
     """
 
     catalog: Catalog
@@ -672,7 +679,7 @@ class Clearing:
             self._last = self._next_part()
 
     def finish(self) -> int:
-        """Clear the last part, and remove groups without samples; return the total number of cleared samples."""
+        """Clear the last part and remove groups without samples. Return the total number of samples cleared."""
         self._change()
         if self.selection.groups and not self.selection.has_conditions:
             self._remove_groups()
@@ -688,17 +695,17 @@ class Clearing:
             self._done_count += self._commit(self._last)
 
     def _commit(self, rows: Indexes) -> int:
-        """Clear the samples of one part and return how many of them existed."""
+        """Clear the samples of one part. Return how many of them existed."""
         change = SamplesCleared(partition_id=self.partition_id, global_indexes=rows, claim=self.claim)
         return self.catalog.commit(change) or 0
 
     def _next_part(self) -> Indexes:
-        """Return the next samples to clear, at most as many as one step may clear."""
+        """Return the next samples to clear, limited to the number that a single step may clear."""
         partition = self.catalog.find(self.partition_id, self.incarnation, missing_ok=self.missing_ok)
         if partition is None:
             self._place, self._part = None, self._part[:0]
             return self._part
-        self.incarnation = partition.incarnation  # ignore any later partition with the same name
+        self.incarnation = partition.incarnation  # ignore a later partition with the same name
         table = partition.table
         if not self._part.size and self._place is not None:
             part = self.selection.part(partition, self._place, _CLEARED_AT_ONCE).first(_CLEARED_AT_ONCE)
@@ -710,7 +717,10 @@ class Clearing:
         return self._meant(partition, taken, positions)
 
     def _meant(self, partition: Partition, rows: Indexes, positions: Indexes) -> Indexes:
-        """Return the rows that still match the selection, given the row positions (-1 for missing rows)."""
+        """Return the rows that still match the selection.
+
+        `positions` contains the position of each row, or -1 if the row is missing.
+        """
         if not self.selection.has_conditions:
             return rows
         meant: Indexes = partition.table.index[self.selection.satisfying(partition, positions[positions >= 0])]
@@ -718,10 +728,10 @@ class Clearing:
 
 
 class Failing(Clearing):
-    """Marks samples as failed, in parts, ignoring missing samples and those already failed. See `Clearing`."""
+    """Marks samples as failed, in parts. Ignores samples that are missing or have already failed. See `Clearing`."""
 
     def _remove_groups(self) -> None:
-        """Keep groups without samples, because they contain nothing to fail."""
+        """Keep groups without samples, because they have nothing to mark as failed."""
 
     def _commit(self, rows: Indexes) -> int:
         """Mark the samples of one part as failed."""
@@ -742,7 +752,7 @@ class ClearingFields(Clearing):
 
     Args:
         field_names: names of the fields, without duplicates. If a field has group scope, the selection must consist of
-            groups, whose shared cells are cleared.
+            groups, and the cells shared by their members are cleared.
 
     Raises:
         InvalidArgumentError: `field_names` is empty.
@@ -758,8 +768,8 @@ class ClearingFields(Clearing):
         """Clear all parts except the last one.
 
         Raises:
-            FieldNotFoundError: the partition never had one of the fields, and `missing_ok` is not set.
-            InvalidArgumentError: a field has group scope, and the selection does not consist of groups alone.
+            FieldNotFoundError: the partition has never had one of the fields, and `missing_ok` is not set.
+            InvalidArgumentError: a field has group scope, and the selection consists of more than groups.
             LeaseExpiredError, InvalidArgumentError: see `check_claim`.
         """
         partition = self.catalog.find(self.partition_id, self.incarnation, missing_ok=self.missing_ok)
@@ -793,7 +803,7 @@ class ClearingFields(Clearing):
             await asyncio.sleep(0)
 
     def _commit(self, rows: Indexes, groups: Sequence[str] = ()) -> int:
-        """Clear the cells of the samples in one part, or of groups; return the number of cleared cells."""
+        """Clear the cells of the samples in one part, or of groups. Return the number of cells cleared."""
         change = CellsCleared(
             partition_id=self.partition_id,
             field_names=self.field_names,

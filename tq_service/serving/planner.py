@@ -1,20 +1,21 @@
-"""The planner of one (partition, task): plans batches one at a time and answers the waiting claims.
+"""The planner of a task in one partition. It plans batches one at a time and answers waiting claims.
 
-    claim -> recorded before, or planned at once: answered
-          -> joins the line of claims with the same spec -> its turn -> planned on the event loop: answered, or a miss
-                                                                     -> planned off the loop, one at a time
+    claim -> already recorded, or can be planned at once: answered
+          -> otherwise joins the line of claims with an equal spec
+             -> on its turn, planned on the event loop: answered, or a miss
+                -> if that is impossible, planned off the loop, one plan at a time
 
-Lines take turns in order of arrival, whatever they claim. A line that cannot be served is skipped, and gets another
-turn after a change. A sampler that cannot plan immediately on the event loop plans off the loop, for one line at a
-time. An off-loop plan that takes too long yields to the next plan. Commits, status requests, replays, and claims that
-can be planned immediately never wait for off-loop plans.
+Lines take turns in order of arrival, regardless of what they claim. A line that cannot be served is skipped and gets
+another turn after the next change. If a sampler cannot plan immediately on the event loop, it runs off the loop, for
+one line at a time. An off-loop plan that exceeds its time limit yields to the next plan. Commits, status requests,
+replays, and claims that can be planned immediately never wait for off-loop plans.
 
-In one step, the loop checks that all rows in a plan are still ready, and then records the plan. If a row is no longer
-ready, the line is planned again. Quicker lines could thus overtake a slow sampler forever. The slow line's next plan
-therefore skips as many ready rows as other lines are likely to claim in the meantime. Later lines wait for that plan if
-the slow line's last plan was quick.
+The loop checks that all rows in a plan are still ready and records the plan, both in a single step. If a row is no
+longer ready, the planner plans the line again. Faster lines could therefore overtake a slow sampler forever. To prevent
+this, the slow line's next plan skips as many ready rows as other lines are likely to claim in the meantime. Later lines
+wait for that plan if the slow line's previous plan was quick.
 
-`WaitQueue` stores the lines and selects the next one. `Planner` makes and records their plans.
+`WaitQueue` stores the lines and selects the next line to serve. `Planner` makes plans for the lines and records them.
 """
 
 from __future__ import annotations
@@ -75,21 +76,21 @@ from tq_service.wait_clock import Waiting, WhileWaiting
 _STEPS_A_TURN = 16
 _TURN_SECONDS = 0.002
 _ANSWERS_WITHOUT_REST = 128
-_LINES_A_TURN: Final = 16  # after a scan of all lines, at least one turn per 16 lines precedes the next scan
-_MOST_RANKS: Final = 128  # ranks whose token counts are reported for a batch
+_LINES_A_TURN: Final = 16  # maximum number of lines scanned per turn; see `WaitQueue`
+_MOST_RANKS: Final = 128  # maximum number of ranks for which a batch reports token counts
 _MOST_BATCHES_A_TURN = 64
-_MOST_PLAN_SECONDS = 0.25  # time limit after which an off-loop plan lets other lines and the next off-loop plan proceed
-_CLOSED_AT_ONCE = 1 << 12  # maximum number of changed rows per step when gaps are closed
+_MOST_PLAN_SECONDS = 0.25  # seconds after which an off-loop plan stops blocking other lines and the next off-loop plan
+_CLOSED_AT_ONCE = 1 << 12  # maximum number of rows changed per step while closing gaps
 _MOST_BATCHES_AHEAD = 256  # loaders claim prefetch_factor * num_workers batches ahead
-_RANGE_SECONDS: Final = 0.004  # CPU time per step for planning the later batches in a range
+_RANGE_SECONDS: Final = 0.004  # CPU seconds per step for planning the remaining batches of a range
 _RATE_SECONDS: Final = 10.0
-_PINNED_SECONDS: Final = 0.01  # interval between checks for whether the table is still pinned
-_FEW_ROWS = 1 << 13  # maximum number of rows that the event loop searches to detect the end of a task
+_PINNED_SECONDS: Final = 0.01  # seconds between checks of whether the table is still pinned
+_FEW_ROWS = 1 << 13  # maximum number of rows to search on the event loop for the end of a task
 
 
 @dataclass(frozen=True, slots=True)
 class NotYet:
-    """The answer to a claim that timed out before anything could be delivered. This answer is never recorded."""
+    """The answer to a claim that timed out before any samples could be delivered. It is never recorded."""
 
 
 Answer = RankPlan | Claim | EndCounts | NotYet
@@ -98,9 +99,9 @@ Answer = RankPlan | Claim | EndCounts | NotYet
 class LoopYielder:
     """Shares event-loop time fairly between thousands of waiting calls and all other work.
 
-    The yielder yields to the loop after a few steps, or after one slow step. After many answers, it also pauses for as
-    long as these answers took. Most of that time is spent on sending. While the server is busy sending, it accepts only
-    one new call per loop iteration, so new calls would accumulate.
+    The yielder yields to the loop after a few steps, or earlier if a step was slow. After many answers, it also pauses
+    for as long as it took to produce these answers, because most of the time is spent on sending. While the server is
+    busy sending, it accepts only one new call per loop iteration, so a backlog of new calls would build up.
     """
 
     __slots__ = ("_answer_count", "_last", "_step_count")
@@ -110,7 +111,7 @@ class LoopYielder:
         self._last = time.perf_counter()
 
     async def step(self, *, has_answered: bool = True) -> None:
-        """Count a call that was answered, or whose turn produced no plan; yield to the loop if necessary."""
+        """Count an answered call, or a turn that produced no plan, and yield to the loop if it is time."""
         self._step_count += 1
         self._answer_count += has_answered
         if self._step_count % _STEPS_A_TURN and time.perf_counter() - self._last < _TURN_SECONDS:
@@ -123,7 +124,7 @@ class LoopYielder:
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """A waiting call. It ends with the first of these outcomes: a claim, an error, or a timeout.
+    """A waiting call, which ends with a claim, an error, or a timeout.
 
     Attributes:
         is_poll: whether the call ends after its first turn instead of waiting for changes.
@@ -149,11 +150,11 @@ class Waiter:
 
     @property
     def batch_index(self) -> int:
-        """Index of the batch that the rank waits for, or -1 for a queue worker."""
+        """Index of the batch that the rank is waiting for, or -1 for a queue worker."""
         return self.request.batch_index
 
     def end(self, outcome: Answer | TqError) -> None:
-        """Answer the call or fail it with an error, unless it has already ended."""
+        """Complete the call with an answer or an error, unless it has already ended."""
         if not self.is_waiting:
             return
         if isinstance(outcome, TqError):
@@ -178,17 +179,17 @@ class LineState(Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Line:
-    """Waiting calls with equal claim specs, in order of arrival. A plan made for one call can serve any of them.
+    """Waiting calls with equal claim specs, in order of arrival. A single plan can serve any call in the line.
 
-    A line exists while a call waits in it or a plan for it is in progress. The number of waiting calls is limited,
-    which also bounds the number of lines.
+    A line exists while it contains a waiting call or while a plan for it is in progress. The limit on waiting calls
+    also limits the number of lines.
 
     Attributes:
         last_miss: reason why the last search found no plan.
-        polls: the polls among the waiting calls.
-        is_waited_for: whether later lines wait for this line's next off-loop plan because its last off-loop plan was
+        polls: polls among the waiting calls.
+        is_waited_for: whether later lines wait for this line's next off-loop plan. True if its last off-loop plan was
             quick.
-        look_past: number of ready rows that the next off-loop plan skips and leaves to quicker lines.
+        look_past: number of ready rows that the next off-loop plan skips and leaves to faster lines.
     """
 
     spec: ClaimSpec
@@ -203,7 +204,7 @@ class Line:
         return len(self._waiters)
 
     def __iter__(self) -> Iterator[Waiter]:
-        """Iterate over a snapshot of the calls."""
+        """Iterate over a snapshot of the waiting calls."""
         return iter(list(self._waiters))
 
     @property
@@ -213,13 +214,16 @@ class Line:
 
     @property
     def order(self) -> float:
-        """Arrival number of the first call, which determines the line's place in the queue; infinity if it is empty."""
+        """Arrival number of the line's first call. Infinity if the line is empty.
+
+        The arrival number determines the line's place in the queue.
+        """
         first = self.first()
         return math.inf if first is None else first.arrival
 
     @property
     def batch_index(self) -> int:
-        """Lowest batch index that a rank in this line waits for; -1 if the line is empty or contains queue workers."""
+        """Lowest batch index that a rank in this line waits for. -1 if the line is empty or is for queue workers."""
         return min((waiter.batch_index for waiter in self._waiters), default=-1)
 
     def first(self) -> Waiter | None:
@@ -232,13 +236,13 @@ class Line:
         return None
 
     def add(self, waiter: Waiter) -> None:
-        """Append a waiter to the line."""
+        """Append a call to the line."""
         self._waiters[waiter] = None
         if waiter.is_poll:
             self.polls[waiter] = None
 
     def remove(self, waiter: Waiter) -> None:
-        """Remove a waiter if it is present."""
+        """Remove a call if it is in the line."""
         self._waiters.pop(waiter, None)
         self.polls.pop(waiter, None)
 
@@ -252,13 +256,13 @@ class Line:
 class WaitQueue:
     """The lines of waiting claims, served in the order in which their first calls arrived.
 
-    After a change (`is_stale`), a scan queues all lines that can now be served, including skipped ones. Even if changes
-    never stop, each scan is followed by at least as many turns as were due. The cost per turn therefore stays low even
-    with many lines.
+    After a change (`is_stale`), a scan queues every line that can now be served, including lines that were skipped
+    earlier. Even under constant changes, each scan is followed by at least as many turns as were queued at the time of
+    the scan. The cost per turn therefore stays low even with many lines.
 
     Attributes:
-        by_spec: lines by claim spec. Calls that are answered immediately do not join a line.
-        planning: the line whose off-loop plan is in progress and has not yielded yet.
+        by_spec: lines by claim spec. A call that is answered immediately does not join a line.
+        planning: line whose off-loop plan is in progress and has not yielded, or None.
         is_stale: whether anything has changed since the last scan of all lines.
     """
 
@@ -267,7 +271,7 @@ class WaitQueue:
         self.planning: Line | None = None
         self.is_stale = False
         self._last_arrival = 0
-        self._turns: list[tuple[float, Line]] = []  # a heap; no two lines have the same order
+        self._turns: list[tuple[float, Line]] = []  # a heap; each line has a distinct order
         self._heavy: dict[Line, None] = {}
         self._turns_left = 0
 
@@ -275,16 +279,16 @@ class WaitQueue:
         return sum(map(len, self.by_spec.values()))
 
     def __iter__(self) -> Iterator[Waiter]:
-        """Iterate over a snapshot of all waiters."""
+        """Iterate over a snapshot of the waiting calls in all lines."""
         return iter([waiter for line in self.by_spec.values() for waiter in line])
 
     @property
     def ranked_lines(self) -> list[Line]:
-        """The lines of ranks, as opposed to queue workers."""
+        """The lines with calls from ranks rather than queue workers."""
         return [line for line in self.by_spec.values() if line.is_ranked]
 
     def join(self, waiter: Waiter, miss: Miss) -> Line:
-        """Add a waiter to the line for its spec after a search found no plan, and return the line."""
+        """Add a call to the line for its spec after a search found no plan, and return the line."""
         spec = waiter.request.spec
         line = self.by_spec.get(spec)
         if line is None:
@@ -298,14 +302,14 @@ class WaitQueue:
         waiter.arrival = self._last_arrival
 
     def forget_if_unused(self, line: Line) -> None:
-        """Remove a line unless a claim waits in it or a plan for it is in progress."""
+        """Remove a line unless it contains a waiting call or a plan for it is in progress."""
         if not line and line.state is not LineState.PLANNING and self.by_spec.get(line.spec) is line:
             del self.by_spec[line.spec]
 
     # Turns
 
     def put(self, line: Line) -> None:
-        """Queue a parked line for a turn if a claim waits in it."""
+        """Queue a parked line for a turn if it contains a waiting call."""
         if line.state is LineState.PARKED and line.first() is not None:
             line.state = LineState.QUEUED
             heapq.heappush(self._turns, (line.order, line))
@@ -317,16 +321,16 @@ class WaitQueue:
 
     @property
     def holder(self) -> Line | None:
-        """The line that later lines must wait for until its off-loop plan is made, or None."""
+        """The line whose off-loop plan blocks all later lines, or None."""
         return self.planning if self.planning is not None and self.planning.is_waited_for else None
 
     @property
     def has_turn(self) -> bool:
-        """Whether a line is queued and allowed to take its turn now."""
+        """Whether the first queued line may take its turn now."""
         return bool(self._turns) and (self.holder is None or self._turns[0][0] < self.holder.order)
 
     def next(self, may_be_served: Callable[[Line], bool]) -> Line | None:
-        """Park and return the next line in turn; None if no line is queued and nothing has changed."""
+        """Park and return the next line to serve. Return None if no line is queued and nothing has changed."""
         while self.is_stale or self.has_turn:
             if self.is_stale and (self._turns_left <= 0 or not self.has_turn):
                 self.is_stale = False
@@ -341,11 +345,11 @@ class WaitQueue:
                 if line.order <= order:
                     self._turns_left -= 1
                     return line
-                self.put(line)  # calls in other lines may have arrived before this line's next call
+                self.put(line)  # this line's next call may have arrived after calls in other lines
         return None
 
     def next_heavy(self) -> Line | None:
-        """Return the next line that needs an off-loop plan; None if no line needs one or if one is in progress."""
+        """Return the next line that needs an off-loop plan, or None if there is none or a plan is in progress."""
         if self.planning is not None or not self._heavy:
             return None
         line = min(self._heavy, key=lambda each: each.order)
@@ -356,19 +360,19 @@ class WaitQueue:
         return self.planning
 
     def defer(self, line: Line) -> None:
-        """Move a line behind all claims that are currently waiting."""
+        """Move a line behind all claims that are waiting now."""
         first = line.first()
         if first is not None:
             self._give_number(first)
 
 
 def describe_batch(batch_index: int, plan: RecordedPlan, lengths: Indexes | None) -> RecentBatch:
-    """Return statistics of a planned batch: token counts, imbalance and padding.
+    """Return statistics for a planned batch: token counts, imbalance, and padding.
 
     Args:
         batch_index: index of the batch.
         plan: recorded plan of the batch.
-        lengths: token counts of `plan.rows`, of shape `(n,)`; None if unknown.
+        lengths: token counts of `plan.rows`, of shape `(n,)`. None if unknown.
     """
     if lengths is None or not lengths.size:
         return RecentBatch(batch_index=batch_index)
@@ -376,7 +380,7 @@ def describe_batch(batch_index: int, plan: RecordedPlan, lengths: Indexes | None
     tokens, total = np.diff(sums[ends], prepend=0).tolist(), int(sums[-1])
     if plan.steps:
         padding = sum(pack.padding_tokens for steps in plan.steps for packs in steps for pack in packs)
-    else:  # each sample is padded to the longest sample of its micro-batch
+    else:  # each sample is padded to the length of the longest sample in its micro-batch
         largest, ranks = plan.micro_batch_size or max(plan.sizes), zip(plan.sizes, ends, strict=True)
         starts = np.concatenate([np.arange(end - size, end, largest) for size, end in ranks])
         padding = int(np.maximum.reduceat(lengths, starts) @ np.diff(starts, append=lengths.size)) - total
@@ -391,8 +395,7 @@ def describe_batch(batch_index: int, plan: RecordedPlan, lengths: Indexes | None
 class DeliveryRate:
     """A task's delivery rate, computed as a sum whose terms decay by a factor of e every 10 seconds.
 
-    Memory use and time per call do not depend on the number of deliveries. All times are in seconds and from the same
-    monotonic clock.
+    Memory use and time per call are constant. All times are in seconds, read from a single monotonic clock.
     """
 
     __slots__ = ("_at_seconds", "_count")
@@ -401,12 +404,12 @@ class DeliveryRate:
         self._count = self._at_seconds = 0.0
 
     def add(self, count: int, at_seconds: float) -> None:
-        """Add `count` samples that were delivered at `at_seconds`."""
+        """Add `count` samples delivered at `at_seconds`."""
         self._count = self._left(at_seconds) + count
         self._at_seconds = at_seconds
 
     def per_second(self, at_seconds: float) -> float:
-        """Return the recent delivery rate, in samples per second."""
+        """Return the recent delivery rate, in samples per second, as of `at_seconds`."""
         return self._left(at_seconds) / _RATE_SECONDS
 
     def _left(self, at_seconds: float) -> float:
@@ -417,14 +420,14 @@ _log = logging.getLogger(__name__)
 
 
 class RunsPlans(Protocol):
-    """Runs samplers in isolation: a sampler that fails or hangs affects only the claim that it plans for."""
+    """Runs samplers in isolation, so that a sampler that fails or hangs affects only the claim that it plans for."""
 
     def length(self, sampler: Sampler) -> LengthSource | None:
         """Return the length source that a sampler needs, or None if it needs no lengths. Raises only TqError."""
         ...
 
     def run_inline(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
-        """Run a sampler on the event loop and return its well-formed plan, or None.
+        """Run a sampler on the event loop and return its plan, or None if it found no plan. The plan is well-formed.
 
         Raises:
             MustBeAwaited: the sampler cannot run on the event loop.
@@ -433,7 +436,7 @@ class RunsPlans(Protocol):
         ...
 
     async def run(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
-        """Run a sampler off the event loop within a time limit; return a well-formed plan or None.
+        """Run a sampler off the event loop within a time limit, and return its well-formed plan, or None.
 
         Raises only TqError.
         """
@@ -441,11 +444,11 @@ class RunsPlans(Protocol):
 
 
 class Planner:
-    """Plans batches for one task and answers its claims.
+    """Plans batches for one task and answers the task's claims.
 
     Attributes:
         task: ledger of the task.
-        last_request: the latest claim that this process received, or None.
+        last_request: last claim that this process received, or None.
         deliveries: rate at which this process delivers samples, per second.
         step_times: time breakdown of the trainer's latest steps, by rank.
     """
@@ -466,11 +469,11 @@ class Planner:
             partition: partition of the task.
             task: ledger of the task.
             runner: runs samplers.
-            commit: function that applies a change to the partition and ignores changes to a cleared partition. The
-                second argument is the result of the change's `prepare`, or None.
-            group: function that returns a context manager, which combines all changes made in its block into one group;
-                see `StateMachine.group`.
-            on_batch: function called for each batch recorded for ranks, with the sampler name and the batch statistics.
+            commit: function that applies a change to the partition, and does nothing if the partition has been cleared.
+                The second argument is the result of the change's `prepare`, or None.
+            group: function that returns a context manager. Changes made in its block form one group; see
+                `StateMachine.group`.
+            on_batch: function called with the sampler name and the batch statistics for each batch recorded for ranks.
         """
         self._partition = partition
         self.task = task
@@ -483,7 +486,7 @@ class Planner:
         self.step_times: dict[int, StepTimes] = {}
         self._names: dict[str, Any] = {"partition_id": partition.partition_id, "task_name": task.name}
         self._starts = ScanStarts(partition, task.name)
-        self._epoch = task.epoch  # epoch that the waiting calls belong to
+        self._epoch = task.epoch  # epoch of the waiting calls
         self._queue = WaitQueue()
         self._to_answer: deque[tuple[Waiter, TqError | None]] = deque()  # calls to answer, each with an error or None
         self._dispatching: asyncio.Task[None] | None = None
@@ -497,7 +500,7 @@ class Planner:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no call waits and no plan is in progress."""
+        """Whether no calls are waiting and no plan is in progress."""
         return not self._queue.by_spec
 
     def close(self) -> None:
@@ -505,12 +508,12 @@ class Planner:
         self._starts.close()
 
     def waiting_claims(self) -> list[tuple[ClaimRequest, int]]:
-        """Return, for each line in order of arrival, its first claim and its number of claims."""
+        """Return each line's first claim and number of claims. Lines are in order of arrival."""
         lines = sorted(self._queue.by_spec.values(), key=lambda line: line.order)
         return [(first.request, len(line)) for line in lines if (first := line.first()) is not None]
 
     def compares_with(self, policy: str) -> bool:
-        """Whether a policy's published version affects which samples a waiting or planned claim receives."""
+        """Whether a new published version of a policy affects the samples that a waiting or planned claim receives."""
         specs, outstanding = self._queue.by_spec, self.task.outstanding
         if specs and outstanding is not None and outstanding.bounds_staleness_by(policy):
             return True
@@ -518,7 +521,7 @@ class Planner:
         return any(published is not None and published.policy == policy for published in conditions)
 
     def wake(self) -> None:
-        """Retry all waiting claims after a change. The partition calls this method only while claims wait."""
+        """Retry all waiting claims after a change. The partition calls this method only while claims are waiting."""
         if self._epoch != self.task.epoch:  # the waiting calls may belong to the previous epoch
             self._epoch = self.task.epoch
             self._enqueue_answers(self._queue)
@@ -526,19 +529,22 @@ class Planner:
         self._advance()
 
     def end(self, error: Callable[[], TqError]) -> None:
-        """Fail all waiting and future calls with this error."""
+        """Fail all waiting and future calls with the error that `error` returns."""
         self._gone = error
         for plan in filter(None, self._plans):
             plan.cancel()
         self._enqueue_answers(self._queue)
         self._advance()
 
-    # A call
+    # Calls
 
     async def claim(
         self, request: ClaimRequest, max_wait_seconds: float, while_waiting: WhileWaiting = nullcontext
     ) -> Answer:
-        """Return the recorded answer to a claim, or wait for one inside `while_waiting()`; `NotYet` on timeout."""
+        """Return the recorded answer to a claim, or wait for an answer.
+
+        The call waits inside `while_waiting()`. On timeout, it returns `NotYet`.
+        """
         self.last_request = request
         recorded = self._recorded(request)
         if recorded is not None:
@@ -561,10 +567,10 @@ class Planner:
             return await self._wait(request, found, max_wait_seconds)
 
     def following(self, request: ClaimRequest, *, may_plan: bool) -> list[RankPlan | EndCounts]:
-        """Return the answers for a range after its first batch, up to the first batch that is not ready or is rejected.
+        """Return the answers for the batches that follow the first batch of a range.
 
-        With `may_plan`, batches that can be planned in the current event-loop step are planned, as one group of
-        changes.
+        The list ends before the first batch that is not ready or whose claim is rejected. With `may_plan`, the planner
+        first plans the batches that it can plan in the current event-loop step, as one group of changes.
         """
         if may_plan and self._gone is None and not self._has_turns(request.spec):
             with self._group():
@@ -581,9 +587,12 @@ class Planner:
         return answers
 
     def _plan_following(self, request: ClaimRequest) -> None:
-        """Plan a range after its first batch, until a batch cannot be planned immediately; runs within a group."""
+        """Plan the remaining batches of a range until a batch cannot be planned immediately.
+
+        Call this method within a group of changes.
+        """
         task, last = self.task, request.batch_index + request.batch_count - 1
-        began_at = time.thread_time()  # CPU time, because time spent waiting for a CPU does not block other calls
+        began_at = time.thread_time()  # CPU time, because waiting for a CPU does not block other calls
         while request.batch_index < (batch_index := task.next_batch_index) <= last and task.end is None:
             try:
                 found = self._find_at_once(request)
@@ -593,19 +602,25 @@ class Planner:
             except TqError:  # the error is raised to the client that claims this batch
                 return
             is_late = time.thread_time() - began_at > _RANGE_SECONDS
-            if is_late or task.next_batch_index == batch_index:  # the task has ended, or the partition was cleared
+            if is_late or task.next_batch_index == batch_index:  # the task has ended or the partition was cleared
                 return
 
     def _has_turns(self, spec: ClaimSpec) -> bool:
-        """Whether a call must join a line because lines are being served or claims with an equal spec are waiting.
+        """Whether a call must join a line, because lines are being served or claims with an equal spec are waiting.
 
-        Otherwise, all waiting claims wait for a change, so serving the call immediately does not delay them.
+        If not, all waiting claims are waiting for a change, so serving this call immediately does not delay them.
         """
         is_serving = self._dispatching is not None or self._queue.holder is not None
         return is_serving or spec in self._queue.by_spec
 
     async def _wait(self, request: ClaimRequest, miss: Miss | None, max_wait_seconds: float) -> Answer:
-        """Wait for an answer. `miss`: why no plan was found; None if the claim must be planned off the loop."""
+        """Wait for an answer.
+
+        Args:
+            request: the claim.
+            miss: reason why the search found no plan. None if the claim must be planned off the loop.
+            max_wait_seconds: time to wait, in seconds. The call is a poll if this is 0 or less.
+        """
         loop = asyncio.get_running_loop()
         removed_count = self._partition.table.removed_count
         if self.is_idle:
@@ -628,7 +643,7 @@ class Planner:
                 self.task.check_present(answer.rows)
             if (
                 isinstance(answer, Claim) and answer.lease and self.task.claims.get(answer.request_id) is not answer
-            ):  # the claim ended after it was recorded and before this event-loop step
+            ):  # the claim was recorded but ended before this event-loop step
                 self.task.recorded(request)  # raises an error if the claim was released or has expired
                 raise LeaseExpiredError(
                     f"the lease of this claim for task {self.task.name!r} ended before the answer was sent; claim "
@@ -648,7 +663,7 @@ class Planner:
             del waiter  # otherwise, an exception's traceback would keep this frame and the partition alive
 
     def _forget_if_unused(self, line: Line) -> None:
-        """Remove a line if it is no longer needed, and stop listening to changes if no lines remain."""
+        """Remove a line that is no longer needed. Stop listening to changes if no lines remain."""
         self._queue.forget_if_unused(line)
         if self.is_idle:
             self._partition.on_change.discard(self.wake)
@@ -659,7 +674,7 @@ class Planner:
         return is_planned or self.task.end is not None
 
     def retract(self, request_id: bytes) -> None:
-        """Release a queue claim whose answer did not reach its client, unless a retry of the call received that answer.
+        """Release a queue claim whose answer did not reach its client, unless a retry of the call received the answer.
 
         The client may still retry with the same request_id. Named claims are not released, because several workers
         share them.
@@ -672,7 +687,7 @@ class Planner:
             self._commit(ClaimReleased(**self._names, request_id=request_id, is_final=False), None)
 
     def _recorded(self, request: ClaimRequest) -> RankPlan | Claim | EndCounts | None:
-        """Return the recorded answer to a call, or None. For a queue claim, also count the call as answered.
+        """Return the recorded answer to a call, or None. For a queue claim, also increment the claim's answer count.
 
         Raises:
             TqError: the call is rejected.
@@ -681,8 +696,8 @@ class Planner:
         recorded = self.task.recorded(request)
         most = self.task.next_batch_index + _MOST_BATCHES_AHEAD
         if recorded is None and request.rank is not None and request.rank.batch_index > most:
-            # A rank that counts its batches cannot reach such an index. Serving it would plan and consume all earlier
-            # batches.
+            # A rank that counts its batches correctly never sends such an index. To serve it, the planner would have to
+            # plan and consume all earlier batches.
             raise InvalidArgumentError(
                 f"batch_index is {request.rank.batch_index}; expected at most {most}, which is {_MOST_BATCHES_AHEAD} "
                 f"more than the next batch_index of task {self.task.name!r} in partition "
@@ -695,10 +710,10 @@ class Planner:
             recorded.answer_count += 1
         return recorded
 
-    # Turns of lines
+    # Turns
 
     def _advance(self) -> None:
-        """Start the dispatcher if lines are due for a turn, and the next off-loop plan if a line needs one."""
+        """Start the dispatcher if it has work, and start the next off-loop plan if a line needs one."""
         queue = self._queue
         if (heavy := queue.next_heavy()) is not None:
             asyncio.get_running_loop().create_task(self._plan_off_loop(heavy))
@@ -726,15 +741,15 @@ class Planner:
             self._dispatching = None
 
     def _may_be_served(self, line: Line) -> bool:
-        """Whether a new search for the line is worthwhile because the state has changed since the last search."""
+        """Whether the state has changed since the line's last search, so that a new search may succeed."""
         return not line.last_miss.is_current(self._partition, self.task)
 
     def _enqueue_answers(self, waiters: Iterable[Waiter], error: TqError | None = None) -> None:
-        """Queue calls that end with an error, their recorded answer, or a rejection; each step answers a few."""
+        """Queue calls to be completed with `error`, or with their recorded answer or rejection, in later steps."""
         self._to_answer.extend((waiter, error) for waiter in waiters)
 
     def _answer(self, waiter: Waiter, error: TqError | None = None) -> bool:
-        """Answer a call with an error, its recorded answer, or a rejection; return whether the call has ended."""
+        """Complete a call with `error`, or with its recorded answer or rejection. Return whether the call has ended."""
         if self._gone is not None:
             error = self._gone()
         if waiter.is_waiting:
@@ -748,12 +763,12 @@ class Planner:
         return not waiter.is_waiting
 
     def _look(self, line: Line, first: Waiter) -> None:
-        """Serve a line's first call: plan on the event loop, or queue the line for an off-loop plan."""
+        """Serve a line's first call by planning on the event loop, or queue the line for an off-loop plan."""
         if self._answer(first):
             self._queue.put(line)
             return
         earlier = line
-        if first.batch_index > self.task.next_batch_index:  # earlier batches may have to be planned for other lines
+        if first.batch_index > self.task.next_batch_index:  # other lines may first need plans for earlier batches
             others = [each for each in self._queue.ranked_lines if each.state is not LineState.PARKED and each.first()]
             earlier = min([line, *others], key=lambda each: each.batch_index)
         if earlier is not line:
@@ -778,14 +793,14 @@ class Planner:
     def _conclude(self, line: Line, first: Waiter, found: Found, polls: Iterable[Waiter]) -> None:
         """Serve a line with the result of a search made in the current event-loop step, or park the line.
 
-        A line may need many plans if a rank waits for a batch far ahead. After every 64 batches, the line therefore
+        If a rank waits for a batch far ahead, its line may need many plans. After every 64 batches, the line therefore
         moves behind the other lines, and its polls end.
 
         Args:
-            line: the line to serve.
-            first: the line's first call.
+            line: line to serve.
+            first: first call in the line.
             found: result of the search.
-            polls: polls that waited in the line when the search started.
+            polls: polls that were in the line when the search started.
         """
         if isinstance(found, Planned | EndFound):
             try:
@@ -804,13 +819,17 @@ class Planner:
             return
         line.last_miss = found
         line.expire(polls)
-        if line.polls:  # these polls arrived while the plan was made
+        if line.polls:  # these polls arrived while the plan was being made
             self._queue.put(line)
-        # Changes that occurred during the search are handled in the next round, after the turns of the other lines.
+        # Changes made during the search are handled in the next round, after the other lines have had their turns.
         self._queue.is_stale |= self._may_be_served(line)
 
     def _fail(self, line: Line, error: TqError) -> None:
-        """Fail a line's first queue worker, or all ranks waiting for the line's lowest batch, as each would fail."""
+        """Fail the calls to which an error applies.
+
+        For queue workers, this is the line's first call. For ranks, these are all calls for the line's lowest batch
+        index.
+        """
         first, batch_index = line.first(), line.batch_index
         if line.is_ranked:
             self._enqueue_answers((each for each in line if each.batch_index == batch_index), error)
@@ -826,10 +845,10 @@ class Planner:
     # Recording
 
     def _record(self, request: ClaimRequest, found: Planned | EndFound) -> Answer:
-        """Record the result of a search, including evictions; return the answer to the claim that caused the search.
+        """Record the result of a search, including evictions. Return the answer to the claim that caused the search.
 
-        This method runs within a group. A recorded batch or end applies to all ranks. All claims waiting for the batch
-        are therefore answered, and claims with a different `dp_size` are rejected.
+        Call this method within a group of changes. A recorded batch or end of the task applies to all ranks. All claims
+        waiting for the batch are therefore answered, and claims with a different `dp_size` are rejected.
         """
         self._queue.is_stale = True  # other lines may also have reached the end of the task
         if request.rank is None:
@@ -844,7 +863,7 @@ class Planner:
             batch = SamplesClaimed(**self._names, batch_spec=spec.batch_spec, plan=found.plan)
             self._commit(batch, (self._partition, task, found.positions))
             answer = found.plan.part(request.rank.dp_rank)
-            if task.next_batch_index != batch_index:  # equal if the commit found the partition cleared
+            if task.next_batch_index != batch_index:  # unchanged if the partition was already cleared
                 self.deliveries.add(found.plan.rows.size, time.monotonic())
                 described = describe_batch(batch_index, found.plan, found.lengths)
                 if found.readiness.bound is not None:
@@ -859,10 +878,12 @@ class Planner:
         return answer
 
     def _record_for_worker(self, request: ClaimRequest, found: Planned | EndFound) -> Claim | EndCounts:
-        """Record the answer to a queue worker. A task's end applies to it, or to all workers sharing its claim name.
+        """Record the response sent to a queue worker.
+
+        The end of a task applies only to this worker, or to all workers that share its claim name.
 
         Raises:
-            TqError: the slots for the prompts could not be created; the prompts were not claimed.
+            TqError: slots for the prompts could not be created. The prompts were not claimed.
         """
         name = request.claim_name
         if name:
@@ -900,7 +921,7 @@ class Planner:
         return claim
 
     def _evict(self, request: ClaimRequest, evicted: Evicted | None) -> bool:
-        """Fail or clear the samples that a claim evicts; return whether any were evicted."""
+        """Fail or clear the samples that a claim evicts. Return whether any samples were evicted."""
         if evicted is None:
             return False
         spec, bounded = request.batch_spec, self._partition.settings.bounded_admission
@@ -914,14 +935,14 @@ class Planner:
         )
         return bool(self._commit(change, None))
 
-    # Plans
+    # Planning
 
     def length(self, request: ClaimRequest) -> LengthSource | None:
-        """Return the length source that a claim's sampler needs, or None if it needs no lengths."""
+        """Return the length source that a claim's sampler needs, or None if the sampler needs no lengths."""
         return self._runner.length(request.sampler)
 
     def _find_at_once(self, request: ClaimRequest) -> Found | None:
-        """Look for a plan or the task's end in this event-loop step; return None if an off-loop search is needed."""
+        """Search for a plan or the task's end in this event-loop step. Return None if this needs an off-loop search."""
         sampler = request.sampler
         while True:
             search = Search(self._partition, self.task, self._starts, request, self.length(request))
@@ -933,14 +954,14 @@ class Planner:
             except MustBeAwaited:
                 return None
             found = self._keep_groups(search, search.conclude(plan))
-            # Search again, because evictions may make a plan possible or lead to the end of the task.
+            # Search again, because evictions may make a plan possible or end the task.
             if isinstance(found, Planned) or not self._evict(request, search.evicted):
                 return found
 
     async def _find_off_loop(self, request: ClaimRequest, look_past: int) -> Found:
-        """Search off the loop for a plan or the end of the task, with the table pinned.
+        """Search off the loop for a plan or the end of the task, while the table is pinned.
 
-        This method does not await anything after checking the plan's rows, so the caller can record the plan.
+        After checking the plan's rows, this method does not await anything, so the caller can safely record the plan.
         """
         sampler = request.sampler
         new_search = partial(Search, self._partition, self.task, self._starts, request, self.length(request))
@@ -965,17 +986,17 @@ class Planner:
         return NOT_LOOKED
 
     def _keep_groups(self, search: Search, found: Found) -> Found:
-        """Record whether the kind of groups that the task keeps complete has changed, and return `found`."""
+        """Record a change in the kind of groups that the task keeps complete, if any, and return `found`."""
         task, kept = self.task, search.kept_groups
         is_of_use = isinstance(found, Planned | EndFound)
-        # A miss must not change the recorded kind of groups. Otherwise, two waiting claims with different kinds would
-        # wake each other forever.
+        # A miss must not change the recorded kind of groups. Otherwise, two waiting claims that need different kinds
+        # would wake each other forever.
         if (is_of_use or (task.kept_groups is None and found != NOT_LOOKED)) and kept != task.kept_groups:
             self._commit(GroupsKept(**self._names, kept_groups=kept), (self._partition, task, True))
         return found
 
     async def _plan_off_loop(self, line: Line) -> None:
-        """Make an off-loop plan for a line; record the plan for the line's first claim in one event-loop step."""
+        """Make an off-loop plan for a line. Record it for the line's first claim in a single event-loop step."""
         loop, task, plan = asyncio.get_running_loop(), self.task, asyncio.current_task()
         self._plans.add(plan)
         timer = loop.call_later(_MOST_PLAN_SECONDS, self._yield_turn, line)
@@ -987,7 +1008,7 @@ class Planner:
                 started_at, consumed_count = loop.time(), task.consumed_count
                 if (first := line.first()) is not None and not self._answer(first):
                     found = await self._find_off_loop(first.request, line.look_past)
-                # Skip twice as many rows as other lines have claimed, because the next plan may take longer.
+                # Skip twice the number of rows that other lines have claimed, because the next plan may take longer.
                 line.look_past = 2 * max(0, task.consumed_count - consumed_count)
                 line.is_waited_for = loop.time() - started_at < _MOST_PLAN_SECONDS
             finally:
@@ -1004,22 +1025,22 @@ class Planner:
         finally:
             self._plans.discard(plan)
             timer.cancel()
-            self._queue.is_stale |= line.is_ranked  # lines with other ranks may have waited for this batch
+            self._queue.is_stale |= line.is_ranked  # other lines of ranks may have been waiting for this batch
             self._forget_if_unused(line)
             self._yield_turn(line)
             self._advance()
 
     def _yield_turn(self, line: Line) -> None:
-        """Let other lines take their turns without waiting for this line's plan, which may still be in progress."""
+        """Let other lines take their turns, even if this line's plan is still in progress."""
         if self._queue.planning is line:
             self._queue.planning = None
             self._advance()
 
     async def _close_gaps(self) -> None:
-        """Close the gaps in a table in short steps if there are many; wait while running plans pin the table.
+        """Close the gaps in a table in short steps if there are many. Wait while running plans pin the table.
 
-        Without this wait, overlapping plans could keep the table pinned, and it would grow without bound. The wait ends
-        because plans have a time limit.
+        Without this wait, overlapping plans could keep the table pinned, and the table would grow without bound. The
+        wait always ends, because plans have a time limit.
         """
         table = self._partition.table
         while table.has_many_gaps:

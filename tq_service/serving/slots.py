@@ -1,8 +1,8 @@
 """Slots: samples leased to rollout workers before generation, created separately or when prompts are claimed.
 
 Slots for prompts are created in the step that claims the prompts. A waiting call reserves neither prompts nor slots. It
-first waits for prompts. If their slots do not fit, it waits in the admission queue of the slots' partition. Once it has
-capacity, it searches for prompts again. If other calls have claimed all prompts, it releases the capacity.
+first waits for prompts. If the slots for these prompts do not fit, it waits in the admission queue of the slots'
+partition. When it has capacity, it searches for prompts again. If no prompts are left, it releases the capacity.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from tq_service.wait_clock import WhileWaiting
 
 
 def start_version(catalog: Catalog, partition: Partition, policy: str) -> int | None:
-    """Return the policy version recorded as the `start_version` of new slots, or None if none is recorded.
+    """Return the policy version to record as the `start_version` of new slots, or None to record no version.
 
     Raises:
-        PolicyNotFoundError: no version of the policy is published.
+        PolicyNotFoundError: no version of the policy has been published.
         InvalidArgumentError: the partition's staleness limit is for a different policy.
     """
     bounded = partition.settings.bounded_admission
@@ -57,10 +57,10 @@ def start_version(catalog: Catalog, partition: Partition, policy: str) -> int | 
 def make_slots(
     catalog: Catalog, partition: Partition, write: SampleWrite, *, task_name: str, request_id: bytes, lease: LeaseTerms
 ) -> Claim:
-    """Add slots to a partition and lease them to a worker. Call this within a group of changes.
+    """Add slots to a partition and lease them to a worker. Call this function within a group of changes.
 
     Raises:
-        TqError: the partition rejects the slots. It is unchanged, except that the task may have been added.
+        TqError: the partition rejects the slots. The partition is unchanged, except that the task may have been added.
     """
     catalog.task(partition, task_name)
     written = catalog.write(partition.partition_id, partition.incarnation, write)
@@ -80,7 +80,7 @@ class PromptClaims:
     """Serves claims for prompts that also create slots for these prompts; see `Admit`.
 
     Args:
-        catalog: the catalog of partitions.
+        catalog: catalog of partitions.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -94,7 +94,7 @@ class PromptClaims:
         max_wait_seconds: float,
         while_waiting: WhileWaiting = nullcontext,
     ) -> Claimed:
-        """Claim prompts once there is capacity for the requested slots; see `Catalog.claim`.
+        """Claim prompts when there is capacity for the requested slots; see `Catalog.claim`.
 
         Raises:
             PartitionNotFoundError, PolicyNotFoundError: the slots' partition or policy does not exist.
@@ -143,7 +143,7 @@ class PromptClaims:
                 return claimed
 
     def _end(self, partition_id: str, task_name: str) -> Claimed:
-        """Answer a call with the end of the task because its prompts can no longer get slots."""
+        """Answer a call with the end of the task, because its prompts can no longer get slots."""
         partition = self._catalog.get(partition_id)
         task = self._catalog.task(partition, task_name)
         return Claimed(partition, EndCounts(consumed_count=task.consumed_count, kept_count=task.kept_count))
@@ -164,10 +164,10 @@ class _Prompts:
     """Creates slots for the prompts claimed by one call.
 
     Args:
-        catalog: the partitions.
+        catalog: catalog of partitions.
         partition_id: name of the prompts' partition.
-        request: the claim for prompts.
-        admit: the slots that the claim requests.
+        request: claim for prompts.
+        admit: description of the slots that the claim requests.
         lease: lease terms for the prompts.
     """
 
@@ -191,15 +191,15 @@ class _Prompts:
 
     @property
     def queue(self) -> AdmissionQueue | None:
-        """The admission queue for the slots' partition, or None if the partition is unbounded."""
+        """The admission queue of the slots' partition, or None if the partition is unbounded."""
         return self._catalog.admission_queue(self._slots.partition_id)
 
     def demand(self, prompt_count: int) -> Callable[[], Demand]:
-        """Return a function that computes the demand of the slots for `prompt_count` prompts."""
+        """Return a function that computes the demand for the slots of `prompt_count` prompts."""
         return partial(demand_of_slots, self._slots, prompt_count, self._admit.slot_count)
 
     def make(self, rows: Indexes, capacity: WaitingWrite | None = None) -> None:
-        """Create slots for the given prompts; `capacity` is the reservation for these slots, or None."""
+        """Create slots for the given prompts. `capacity` is the capacity reserved for these slots, or None."""
         slots, queue = self._slots, self.queue
         write = self._write(slots, rows)
         if queue is not None and (capacity is None or not capacity.has_capacity):
@@ -215,7 +215,7 @@ class _Prompts:
             )
 
     def _write(self, slots: Partition, rows: Indexes) -> SampleWrite:
-        """Return the write that creates the slots for the given prompts."""
+        """Return a write that creates the slots for the given prompts."""
         prompts, count = self._catalog.get(self._partition_id), self._admit.slot_count
         keys = prompts.key[prompts.positions_of(rows)].tolist()
         if None in keys:
@@ -245,10 +245,10 @@ class _Prompts:
 
 
 def admitted_slots(catalog: Catalog, partition: Partition, task_name: str, claim: Claim) -> tuple[Partition, Claim]:
-    """Return the partition of the slots that were created with a claim, and the claim that leases these slots.
+    """Return the partition of the slots created with a claim, and the claim that leases these slots.
 
     Raises:
-        SamplesClearedError: some of these slots were cleared.
+        SamplesClearedError: some of these slots have been cleared.
     """
     name = "" if claim.lease is None else claim.lease.shared_with
     slots = catalog.find(name, missing_ok=True)

@@ -34,11 +34,11 @@ from tq_service.state.plan import Indexes
 from tq_service.state.table import DEAD_LETTERED, DROPPED, FAILED, HELD, LIVE, UNCLAIMED, is_open
 from tq_service.step_times import StepTimes
 
-_MOST_DEAD_LETTERED: Final = 100  # dead-lettered samples listed in a status
-_MOST_LEASES: Final = 20  # leases listed in a status
-_MOST_UNITS: Final = 1_024  # evicted units per answer
-_MOST_CHARACTERS: Final = 1 << 19  # characters in the names of evicted units per answer; at most 2 MiB
-_CLAIM_ID_BYTES: Final = 4  # of the request_id: enough to find a claim in the call log, too few to acknowledge it
+_MOST_DEAD_LETTERED: Final = 100  # maximum number of dead-lettered samples listed in a status
+_MOST_LEASES: Final = 20  # maximum number of leases listed in a status
+_MOST_UNITS: Final = 1_024  # maximum number of evicted units per response
+_MOST_CHARACTERS: Final = 1 << 19  # characters in the names of evicted units per response, which take up to 2 MiB
+_CLAIM_ID_BYTES: Final = 4  # enough of the request_id to find a claim in the call log, but too little to acknowledge it
 
 
 _NOTHING_CONSUMED: Final = ConsumptionStatus(
@@ -47,10 +47,10 @@ _NOTHING_CONSUMED: Final = ConsumptionStatus(
 
 
 def consumption_of(partition: Partition | None, task_name: str, *, missing_ok: bool = False) -> ConsumptionStatus:
-    """Return a task's consumption status; nothing is consumed in a missing partition.
+    """Return a task's consumption status. If the partition is missing, nothing has been consumed.
 
     Raises:
-        TaskNotFoundError: the task was neither declared nor has claimed anything yet, and `missing_ok` is false.
+        TaskNotFoundError: the task has not been declared and has not claimed anything, and `missing_ok` is false.
     """
     if partition is None:
         return _NOTHING_CONSUMED
@@ -98,14 +98,14 @@ def consumption_states(
 
 
 def _skipped_count(partition: Partition, task: TaskLedger) -> int:
-    """Return the number of samples that are known never to be delivered to a task."""
+    """Return the number of samples that will certainly never be delivered to a task."""
     if task.end is not None:
         return task.end.skipped_count
     return partition.inserted_count - task.consumed_count - task.backlog
 
 
 def _is_complete(partition: Partition, task: TaskLedger) -> bool:
-    """Whether no samples are left for a task; with rounds, whether none are left in the rounds that have begun."""
+    """Whether no samples are left for a task. With rounds, only rounds that have begun are considered."""
     if task.end is None:
         return partition.is_whole and task.backlog == 0 and task.leased_count == 0
     known_count = task.end.consumed_count + task.end.skipped_count
@@ -113,7 +113,7 @@ def _is_complete(partition: Partition, task: TaskLedger) -> bool:
 
 
 def production_of(partition: Partition | None, names: Sequence[str], *, missing_ok: bool = False) -> ProductionStatus:
-    """Return how many samples have data in all given fields; 0 for a missing partition.
+    """Return how many samples have data in all given fields. Return 0 if the partition is missing.
 
     Raises:
         InvalidArgumentError: `names` is empty.
@@ -151,9 +151,9 @@ def summary_of(partition: Partition) -> PartitionSummary:
 
 
 def description_of(catalog: Catalog, backlogs: Backlogs, partition: Partition) -> PartitionDescription:
-    """Return a consistent description of a partition with its fields and tasks.
+    """Return a consistent description of a partition, its fields, and its tasks.
 
-    Only the versions may be older, since they are from the last scan by `Backlogs.refresh`.
+    Only the versions may be older, because they are from the last scan by `Backlogs.refresh`.
     """
     with_versions = {task for _, task in tasks_with_versions(partition)}
     return PartitionDescription(
@@ -199,13 +199,13 @@ def status_of(
     backlog: Backlog = NO_BACKLOG,
     leases: tuple[ClaimLease, ...] = (),
 ) -> TaskStatus:
-    """Return a task's status.
+    """Return the status of a task.
 
     Args:
-        catalog: the catalog that contains the partition.
+        catalog: catalog that contains the partition.
         partition: partition of the task.
         task: ledger of the task.
-        backlog: the task's backlog, as found by the last scan.
+        backlog: backlog of the task as of the last scan.
         leases: leases to list, oldest first.
     """
     dead_lettered = partition.table.index[task.dead_lettered()[:_MOST_DEAD_LETTERED]]
@@ -247,12 +247,12 @@ def status_of(
 
 
 def _step_times(by_rank: Mapping[int, StepTimes], dp_size: int) -> StepTimes | None:
-    """Return the sum of all current ranks' step times, ignoring ranks from an earlier, larger `dp_size`."""
+    """Return the total step times of all current ranks. Ranks from an earlier, larger `dp_size` are ignored."""
     return StepTimes.sum(times for rank, times in by_rank.items() if rank < dp_size)
 
 
 def evicted_by(task: TaskLedger, after: int, limit: int) -> EvictedUnits:
-    """Return the units that a task's claims evicted after the given serial, up to the size limit for an answer.
+    """Return the units that a task's claims evicted after the given serial, limited to the size of one response.
 
     Raises:
         InvalidArgumentError: `after` or `limit` is out of range.

@@ -29,39 +29,39 @@ class VersionWait:
     reached: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def end(self, error: Callable[[], TqError]) -> None:
-        """Fail the wait with an error, unless it has already ended."""
+        """Fail the wait with the error that `error` returns, unless it has already ended."""
         if not self.reached.done():
             self.reached.set_exception(error())
 
 
 class VersionWaits:
-    """The calls that wait for policy versions. Confined to one event loop.
+    """The calls that wait for policy versions. This object must be used from a single event loop.
 
     Args:
-        policies: policies and their published versions. The owner calls `wake` after each change.
+        policies: policies and their published versions. The owner must call `wake` after each change.
     """
 
     def __init__(self, policies: Policies) -> None:
         self._policies = policies
         self._waiting: dict[str, dict[VersionWait, None]] = {}  # by policy name
-        self._claims: dict[Partition, dict[VersionWait, ClaimRequest]] = {}  # waits that belong to claims
+        self._claims: dict[Partition, dict[VersionWait, ClaimRequest]] = {}  # waits of claims
         self._end_error: Callable[[], TqError] | None = None
 
     def wake(self, policy: str) -> None:
-        """End all waits for a policy's published version or an earlier version."""
+        """End all waits for versions that the policy has reached."""
         for wait in self._waiting.get(policy, ()):
             if self.is_published(policy, wait.at_least) and not wait.reached.done():
                 wait.reached.set_result(None)
 
     def end(self, error: Callable[[], TqError]) -> None:
-        """Fail all current and future waits with this error."""
+        """Fail all current and future waits with the error that `error` returns."""
         self._end_error = error
         for waits in self._waiting.values():
             for wait in waits:
                 wait.end(error)
 
     def is_published(self, policy: str, at_least: int) -> bool:
-        """Whether a policy's published version is at least the given one."""
+        """Whether a policy's published version is `at_least` or later."""
         known = self._policies.get(policy)
         return known is not None and known.version >= at_least
 
@@ -79,15 +79,16 @@ class VersionWaits:
         claim: tuple[Partition, ClaimRequest] | None = None,
         enders: Enders | None = None,
     ) -> Policy | None:
-        """Wait for a policy version; return the policy after the wait, or None if it does not exist.
+        """Wait for a policy version. Return the policy after the wait, or None if the policy does not exist.
 
         Args:
             policy: name of the policy.
             at_least: lowest version that ends the wait.
             deadline: end of the wait, in event-loop time.
-            while_waiting: context that is active while the call waits.
-            claim: partition and request of the waiting claim; None if the call is not a claim.
-            enders: set of functions that end calls with an error; contains one for this wait while the call waits.
+            while_waiting: context manager that is active while the call waits.
+            claim: partition and request of the waiting claim. None if the call is not a claim.
+            enders: set of functions that end waiting calls with an error. During the wait, it contains a function for
+                this call.
 
         Raises:
             TqError: the wait was ended with this error.
@@ -119,7 +120,7 @@ class VersionWaits:
 
 
 def _remove(waits_by: dict[Any, dict[VersionWait, Any]], key: object, wait: VersionWait) -> None:
-    """Remove a wait; if it was the last one for its policy or partition, also remove that entry."""
+    """Remove a wait. If no waits remain for the policy or partition, also remove its entry."""
     del waits_by[key][wait]
     if not waits_by[key]:
         del waits_by[key]
