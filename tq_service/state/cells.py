@@ -612,7 +612,7 @@ class CellTable:
         for name in names:
             cells, extents = self.fields[name].cells_of(positions), None
             key = cells.tobytes()
-            if not self.extents.is_empty and self.extents.has(cells):  # the numbers of grown cells are specific to a field
+            if not self.extents.is_empty and self.extents.has(cells):  # grown cells are numbered by field
                 extents = self.extents.chains.resolve(cells)
                 key = b"".join(
                     each.tobytes() for each in (extents.cells, extents.counts, self.extents.lengths(extents))
