@@ -240,8 +240,7 @@ class ClaimAcked(TaskChange):
 
 
 class ClaimExtended(TaskChange):
-    """The lease on the unacknowledged samples of a claim was extended. It now ends `lease_seconds` after this change.
-    """
+    """The lease on the unacknowledged samples of a claim was extended to `lease_seconds` after this change."""
 
     request_id: bytes
     lease_seconds: float
@@ -289,7 +288,7 @@ class LeaseExpired(TaskChange):
         return claim, task.left(claim)
 
     def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim, Indexes], step: Step) -> None:
-        """End the lease on the samples. If the lease is shared, also end it on the samples of the second claim."""
+        """End the lease on the samples. If a second claim shares the lease, also end the lease on its samples."""
         claim, positions = found
         if (shared := SharedLease.of(partition, task, claim)) is not None:
             shared.expire(step)
@@ -383,7 +382,9 @@ class TaskAdvanced(TaskChange):
 
 
 class RanksRestarted(TaskChange):
-    """The ranks of a task restarted in a new epoch, after the last trained batch. Calls from the old ranks are rejected.
+    """The ranks of a task restarted in a new epoch, after the last trained batch.
+
+    Calls from the old ranks are rejected.
 
     Attributes:
         dp_size: new number of ranks.

@@ -694,8 +694,7 @@ def _check_columns(partition: Partition, write: SampleWrite, positions: Indexes 
 
 
 def _check_append(partition: Partition, write: SampleWrite, positions: Indexes, before: Indexes) -> list[FieldSpec]:
-    """Validate an append to held samples with cells of the lengths `before`; return the field specs after the append.
-    """
+    """Validate an append to held samples with cells of length `before`; return the field specs after the append."""
     check_growing(partition, write.claim, positions)
     specs = partition.cells.appended_specs(write.columns)
     for spec in specs:
