@@ -23,7 +23,7 @@ from tq_service.state.table import Column, RowTable, SlotTable, as_slice, distin
 
 NO_GROUP = -1
 
-_MOST_IN_ONE_DICT: Final = 1 << 15  # maximum number of names in a single dict; splitting a dict of this size takes about 10 ms
+_MOST_IN_ONE_DICT: Final = 1 << 15  # maximum number of names in a single dict; it takes about 10 ms to split
 _PART_COUNT: Final = 256
 _HASH_MASK: Final = (1 << 16) - 1
 # Maps the last bits of a hash to a part. The size of the parts increases evenly, and the last part is twice as large as
@@ -255,7 +255,7 @@ class GroupTable:
         self.members = self.slots.column("members", np.int64, 0)
         self.continuing = self.slots.column(
             "continuing", np.int64, 0
-        )  # for a group: number of members that continue a rollout, that is, all except the first member of each rollout
+        )  # for a group: number of members in rollouts, without the first member of each rollout
         self.failed = self.slots.column("failed", np.int64, 0)
         self.cleared = self.slots.column("cleared", np.int64, 0)
         self.closed = self.slots.column("closed", np.bool_, False)
@@ -507,8 +507,7 @@ class GroupTable:
         return start + np.flatnonzero(is_wanted[self.of_unit(unit, slice(start, end))])
 
     def slots_of(self, names: Sequence[str], rollouts: Sequence[str] = ()) -> Indexes:
-        """Return the slots of groups followed by the slots of rollouts; raise NotFoundError if a name does not exist.
-        """
+        """Return the slots of groups followed by the slots of rollouts; raise NotFoundError if a name is unknown."""
         found = []
         for what, given, index in (("group", names, self.slot_of), ("rollout", rollouts, self.rollout_slot_of)):
             slots = index.find(given)

@@ -147,8 +147,7 @@ class PartitionSettings:
 
     @property
     def keeps_until_saved(self) -> bool:
-        """Whether samples are kept until a trainer checkpoint covers their batch, rather than until the batch is trained.
-        """
+        """Whether samples are kept until a trainer checkpoint covers their batch."""
         return self.release is not None and self.release.when == "saved"
 
     def describe_difference(self, other: PartitionSettings) -> str:
@@ -259,7 +258,7 @@ class Partition:
             for each in settings.admissions
             if each.most_running and each.unit != "sample"
         }
-        self.since = self.table.column("since", np.float64, 0.0)  # time when each row was put or became live, for the ttl
+        self.since = self.table.column("since", np.float64, 0.0)  # time when each row was put or became live
         self.released_count = self.expired_count = 0
         self.insert_size_gcd = 0  # greatest common divisor of the number of new rows in each put
         self.row_version = 0  # number of row writes so far; used by claims that wait for a number of rows
@@ -279,8 +278,7 @@ class Partition:
         return self.table.next_index
 
     def check_incarnation(self, incarnation: bytes) -> None:
-        """Raise StaleIncarnationError if `incarnation` is not the current incarnation. An empty value is always valid.
-        """
+        """Raise StaleIncarnationError if `incarnation` is not the current incarnation. Empty is always valid."""
         if incarnation and incarnation != self.incarnation:
             check_passed_on("incarnation", incarnation)
             raise StaleIncarnationError(
@@ -339,7 +337,7 @@ class Partition:
         """Return the ledger of a task.
 
         Raises:
-            TaskNotFoundError: the task is not declared and has not made a request, or is not among the declared tasks.
+            TaskNotFoundError: the task is not among the declared tasks, or has not made a request yet.
         """
         self.check_task(name)
         if name not in self.tasks:
@@ -571,8 +569,7 @@ class Partition:
         self.on_rows(indexes)
 
     def forget_listeners(self) -> None:
-        """Remove all callbacks. Otherwise, their references would keep the partition in memory until a full collection.
-        """
+        """Remove all callbacks, whose references would keep the partition in memory until a full collection."""
         for listeners in (self.on_change, self.on_consumed, self.on_rows, self.on_reset):
             listeners.clear()
 
