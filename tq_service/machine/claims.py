@@ -168,8 +168,8 @@ class ClaimReleased(TaskChange):
 
     Attributes:
         global_indexes: leased samples to release. None releases all remaining samples.
-        is_final: whether to reject later calls with this request_id. False if no client received the response, so that
-            a client can retry with this request_id.
+        is_final: whether to reject later calls with this request_id. False if no client received the response, because
+            a client may then retry with this request_id.
     """
 
     request_id: bytes
@@ -222,7 +222,7 @@ class ClaimAcked(TaskChange):
     global_indexes: Indexes | None = None
 
     def check(self, partition: Partition, task: TaskLedger) -> tuple[Claim, Indexes] | None:
-        """Return the claim and the positions of the listed samples that it still leases, or None if there are none.
+        """Return the claim and the positions of the listed samples that it still leases; None if none is leased.
 
         Raises:
             LeaseExpiredError: the lease on some of the samples has ended. No samples are acknowledged.
@@ -250,7 +250,7 @@ class ClaimExtended(TaskChange):
 
         Raises:
             LeaseExpiredError: the lease has expired, or the claim was released.
-            PreconditionError: the claim has no leased samples, or was made without a lease.
+            PreconditionError: no samples are leased, or the claim was made without a lease.
         """
         claim = task.claims.get(self.request_id)
         if claim is None or task.ended.has_expired(self.request_id):
@@ -281,7 +281,7 @@ class LeaseExpired(TaskChange):
     request_id: bytes
 
     def check(self, partition: Partition, task: TaskLedger) -> tuple[Claim, Indexes]:
-        """Return the claim and the positions of its leased samples; raise LookupError if it has no leased samples."""
+        """Return the claim and the positions of its leased samples; raise LookupError if no samples are leased."""
         claim = task.claims.get(self.request_id)
         if claim is None or claim.leased_count == 0:
             raise LookupError(f"task {task.name!r} has no leased samples under request_id {self.request_id.hex()}")
@@ -492,7 +492,7 @@ class GroupsKept(TaskChange):
 
 
 def _without_data(partition: Partition, claim: Claim, positions: Indexes) -> Indexes:
-    """Return the rows of a claim that are held slots without data of their own."""
+    """Return the rows of a claim that are held slots without data in unshared fields."""
     if claim.lease is None or claim.lease.on_lost is None:
         return positions[:0]
     is_empty = partition.state[positions] == HELD
@@ -577,7 +577,7 @@ class SharedLease(NamedTuple):
     """A lease that a claim on prompts shares with a claim on slots in another partition (see `Admit`).
 
     The slots were created for the prompts. Each prompt has the same number of slots, and the slots are in prompt order.
-    A prompt is finished when all its slots are live. A claimable prompt has no slots, so generating its group again
+    A prompt is finished when all its slots are live. A claimable prompt is without slots, so generating its group again
     does not create duplicates. One of the claims may no longer exist, for example because its partition was cleared. In
     this case, the remaining claim continues with an ordinary lease.
     """
@@ -682,7 +682,7 @@ def check_claim(partition: Partition, claim: LeasedClaim | None, rows: Indexes) 
     """Raise an error if the claim has lost its lease on any of the samples to be written.
 
     Acknowledged samples pass the check. Samples that have failed or been cleared are not checked, because no other
-    worker will process them. If `claim` is None, nothing is checked.
+    worker will process them. Without a claim, this function does nothing.
 
     Raises:
         LeaseExpiredError: the lease on some of the samples has ended.
@@ -697,7 +697,7 @@ def check_claim(partition: Partition, claim: LeasedClaim | None, rows: Indexes) 
 def check_growing(partition: Partition, claim: LeasedClaim | None, positions: Indexes) -> None:
     """Raise an error if samples to be grown or truncated are not held, or are not leased to the claim.
 
-    If `claim` is None, leases are not checked.
+    Without a claim, leases are not checked.
 
     Raises:
         PreconditionError: a sample is not held.
@@ -805,9 +805,9 @@ def _check_leased(partition: Partition, task: TaskLedger, request_id: bytes, row
 def _left(partition: Partition, task: TaskLedger, claim: Claim, rows: Indexes | None) -> Indexes:
     """Return the positions of the given samples that still belong to a claim (see `TaskLedger.left`).
 
-    If `rows` is None, return all samples of the claim. Callers list all rows that the plan drops, even if they list
-    only some of its samples. A dropped row is therefore included if the remaining members of its group are included. If
-    its group has no other members left, the row is included if it is listed.
+    Without `rows`, return all samples of the claim. Callers list all rows that the plan drops, even if they list only
+    some of its samples. A dropped row is therefore included if the remaining members of its group are included. If no
+    other members of its group remain, the row is included if it is listed.
 
     Raises:
         InvalidArgumentError: the samples are only part of an indivisible group or of a claim without a lease. The

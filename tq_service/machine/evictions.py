@@ -1,4 +1,4 @@
-"""The change with which a claim evicts units that its task can never consume and requests replacements."""
+"""The change that evicts units that a task can never consume and requests replacements."""
 
 from __future__ import annotations
 

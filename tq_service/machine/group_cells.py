@@ -107,7 +107,7 @@ class GroupsRemoved(Change):
     names: Sequence[str]
 
     def prepare(self, state: State) -> FoundRows | None:
-        """Find the named groups that have no samples; return None if all groups have samples."""
+        """Find the named groups without samples; return None if all groups have samples."""
         partition = state.partition(self.partition_id)
         named = partition.groups.named(self.names)
         slots = named.slots[(named.slots >= 0) & ~named.has_members]

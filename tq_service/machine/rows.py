@@ -1,4 +1,4 @@
-"""Operations shared by several changes. They change the state of rows and handle the consequences for tasks and groups."""
+"""Operations shared by several changes: setting row states and handling the effects on tasks and groups."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def release_rows(partition: Partition, positions: Indexes, step: Step) -> None:
 
 
 def with_groups(partition: Partition, positions: Indexes, *, are_complete: bool) -> Indexes:
-    """Return the given rows that have no group, and all members of the groups of the remaining given rows.
+    """Return the given rows without a group, and all members of the groups of the remaining given rows.
 
     Args:
         partition: partition that contains the rows.
@@ -133,7 +133,7 @@ def with_groups(partition: Partition, positions: Indexes, *, are_complete: bool)
 
 
 def whole_groups(partition: Partition, positions: Indexes, is_chosen: NDArray[np.bool_]) -> Indexes:
-    """Return the chosen rows whose groups are chosen as a whole.
+    """Return the chosen rows of groups in which every member is chosen, and the chosen rows without a group.
 
     `positions` must contain all members of each group.
     """
@@ -182,7 +182,7 @@ def skip_lost_groups(partition: Partition, task: TaskLedger, positions: Indexes 
 
 
 def _groups_left(partition: Partition, positions: Indexes, unit: BatchUnit = "group") -> Indexes:
-    """Return the slots of the rows' groups (or rollouts) in which at least one member has not been cleared."""
+    """Return the slots of the rows' groups (or rollouts) that still have members."""
     groups = partition.groups
     slots = groups.of_unit(unit, positions)
     slots = distinct(slots[slots >= 0], groups.slots.count)

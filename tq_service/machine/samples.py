@@ -129,7 +129,7 @@ class StateReplaced(Change):
     """A checkpoint was restored. A snapshot from outside the log replaced the state.
 
     Attributes:
-        snapshot_number: number of the snapshot from which later log entries continue.
+        snapshot_number: number of the snapshot that later log entries build on.
     """
 
     snapshot_number: int
@@ -159,7 +159,7 @@ class SampleWrite:
         keys: keys of the samples in row order, without duplicates.
         groups: group of each sample in row order, or "" for no group. Only new samples are assigned to a group.
         rollouts: rollout of each sample in row order, or "" for no rollout. Only new samples are assigned to a rollout.
-        ends_rollouts: whether the write closes the rollouts of the samples, so that they accept no further samples.
+        ends_rollouts: whether the write closes the rollouts of the samples to further samples.
         rows_per_put: number of rows per put if the write combines several puts; 0 for a single put.
         put: put that contains the columns. None if only metadata and state are written.
         columns: columns of the put.
@@ -446,7 +446,7 @@ class SamplesCleared(Change):
     claim: LeasedClaim | None = field(default=None, metadata=CHECKED_ONCE)
 
     def prepare(self, state: State) -> FoundRows | None:
-        """Find the samples that still exist, or return None if there are none."""
+        """Find the samples that still exist, or return None if all have been removed."""
         partition = state.partition(self.partition_id)
         check_claim(partition, self.claim, self.global_indexes)
         positions = partition.table.find(self.global_indexes)
@@ -528,7 +528,7 @@ class SamplesExpired(Change):
     before: float
 
     def prepare(self, state: State) -> FoundRows | None:
-        """Find the samples to release, or return None if there are none. A group is released only as a whole."""
+        """Find the samples to release, or return None. A group is released only if all its members are due."""
         partition = state.partition(self.partition_id)
         table = partition.table
         is_old = (partition.since[: table.count] < self.before) & (partition.state[: table.count] != CLEARED)

@@ -74,7 +74,7 @@ class IdempotencyCache:
     """Responses to mutating requests, by request_id. Each response is kept while a client may still retry the request.
 
     Rejected requests are not recorded, because they change nothing and a retry may succeed. The age of a response is
-    measured from the time of the request's step, so a restart does not extend the time for which the response is kept.
+    measured from the time of the request's step, so a restart does not extend its lifetime.
 
     Attributes:
         used_bytes: approximate memory used by the responses, in bytes.
@@ -92,7 +92,7 @@ class IdempotencyCache:
         """Create an empty cache.
 
         Args:
-            keep_seconds: time in seconds for which to keep a response.
+            keep_seconds: retention time of a response in seconds.
             pack: function that converts a response to its stored form. The stored form should be small, because a cache
                 may contain a million responses.
             unpack: function that converts the stored form back to the response.
@@ -119,7 +119,7 @@ class IdempotencyCache:
         return len(self._newest)
 
     def recorded(self, request_id: bytes, kind: type[object], now_seconds: float) -> Any | None:
-        """Return the recorded response to a request, or None if there is none or it is too old.
+        """Return the recorded response to a request, or None if it does not exist or is too old.
 
         Raises:
             InvalidArgumentError: the request id is not 16 bytes long, or the recorded response is not of type `kind`
@@ -198,8 +198,8 @@ class State:
     Attributes:
         partitions: partitions by name.
         policies: policies by name.
-        answers: responses to mutating requests, kept so that retries receive the same response.
-        snapshot_number: number of the snapshot from which the state was restored; 0 if there was none.
+        answers: recorded responses to mutating requests, which are returned to retries.
+        snapshot_number: number of the restored snapshot; 0 if the state was not restored from a snapshot.
     """
 
     __slots__ = ("answers", "partitions", "policies", "snapshot_number")
@@ -216,7 +216,7 @@ class State:
         self.partitions[partition.partition_id] = partition
 
     def policy(self, name: str) -> Policy:
-        """Return a policy; raise PolicyNotFoundError if it has no published version."""
+        """Return a policy; raise PolicyNotFoundError if it does not exist."""
         policy = self.policies.get(name)
         if policy is None:
             raise PolicyNotFoundError(
@@ -257,15 +257,14 @@ class Step:
         freed: cells that no longer belong to any sample.
         leases: leases that began or were extended: partition, name of the task, and claim.
         batches: batches that were planned for ranks: partition, name of the task, and claim.
-        changed: partitions in which waiting claims may find more samples.
-        consumed: partitions in which a task has fewer samples left, so that waiting writes may proceed.
+        changed: partitions where waiting claims may find more samples.
+        consumed: partitions where a task has fewer samples left, so waiting writes may proceed.
         created: new partitions.
         cleared: removed partitions.
         written: rows that were added or written: partition and global indexes.
-        removed: rows that were removed: partition, global indexes, and keys. The keys are None if the partition has no
-            keys.
-        tasks: tasks that progressed: partition and name of the task. None instead of a name means all tasks of the
-            partition.
+        removed: rows that were removed: partition, global indexes, and keys. The keys are None if the partition does
+            not use keys.
+        tasks: tasks that progressed: partition and name of the task. The name None means all tasks of the partition.
         policies: names of policies that were removed or have a new version.
         pending: actions to run at the end of the current change, as part of the change.
     """
@@ -290,7 +289,7 @@ class Step:
             self.pending.pop(0)()
 
     def note_change(self, partition: Partition) -> None:
-        """Make all waiting claims in a partition search again, regardless of which rows have changed."""
+        """Make all waiting claims in a partition search again, whichever rows have changed."""
         partition.state_version += 1
         self.changed[partition] = None
 
@@ -349,7 +348,7 @@ def encode_change(change: Change) -> bytes:
 def encode_group(at_seconds: float, changes: Sequence[bytes]) -> list[bytes]:
     """Pack encoded changes into log records that are smaller than 1 MiB, which is the limit of etcd.
 
-    A change that exceeds the limit gets a record of its own.
+    A change that exceeds the limit gets a separate record.
     """
     parts: list[list[bytes]] = [[]]
     size = _AT_SECONDS.size
@@ -389,7 +388,7 @@ class RequestAnswered(Change):
         return state
 
     def apply(self, state: State, prepared: State, step: Step) -> None:
-        """Record the response, so that retries receive it."""
+        """Record the response for retries."""
         state.answers.add(self.request_id, self.packed, step.at_seconds)
 
 
@@ -400,7 +399,7 @@ class StateMachine:
         log: log to which changes are appended. None if changes are not logged, for example during recovery.
         fatal: function that is called with a reason and an error when the state can no longer be used.
         listener: function that is called with the consequences of a group after the group has been appended to the log.
-        refusal: function that returns the error with which to reject all changes. None if changes are accepted.
+        refusal: function that returns the error to raise for all changes. None if changes are accepted.
     """
 
     def __init__(self, state: State) -> None:
@@ -506,8 +505,8 @@ class StateMachine:
     def now_seconds(self) -> float:
         """Return the time, in seconds, for a group that starts now.
 
-        The process reads the wall clock only at startup and adds monotonic time to it, so clock adjustments have no
-        effect. The result is never earlier than the time of the last group in the log.
+        The process reads the wall clock only at startup and adds monotonic time to it, so clock adjustments are
+        ignored. The result is never earlier than the time of the last group in the log.
         """
         now = self._clock_offset + time.monotonic()
         if now < self._last_seconds:

@@ -129,7 +129,7 @@ class CellRuns:
 class CellSet:
     """A set of cells in one put.
 
-    The set contains the cells of `field_names` in ascending `rows`. If `rows` is None, it contains all original cells.
+    The set contains the cells of `field_names` in ascending `rows`. Without `rows`, it contains all original cells.
     """
 
     put: Put
@@ -170,7 +170,7 @@ class Field:
 
     Attributes:
         is_shared: whether the cells belong to groups rather than rows.
-        spec: spec that fits all cells; the declared spec if the field has no cells.
+        spec: spec that fits all cells; the declared spec if the field is empty.
         length: size of each cell in the first ragged dimension; None if no dimension is ragged.
         produced_count: number of cells in the field.
     """
@@ -197,7 +197,7 @@ class Field:
         return self.produced_count
 
     def cells_of(self, rows: slice | Indexes) -> Indexes:
-        """Return the cell of each row, of shape `(n,)`; `NOT_PRODUCED` if the row has no cell.
+        """Return the cell of each row, of shape `(n,)`; `NOT_PRODUCED` for a row without a cell.
 
         This method can be called from any thread.
         """
@@ -256,7 +256,7 @@ class SharedField(Field):
         return int((groups.members[slots] - groups.cleared[slots] - groups.failed[slots]).sum())
 
     def cells_of(self, rows: slice | Indexes) -> Indexes:
-        """Return the cell of each row's group, of shape `(n,)`; `NOT_PRODUCED` if the group has no cell.
+        """Return the cell of each row's group, of shape `(n,)`; `NOT_PRODUCED` for a group without a cell.
 
         This method can be called from any thread.
         """
@@ -386,7 +386,7 @@ class CellTable:
         return masks[0]
 
     def produced_by(self, positions: Indexes) -> dict[str, NDArray[np.bool_]]:
-        """Return a mask of the rows that have a cell, for each field in which at least one of the rows has a cell."""
+        """Return a mask of the rows that have a cell, for each field with a cell in at least one of the rows."""
         all_of_them = np.ones(positions.size, np.bool_)
         found: dict[str, NDArray[np.bool_]] = {}
         for name, field in self.fields.items():
@@ -437,12 +437,12 @@ class CellTable:
         return specs
 
     def lengths(self, name: str, positions: Indexes) -> Indexes:
-        """Return the length of each row's cell in a field (see `Field.lengths`), or 0 if the row has no cell."""
+        """Return the length of each row's cell in a field (see `Field.lengths`), or 0 for a missing cell."""
         field = self.fields.get(name)
         return np.zeros(positions.size, np.int64) if field is None else np.maximum(field.lengths(positions), 0)
 
     def extent_counts(self, name: str, positions: Indexes) -> Indexes:
-        """Return the number of extents of each row's cell in a field, or 0 if the row has no cell."""
+        """Return the number of extents of each row's cell in a field, or 0 for a missing cell."""
         field = self.fields.get(name)
         if field is None:
             return np.zeros(positions.size, np.int64)
@@ -548,7 +548,7 @@ class CellTable:
     def free(self, positions: Indexes, fields: Iterable[Field]) -> list[Freed]:
         """Remove the cells at `positions` in `fields`, and return the removed cells.
 
-        If a field has no cells left, it reverts to its declared spec. An undeclared field is removed.
+        A field without remaining cells reverts to its declared spec. An undeclared field is removed.
         """
         looked_at = list(fields)
         freed = self._free_cells(positions, looked_at)
@@ -606,7 +606,7 @@ class CellTable:
     def locate(self, names: Sequence[str], positions: Indexes) -> list[CellRuns]:
         """Return the cell locations of the named fields, with fields grouped by equal locations.
 
-        A field is omitted if any of the rows has no cell in it.
+        A field is omitted if any of the rows lacks a cell in it.
         """
         alike: dict[bytes, tuple[Indexes, Extents | None, list[str]]] = {}
         for name in names:
@@ -743,12 +743,12 @@ class PutTable(SlotTable):
         self.used_bytes = 0
 
     def declare(self, field_name: str) -> None:
-        """Declare a field so that puts can contain cells of the field."""
+        """Declare a field that puts can contain."""
         if field_name not in self._cell_bytes:
             self._cell_bytes[field_name] = self.column(CELL_BYTES_COLUMN + field_name, np.float64, 0.0)
 
     def forget(self, field_name: str) -> None:
-        """Remove a field that has no cells."""
+        """Remove a field without cells."""
         del self._cell_bytes[field_name]
         self.remove_column(CELL_BYTES_COLUMN + field_name)
 
@@ -774,7 +774,7 @@ class PutTable(SlotTable):
         return put
 
     def count_off(self, slot: int, counts: Iterable[tuple[str, int]]) -> bool:
-        """Subtract freed cells from a put, given as counts per field; return whether the put has no cells left."""
+        """Subtract freed cells from a put, given as counts per field; return whether the put is now empty."""
         cells_left, bytes_left, gone_bytes = int(self._cells[slot]), int(self._bytes[slot]), 0.0
         for field_name, count in counts:
             cells_left -= count
@@ -808,7 +808,7 @@ def merge_specs(known: FieldSpec, column: ColumnWrite, layout: Layout) -> FieldS
     """Widen a field's spec to fit the rows of a column; raise FieldMismatchError if the column does not fit.
 
     Args:
-        known: current spec of the field; the declared spec if the field has no rows.
+        known: current spec of the field; the declared spec if the field is empty.
         column: new rows.
         layout: declared layout of the field. A jagged field also accepts rows of equal shape. An "auto" field becomes
             jagged when a row has a different shape or a column is jagged.
@@ -871,7 +871,7 @@ class _MetaStore:
 
     @property
     def kind(self) -> str:
-        """Kind of the column's typed values (`i`, `f`, `b` or `O`); empty if the column has no typed values."""
+        """Kind of the column's typed values (`i`, `f`, `b` or `O`); empty without typed values."""
         return "" if self.values is None else self.values.data.dtype.kind
 
 
@@ -902,7 +902,7 @@ class CustomMeta:
         )
 
     def declare(self, kinds: Mapping[str, str]) -> None:
-        """Declare columns of the given `kinds`, so that their values can be restored."""
+        """Declare columns of the given `kinds` before their values are restored."""
         for name, kind in kinds.items():
             stored = self._columns[name] = _MetaStore()
             if typed := kind.removesuffix(_JSON):
@@ -1002,9 +1002,9 @@ class CustomMeta:
         return arrays[0][rows], arrays[1][rows]
 
     def json_values(self, name: str, rows: slice | Indexes) -> NDArray[np.object_] | None:
-        """Return the JSON texts of a column, or None if the column has no JSON values.
+        """Return the JSON texts of a column, or None without JSON values.
 
-        The text is None for a row whose value is missing or null.
+        Rows with a missing or null value get None.
         """
         stored = self._columns.get(name)
         if stored is None or stored.json is None:
@@ -1014,7 +1014,7 @@ class CustomMeta:
         return texts
 
     def arrays(self, name: str) -> tuple[NDArray[Any], NDArray[np.bool_]] | None:
-        """Return the arrays of a column's typed values and presence flags; None if the column has no typed values."""
+        """Return the arrays of a column's typed values and presence flags, or None without typed values."""
         stored = self._columns.get(name)
         if stored is None or stored.values is None or stored.present is None:
             return None

@@ -176,7 +176,7 @@ class CheckedNames:
 
     @property
     def names_without_members(self) -> list[str]:
-        """Names of groups or rollouts that have no samples yet."""
+        """Names of groups or rollouts without samples."""
         return list(itertools.compress(self.names, ~self.has_members))
 
     def have_begun(self, codes: Indexes) -> NDArray[np.bool_]:
@@ -191,8 +191,8 @@ class CheckedGroups:
     Attributes:
         groups: names of the groups.
         rollouts: names of the rollouts, or None.
-        group_codes: for each new sample, the position of its group in `groups.names`. NO_GROUP for a sample that has no
-            group or is in a rollout that already has samples.
+        group_codes: for each new sample, the position of its group in `groups.names`. NO_GROUP for a sample without a
+            group, or in a rollout that already has samples.
     """
 
     groups: CheckedNames
@@ -201,7 +201,7 @@ class CheckedGroups:
 
     @property
     def begins(self) -> NDArray[np.bool_]:
-        """A mask of the new samples whose group and rollout have no samples yet, of shape `(n,)`.
+        """A mask of the new samples whose group and rollout are still empty, of shape `(n,)`.
 
         Samples without a group or rollout are included.
         """
@@ -328,7 +328,7 @@ class GroupTable:
         """Validate the groups and rollouts of new samples without changing the table.
 
         Args:
-            groups: group of each sample. "" for a sample that has no group or belongs to the group of its rollout.
+            groups: group of each sample. "" for a sample without a group, or in the group of its rollout.
             group_size: declared size of new groups. 0 means that the size is unknown.
             rollouts: rollout of each sample, or "" for no rollout. Empty if no sample has a rollout.
 
@@ -452,7 +452,7 @@ class GroupTable:
         return np.flatnonzero((self._names[: slots.count] != None) & (self.members[: slots.count] == 0))  # noqa: E711  (of each)
 
     def find(self, names: Sequence[str], rollouts: Sequence[str] = ()) -> Indexes:
-        """Return the slots of groups followed by the slots of rollouts; -1 if a name is unknown or has no members."""
+        """Return the slots of groups followed by the slots of rollouts; -1 for an unknown or empty group or rollout."""
         slots = np.append(self.slot_of.find(names), self.rollout_slot_of.find(rollouts))
         return np.where(self.members[slots] > 0, slots, -1)
 
@@ -522,7 +522,7 @@ class GroupTable:
         return np.concatenate(found)
 
     def close(self, slots: Indexes) -> None:
-        """Close groups and rollouts, so that they accept no further members."""
+        """Close groups and rollouts to further members."""
         slots = distinct(slots, self.slots.count)
         self._count_not_open(slots)
         self.closed.write(slots, True)
@@ -556,7 +556,7 @@ class GroupTable:
         return empty
 
     def remove(self, empty: Indexes) -> None:
-        """Free the distinct slots of groups and rollouts that have no members."""
+        """Free the distinct slots of groups and rollouts without members."""
         is_rollout = self.parent[empty] >= 0
         self._count_not_open(empty)
         self.slot_of.remove(self._names[empty[~is_rollout]].tolist())

@@ -220,8 +220,8 @@ class RecordedPlan:
     def part(self, dp_rank: int = 0) -> RankPlan:
         """Return the part of the plan for one rank.
 
-        If the plan has no steps, the rank's rows are split into micro-batches. All ranks have the same number of
-        micro-batches, so some micro-batches may be empty.
+        Without steps, the rank's rows are split into micro-batches. All ranks have the same number of micro-batches, so
+        some micro-batches may be empty.
         """
         start, size = sum(self.sizes[:dp_rank]), self.sizes[dp_rank]
         if self.steps:
@@ -268,8 +268,8 @@ class Claim:
         delivery_counts: for each sample, the number of its leased deliveries, including this delivery; None without a
             lease.
         returned: global indexes of the samples that were acknowledged without being consumed, or None.
-        remaining: number of samples in the claim that are neither cleared nor released. If the claim has no lease and
-            its plan may deliver samples without consuming them, this is the number of consumed samples.
+        remaining: number of samples in the claim that are neither cleared nor released. Without a lease, if the plan
+            may deliver samples without consuming them, this is the number of consumed samples.
         leased_count: number of samples that are still leased. Acknowledged, failed, cleared and released samples are no
             longer leased.
         deadline: expiry time of the lease on the event loop's clock. The lease timer sets this value, except during
@@ -317,7 +317,7 @@ class Claim:
         return self.serial if self.lease is None else -self.serial
 
     def leased_seconds(self, now: float) -> float:
-        """Return the number of seconds until the lease expires, or 0 if the claim has no leased samples."""
+        """Return the number of seconds until the lease expires, or 0 if no samples are leased."""
         return max(0.0, self.deadline - now) if self.leased_count else 0.0
 
 
@@ -520,7 +520,7 @@ class TaskLedger(TaskFacts):
 
     @property
     def is_unused(self) -> bool:
-        """Whether the task has no history, that is, no claims, recorded end, resets, releases or evictions."""
+        """Whether the task is without history: claims, a recorded end, resets, releases or evictions."""
         is_first = self.epoch == 0 and self.serial == LAST_RESERVED and not self.evicted_count
         return is_first and self.end is None and not (self.ended or self.past_names)
 
@@ -583,7 +583,7 @@ class TaskLedger(TaskFacts):
         check_epoch(self.name, self.epoch, epoch)
 
     def recorded(self, request: ClaimRequest) -> RankPlan | Claim | EndCounts | None:
-        """Return the recorded response to a request, or None if there is none."""
+        """Return the recorded response to a request, or None if none is recorded."""
         if request.rank is None:
             return self._recorded_claim(request)
         rank = request.rank

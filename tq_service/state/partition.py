@@ -51,12 +51,12 @@ class PartitionSettings:
     """The settings of a partition. They cannot change after the partition is created.
 
     Attributes:
-        default_layout: layout of tensor fields for which `fields` specifies no layout.
-        fields: declared fields. They are sorted by name so that equal sets of fields compare equal.
+        default_layout: layout of tensor fields whose layout is not declared in `fields`.
+        fields: declared fields. They are sorted by name, so equal sets of fields compare equal.
         max_bytes: maximum total size of all cells in bytes. While the limit is exceeded, puts of new samples wait. None
             means no limit.
-        admissions: limits on the outstanding work of tasks. They are sorted by task so that equal sets of limits
-            compare equal.
+        admissions: limits on the outstanding work of tasks. They are sorted by task, so equal sets of limits compare
+            equal.
         tasks: sorted names of the tasks that may consume the partition. Empty if any task may consume it.
         samples_per_round: number of samples that complete a round, even if the partition is not sealed. None means no
             rounds.
@@ -136,7 +136,7 @@ class PartitionSettings:
 
     @property
     def known_tasks(self) -> Iterable[str]:
-        """Names of all tasks in the settings. These tasks exist from the start, so that they track every sample."""
+        """Names of all tasks in the settings. These tasks exist from the start and therefore track every sample."""
         admitted = (admission.task_name for admission in self.admissions)
         return dict.fromkeys((*self.tasks, *admitted, *self.releasing_tasks))
 
@@ -198,7 +198,7 @@ class PartitionFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionSnapshot:
-    """A snapshot of a partition. Another thread can write the snapshot to a file, from which it can later be restored.
+    """A snapshot of a partition. Another thread can write the snapshot to a file, to be restored later.
 
     A snapshot omits derived state, such as scan positions, key indexes, free slots, and the number of remaining rows of
     each claim.
@@ -210,7 +210,7 @@ class PartitionSnapshot:
 
 
 class Listeners(list[Callable[..., object]]):
-    """The callbacks of an event, in the order in which they were added."""
+    """The callbacks of an event, in insertion order."""
 
     def __call__(self, *what: Any) -> None:
         """Call each callback with the arguments of the event."""
@@ -303,7 +303,7 @@ class Partition:
                 held.add(_in_state(rows, states, HELD), by)
 
     def begin_age(self, rows: slice | Indexes, at_seconds: float) -> None:
-        """Record the time from which the age of rows is measured, if the partition releases samples by age."""
+        """Start measuring the age of rows at `at_seconds`, if the partition releases samples by age."""
         if self.settings.release is not None and self.settings.release.ttl_seconds is not None:
             self.since.write(rows, at_seconds)
 
@@ -319,7 +319,7 @@ class Partition:
         return task
 
     def forget_task(self, name: str) -> None:
-        """Remove a task that has no records, including its columns."""
+        """Remove a task without records, including its columns."""
         del self.tasks[name]
         for column in task_columns(name):
             self.table.remove_column(column)

@@ -1,8 +1,8 @@
 """Claims and plans: the request of a consumer, the view that a sampler reads, and the plan that the sampler returns.
 
-All definitions up to and including `Sampler` are public. `tq_service.samplers` exports them, so that users can write
-their own samplers as subclasses of `Sampler`. The remaining definitions describe a claim: its conditions, its order,
-the arguments that all ranks must agree on, and the call itself.
+All definitions up to and including `Sampler` are public. `tq_service.samplers` exports them, because users write their
+own samplers as subclasses of `Sampler`. The remaining definitions describe a claim: its conditions, its order, the
+arguments that all ranks must agree on, and the call itself.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class LengthSource:
 
     Attributes:
         key: custom_meta column that contains the token count. None means `total_lengths`.
-        field: field whose row length is used if the column has no value for the sample. If both `field` and `key` are
-            None, the sample's longest sequence in the requested fields is used. If only `field` is None, the column is
-            the only source. A sequence is a one-dimensional row of a field that is not declared as dense.
+        field: field whose row length is used if the column has no value for the sample. Without `field` and `key`, the
+            sample's longest sequence in the requested fields is used. With `key` but without `field`, the column is the
+            only source. A sequence is a one-dimensional row of a field that is not declared as dense.
     """
 
     key: str | None = None
@@ -228,9 +228,9 @@ class View(Protocol):
                 groups. None means no limit.
             unit: unit of `limit`. With "rollout", each rollout counts as a group, and so does each sample without a
                 rollout.
-            block_size: size at which a group without a declared size is complete. If the partition has no named groups,
-                each block of `block_size` consecutive indexes is a group. If `block_size` is None, each sample is a
-                group.
+            block_size: size at which a group without a declared size is complete. Without named groups in the
+                partition, each block of `block_size` consecutive indexes is a group. Without `block_size`, each sample
+                is a group.
             take_incomplete: whether to return the remaining members of a group after other members have failed or been
                 cleared. If false, such groups are skipped.
             blocks: "aligned" if blocks begin at multiples of `block_size`, or "anywhere". With "anywhere", any
@@ -256,8 +256,8 @@ class View(Protocol):
     def field_lengths(self, field: str, rows: Indexes) -> Indexes:
         """Return the length of each row in a field, of shape `(n,)`; -1 for missing cells, scalars and objects.
 
-        The length of a row is its size in the first dimension in which rows differ, or in dimension 0 if all rows have
-        the same shape.
+        The length of a row is its size in the first dimension that varies between rows, or in dimension 0 if all rows
+        have equal shapes.
         """
         ...
 
@@ -269,11 +269,11 @@ class View(Protocol):
         ...
 
     def group_names(self, rows: Indexes) -> list[str | None]:
-        """Return the name of each row's group, or None if the row has no named group."""
+        """Return the name of each row's group, or None for a row without a named group."""
         ...
 
     def rollout_names(self, rows: Indexes) -> list[str | None]:
-        """Return the name of each row's rollout, or None if the row has no rollout."""
+        """Return the name of each row's rollout, or None for a row without a rollout."""
         ...
 
     def use_counts(self, rows: Indexes) -> Indexes:
@@ -399,7 +399,7 @@ class Condition:
     def resolved(self, policies: Policies) -> Condition:
         """Return the condition with the published version filled in.
 
-        If the policy has no published version, no sample satisfies the returned condition.
+        If the policy does not exist, no sample satisfies the returned condition.
         """
         if self.published is None:
             return self
@@ -482,7 +482,7 @@ _COMPARE: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A custom_meta column by which ready samples are sorted. Samples without a value come last."""
+    """A custom_meta column used to sort ready samples. Samples without a value come last."""
 
     column: str
     descending: bool = False
@@ -647,7 +647,7 @@ class Rank:
 
     @classmethod
     def of(cls, **numbers: int | None) -> Rank | None:
-        """Create a rank from `dp_rank`, `dp_size` and `batch_index`; return None if all three are None.
+        """Create a rank from `dp_rank`, `dp_size` and `batch_index`; return None if none of them is given.
 
         Raises:
             InvalidArgumentError: only some of the numbers are None, or a number is out of range.
@@ -900,7 +900,7 @@ class ClaimRequest:
 
     @property
     def policy(self) -> str | None:
-        """Policy that `where` refers to. If there is none, the policy in `not_before`, or None."""
+        """Policy referred to in `where` or, otherwise, in `not_before`. None if neither is set."""
         compared = (each.published.policy for each in self.batch_spec.where if each.published is not None)
         return next(compared, None if self.not_before is None else self.not_before.policy)
 

@@ -15,10 +15,10 @@ A `RowTable` contains rows in order of their global index. Removing a row leaves
 rows, each step that adds or removes rows also closes some gaps by moving rows forward. Such a step examines a few
 thousand positions or twice the number of added or removed rows, whichever is larger. Every step is therefore short, and
 the gaps are closed before the table grows much. A gap keeps its index, so the rows around it can still be found by
-binary search. Positions from which rows were moved get the index -1. A reader on another thread can pin the positions
-of the rows (`pinned`), so that rows are not moved while it reads. If there are many gaps (`has_many_gaps`), a new
-reader first waits until all current readers have finished. Otherwise, overlapping readers could prevent gaps from ever
-being closed. A reader that yields control between slices does not pin the table (`slices`).
+binary search. The old position of a moved row gets the index -1. A reader on another thread can pin the rows (`pinned`)
+to keep them from moving while it reads. If there are many gaps (`has_many_gaps`), a new reader first waits until all
+current readers have finished. Otherwise, overlapping readers could prevent gaps from ever being closed. A reader that
+yields control between slices does not pin the table (`slices`).
 
 A large number of rows is added in two phases. First, `reserve_capacity` reserves capacity and creates the columns for
 the new rows. It works in several steps, and other work can run between the steps. After that, a single step adds the
@@ -131,7 +131,7 @@ class ObjectChunks:
                 self._chunk(number)[there] = values if is_one else given[here]
 
     def _reset(self, number: int, there: Any) -> None:
-        """Reset elements of a chunk to the fill. If the whole chunk is reset, free it."""
+        """Reset elements of a chunk to the fill. If all elements are reset, free the chunk."""
         if isinstance(there, slice) and there.stop - there.start > _CHUNK_MASK:
             self._chunks.pop(number, None)
         elif number in self._chunks:
@@ -270,8 +270,8 @@ class ColumnSnapshot:
     """The first `size` values of a column when the snapshot was taken. They can be read once, in order, on any thread.
 
     The thread of the column saves a block before it changes the block. The reader first copies the block from the
-    column and only afterwards looks for a saved block. If there is no saved block, the column had not started to change
-    the block when it was copied.
+    column and only afterwards looks for a saved block. Without a saved block, the column had not started to change the
+    block when it was copied.
     """
 
     __slots__ = ("__weakref__", "_array", "_kept", "_next_block", "size")
@@ -323,7 +323,7 @@ class Column:
         data: read-only array of all values up to the capacity. It is replaced when the column grows or is compacted. An
             older array still refers to the memory of the column unless the column has moved to new memory.
         fill: value of positions that have not been written.
-        is_blank: whether the column has never been written, so that all its values equal the fill.
+        is_blank: whether the column has never been written. All its values then equal the fill.
     """
 
     __slots__ = ("_array", "_memory", "_snapshots", "data", "fill", "is_blank")
@@ -584,8 +584,8 @@ class RowTable(Table):
     def reserve_capacity(self, count: int, columns: Iterable[NewColumn] = ()) -> Iterator[None]:
         """Reserve capacity for `count` more rows in steps. The table may change between the steps.
 
-        After the last step, the indexes of the new rows have been written. The given columns are created in advance, so
-        that they can be declared quickly with `column`.
+        After the last step, the indexes of the new rows have been written. The given columns are created in advance,
+        which makes it fast to declare them with `column`.
         """
         while (end := self.count + count) > self._capacity:
             self._grow(min(end, self._capacity + _CAPACITY_STEP))
@@ -667,7 +667,7 @@ class RowTable(Table):
 
     @property
     def has_many_gaps(self) -> bool:
-        """Whether there are so many gaps that new readers should wait before they pin the table."""
+        """Whether the number of gaps requires new readers to wait before they pin the table."""
         return self.gap_count > _MANY_GAPS + 2 * self.present_count
 
     @contextlib.contextmanager
@@ -708,7 +708,7 @@ class RowTable(Table):
 
     @property
     def _is_gapless(self) -> bool:
-        """Whether no gaps have been closed between the first and the last row, so that indexes determine positions."""
+        """Whether no gaps have been closed between the first and the last row. Indexes then determine positions."""
         return self._closing is None and self.next_index - int(self.index.data[0]) == self.count
 
     @property
@@ -828,7 +828,7 @@ def count_values(values: Indexes) -> tuple[Indexes, Indexes]:
 
 
 def as_slice(positions: slice | Indexes) -> slice | Indexes:
-    """Convert many consecutive positions to a slice, so that numpy copies instead of gathering.
+    """Convert many consecutive positions to a slice, because numpy copies slices faster than it gathers.
 
     All other positions are returned unchanged.
     """
