@@ -98,7 +98,7 @@ class SamplesClaimed(TaskChange):
         plan: record of the plan.
         batch_spec: arguments of the request for a batch or a named claim; None for an unnamed claim.
         request_id: request id of a queue worker's claim; empty for a batch.
-        lease: lease terms of a queue worker's claim. None means that the samples are consumed on delivery.
+        lease: lease terms of a queue worker's claim. None means that deliveries are not acknowledged.
         claim_name: name under which a queue worker can request the claim again; empty for an unnamed claim.
     """
 
@@ -222,7 +222,9 @@ class ClaimAcked(TaskChange):
     global_indexes: Indexes | None = None
 
     def check(self, partition: Partition, task: TaskLedger) -> tuple[Claim, Indexes] | None:
-        """Return the claim and the positions of the listed samples that it still leases; None if none is leased.
+        """Return the claim and the positions of the listed samples that it still leases.
+
+        Return None if it leases none of the listed samples.
 
         Raises:
             LeaseExpiredError: the lease on some of the samples has ended. No samples are acknowledged.
@@ -577,7 +579,7 @@ class SharedLease(NamedTuple):
     """A lease that a claim on prompts shares with a claim on slots in another partition (see `Admit`).
 
     The slots were created for the prompts. Each prompt has the same number of slots, and the slots are in prompt order.
-    A prompt is finished when all its slots are live. A claimable prompt is without slots, so generating its group again
+    A prompt is finished when all its slots are live. A claimable prompt has no slots, so generating its group again
     does not create duplicates. One of the claims may no longer exist, for example because its partition was cleared. In
     this case, the remaining claim continues with an ordinary lease.
     """

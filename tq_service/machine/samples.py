@@ -528,7 +528,7 @@ class SamplesExpired(Change):
     before: float
 
     def prepare(self, state: State) -> FoundRows | None:
-        """Find the samples to release, or return None. A group is released only if all its members are due."""
+        """Find the samples to release, or return None. A group is released only if all its members can be released."""
         partition = state.partition(self.partition_id)
         table = partition.table
         is_old = (partition.since[: table.count] < self.before) & (partition.state[: table.count] != CLEARED)

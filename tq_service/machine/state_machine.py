@@ -216,7 +216,7 @@ class State:
         self.partitions[partition.partition_id] = partition
 
     def policy(self, name: str) -> Policy:
-        """Return a policy; raise PolicyNotFoundError if it does not exist."""
+        """Return a policy; raise PolicyNotFoundError if it has no published version."""
         policy = self.policies.get(name)
         if policy is None:
             raise PolicyNotFoundError(

@@ -129,7 +129,8 @@ class CellRuns:
 class CellSet:
     """A set of cells in one put.
 
-    The set contains the cells of `field_names` in ascending `rows`. Without `rows`, it contains all original cells.
+    The set contains the cells of `field_names` in ascending `rows`. If `rows` is None, it contains all original cells
+    of the put.
     """
 
     put: Put
@@ -743,7 +744,7 @@ class PutTable(SlotTable):
         self.used_bytes = 0
 
     def declare(self, field_name: str) -> None:
-        """Declare a field that puts can contain."""
+        """Declare a field so that puts can contain its cells."""
         if field_name not in self._cell_bytes:
             self._cell_bytes[field_name] = self.column(CELL_BYTES_COLUMN + field_name, np.float64, 0.0)
 
@@ -871,7 +872,7 @@ class _MetaStore:
 
     @property
     def kind(self) -> str:
-        """Kind of the column's typed values (`i`, `f`, `b` or `O`); empty without typed values."""
+        """Kind of the column's typed values (`i`, `f`, `b` or `O`); empty if there are none."""
         return "" if self.values is None else self.values.data.dtype.kind
 
 
@@ -1002,7 +1003,7 @@ class CustomMeta:
         return arrays[0][rows], arrays[1][rows]
 
     def json_values(self, name: str, rows: slice | Indexes) -> NDArray[np.object_] | None:
-        """Return the JSON texts of a column, or None without JSON values.
+        """Return the JSON texts of a column, or None if no value is JSON.
 
         Rows with a missing or null value get None.
         """
@@ -1014,7 +1015,7 @@ class CustomMeta:
         return texts
 
     def arrays(self, name: str) -> tuple[NDArray[Any], NDArray[np.bool_]] | None:
-        """Return the arrays of a column's typed values and presence flags, or None without typed values."""
+        """Return the arrays of a column's typed values and presence flags, or None if there are no typed values."""
         stored = self._columns.get(name)
         if stored is None or stored.values is None or stored.present is None:
             return None

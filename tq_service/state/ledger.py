@@ -220,8 +220,8 @@ class RecordedPlan:
     def part(self, dp_rank: int = 0) -> RankPlan:
         """Return the part of the plan for one rank.
 
-        Without steps, the rank's rows are split into micro-batches. All ranks have the same number of micro-batches, so
-        some micro-batches may be empty.
+        If the plan has no steps, the rank's rows are split into micro-batches. All ranks have the same number of
+        micro-batches, so some micro-batches may be empty.
         """
         start, size = sum(self.sizes[:dp_rank]), self.sizes[dp_rank]
         if self.steps:
@@ -263,13 +263,13 @@ class Claim:
         batch_index: index of the batch; -1 for a queue worker.
         name: claim name that the queue worker passed; empty for an unnamed claim.
         batch_spec: arguments that every rank, or every call with this claim name, must pass; None for an unnamed claim.
-        lease: terms of the lease, which are kept after the lease ends. None means that the samples were consumed on
-            delivery.
+        lease: terms of the lease, which are kept after the lease ends. None means that the delivery is not
+            acknowledged.
         delivery_counts: for each sample, the number of its leased deliveries, including this delivery; None without a
             lease.
         returned: global indexes of the samples that were acknowledged without being consumed, or None.
-        remaining: number of samples in the claim that are neither cleared nor released. Without a lease, if the plan
-            may deliver samples without consuming them, this is the number of consumed samples.
+        remaining: number of samples in the claim that are neither cleared nor released. If the claim has no lease and
+            its plan may deliver samples without consuming them, this is the number of consumed samples.
         leased_count: number of samples that are still leased. Acknowledged, failed, cleared and released samples are no
             longer leased.
         deadline: expiry time of the lease on the event loop's clock. The lease timer sets this value, except during
@@ -317,7 +317,7 @@ class Claim:
         return self.serial if self.lease is None else -self.serial
 
     def leased_seconds(self, now: float) -> float:
-        """Return the number of seconds until the lease expires, or 0 if no samples are leased."""
+        """Return the number of seconds until the lease expires, or 0 if the claim has no leased samples."""
         return max(0.0, self.deadline - now) if self.leased_count else 0.0
 
 
@@ -350,9 +350,9 @@ class TaskTotals:
         redelivered: number of deliveries of samples that were already delivered under an earlier lease.
         expired: number of samples whose lease expired.
         dead_lettered: number of samples that were dead-lettered when their lease expired.
-        unmatched: number of units that claims of the task evicted because the claims' `where` condition excluded them.
-        too_small: number of groups that claims of the task evicted because too few members were left.
-        late: number of samples and groups that claims of the task evicted because they would have become too stale.
+        unmatched: number of units evicted because the claims' `where` condition excluded them.
+        too_small: number of groups evicted because too few members were left.
+        late: number of samples and groups evicted because they would have become too stale.
         overflow: number of samples and groups that were cleared to make space for new ones.
     """
 
@@ -391,12 +391,9 @@ class TaskFacts:
             admission frees capacity on delivery.
         done_units: number of acknowledged units, and units delivered to queue workers without a lease, that occupy
             capacity until the next publication.
-        unmatched_count: number of units that claims of the task evicted in all epochs because the claims' `where`
-            condition excluded them.
-        too_small_count: number of groups that claims of the task evicted in all epochs because too few members were
-            left.
-        late_count: number of samples and groups that claims of the task evicted in all epochs because they would have
-            become too stale.
+        unmatched_count: number of units evicted in all epochs because the claims' `where` condition excluded them.
+        too_small_count: number of groups evicted in all epochs because too few members were left.
+        late_count: number of samples and groups evicted in all epochs because they would have become too stale.
         overflow_count: number of samples and groups that were cleared in all epochs to make space for new ones.
         delivered_count: number of sample deliveries in all epochs, including redeliveries but excluding released
             deliveries.
@@ -520,7 +517,7 @@ class TaskLedger(TaskFacts):
 
     @property
     def is_unused(self) -> bool:
-        """Whether the task is without history: claims, a recorded end, resets, releases or evictions."""
+        """Whether the task has no history, that is, no claims, recorded end, resets, releases or evictions."""
         is_first = self.epoch == 0 and self.serial == LAST_RESERVED and not self.evicted_count
         return is_first and self.end is None and not (self.ended or self.past_names)
 
@@ -576,14 +573,14 @@ class TaskLedger(TaskFacts):
         self._reusing = {serial: by_serial[serial] for serial in snapshot.reusing}
         self._reusing_row_count = sum(claim.rows.size for claim in self._reusing.values())
 
-    # Recorded answers
+    # Recorded responses
 
     def check_epoch(self, epoch: int | None) -> None:
         """Raise StaleEpochError if `epoch` is not the task's current epoch. None matches any epoch."""
         check_epoch(self.name, self.epoch, epoch)
 
     def recorded(self, request: ClaimRequest) -> RankPlan | Claim | EndCounts | None:
-        """Return the recorded response to a request, or None if none is recorded."""
+        """Return the recorded response to a request, or None if there is none."""
         if request.rank is None:
             return self._recorded_claim(request)
         rank = request.rank
@@ -701,7 +698,7 @@ class TaskLedger(TaskFacts):
             positions: positions of the rows in `plan.named`.
             request_id: id of the queue worker's request; empty for a batch.
             batch_spec: arguments of the request for a batch or a named claim.
-            lease: terms of the lease. None means that the samples are consumed on delivery.
+            lease: terms of the lease. None means that the delivery is not acknowledged.
             name: claim name; empty for an unnamed claim.
         """
         self.serial += 1
@@ -984,8 +981,8 @@ class TaskLedger(TaskFacts):
     def _on_fewer_rows(self, claim: Claim) -> None:
         """Drop the record of a claim without remaining rows, unless its rows can be delivered again.
 
-        If a rank received no samples in a batch, the record of the batch is kept for some time, because the rank may
-        still request its part.
+        If a rank received no samples in a batch, the rank may still request its part. The records of the latest batches
+        of this kind are therefore kept.
         """
         if claim.remaining == 0 and claim.returned is None:
             if not claim.request_id and 0 in claim.plan.sizes:

@@ -59,8 +59,8 @@ class LengthSource:
 
     Attributes:
         key: custom_meta column that contains the token count. None means `total_lengths`.
-        field: field whose row length is used if the column has no value for the sample. Without `field` and `key`, the
-            sample's longest sequence in the requested fields is used. With `key` but without `field`, the column is the
+        field: field whose row length is used if the column has no value for the sample. If neither `field` nor `key` is
+            set, the sample's longest sequence in the requested fields is used. If only `key` is set, the column is the
             only source. A sequence is a one-dimensional row of a field that is not declared as dense.
     """
 
@@ -228,9 +228,9 @@ class View(Protocol):
                 groups. None means no limit.
             unit: unit of `limit`. With "rollout", each rollout counts as a group, and so does each sample without a
                 rollout.
-            block_size: size at which a group without a declared size is complete. Without named groups in the
-                partition, each block of `block_size` consecutive indexes is a group. Without `block_size`, each sample
-                is a group.
+            block_size: size at which a group without a declared size is complete. If the partition has no named groups,
+                each block of `block_size` consecutive indexes is a group. If `block_size` is None, each sample is a
+                group.
             take_incomplete: whether to return the remaining members of a group after other members have failed or been
                 cleared. If false, such groups are skipped.
             blocks: "aligned" if blocks begin at multiples of `block_size`, or "anywhere". With "anywhere", any
@@ -399,7 +399,7 @@ class Condition:
     def resolved(self, policies: Policies) -> Condition:
         """Return the condition with the published version filled in.
 
-        If the policy does not exist, no sample satisfies the returned condition.
+        If the policy has no published version, no value satisfies the returned condition.
         """
         if self.published is None:
             return self
@@ -811,7 +811,7 @@ class ClaimRequest:
     Attributes:
         rank: the rank that makes the request, with a `dp_size` equal to `spec.dp_size`; None for a queue worker.
         epoch: epoch that the caller expects. None accepts any epoch.
-        lease: lease terms of a queue worker. None means that the samples are consumed on delivery.
+        lease: lease terms of a queue worker. None means that the delivery is not acknowledged.
         claim_name: name of a queue worker's claim. Later calls with this name return the existing claim. Empty for an
             unnamed claim.
         not_before: policy version that must be published first, or None.
@@ -900,7 +900,7 @@ class ClaimRequest:
 
     @property
     def policy(self) -> str | None:
-        """Policy referred to in `where` or, otherwise, in `not_before`. None if neither is set."""
+        """Policy that `where` or `not_before` refers to, or None. `where` takes precedence."""
         compared = (each.published.policy for each in self.batch_spec.where if each.published is not None)
         return next(compared, None if self.not_before is None else self.not_before.policy)
 

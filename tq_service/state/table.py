@@ -270,8 +270,8 @@ class ColumnSnapshot:
     """The first `size` values of a column when the snapshot was taken. They can be read once, in order, on any thread.
 
     The thread of the column saves a block before it changes the block. The reader first copies the block from the
-    column and only afterwards looks for a saved block. Without a saved block, the column had not started to change the
-    block when it was copied.
+    column and only afterwards looks for a saved block. If there is no saved block, the column had not started to change
+    the block when it was copied.
     """
 
     __slots__ = ("__weakref__", "_array", "_kept", "_next_block", "size")
