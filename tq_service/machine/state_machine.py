@@ -489,7 +489,7 @@ class StateMachine:
             self.log.append(encode_group(self.now_seconds(), [encode_change(change)]))
 
     def replay(self, change: Change, at_seconds: float) -> None:
-        """Apply a change read from the log. The state must be the state before the change.
+        """Apply a change read from the log. All earlier changes in the log must have been applied.
 
         Raises:
             TqError, LookupError, ValueError: the change is not valid for the current state.

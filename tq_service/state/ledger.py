@@ -1173,14 +1173,17 @@ class TaskLedger(TaskFacts):
         return is_under_way
 
     def is_done(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the rows that are consumed, dropped, failed or skipped, but not of dead-lettered rows."""
+        """Return a mask of the rows that are consumed, dropped, failed or skipped. Dead-lettered rows are excluded."""
         claims = self.claim[positions]
         is_done: NDArray[np.bool_] = (claims > UNCLAIMED) | (claims == DROPPED)
         is_done |= (self.state[positions] == FAILED) | self.skipped[positions]
         return is_done
 
     def note_released(self, positions: Indexes) -> None:
-        """Record the last batch whose rows are being released. Ranks can resume only after this batch."""
+        """Record the last batch that contains any of the rows to be released.
+
+        Ranks can resume only after this batch.
+        """
         last = int(self.claim[positions].max(initial=UNCLAIMED))
         for batch in reversed(self.batches.values()) if last > LAST_RESERVED else ():
             if batch.serial <= last:

@@ -278,7 +278,7 @@ class Partition:
         return self.table.next_index
 
     def check_incarnation(self, incarnation: bytes) -> None:
-        """Raise StaleIncarnationError if `incarnation` is not the current incarnation. Empty is always valid."""
+        """Raise StaleIncarnationError unless `incarnation` is empty or the current incarnation."""
         if incarnation and incarnation != self.incarnation:
             check_passed_on("incarnation", incarnation)
             raise StaleIncarnationError(
@@ -431,7 +431,7 @@ class Partition:
         return is_done
 
     def may_release(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the rows that no task needs any longer.
+        """Return a mask of the rows that can be released without affecting a worker or a batch.
 
         These rows are neither held nor leased, and none of their batches still needs to be trained or saved.
         """

@@ -193,7 +193,7 @@ def _parts_of_positions(positions: Indexes) -> Iterator[tuple[int, Any, Indexes]
 def zeros(count: int, dtype: np.dtype[Any], fill: Any) -> NDArray[Any] | ObjectChunks:
     """Allocate at least `count` zeros in memory that has not been touched.
 
-    For dtype object, the values are None or the fill instead.
+    If the dtype is object, the values are None or the fill.
     """
     if count < RESERVED_FROM:
         return np.zeros(count, dtype) if dtype.kind != "O" else np.empty(count, dtype)
@@ -233,7 +233,7 @@ def reserved_memory(values: NDArray[Any] | ObjectChunks) -> mmap.mmap | None:
 
 
 def release_pages(values: NDArray[Any], memory: mmap.mmap, start: int, stop: int) -> None:
-    """Return the pages that lie entirely within values `start` to `stop` to the kernel. Their values become zero."""
+    """Release the memory pages that lie entirely within values `start` to `stop`. Their values become zero."""
     offset = values.ctypes.data - np.frombuffer(memory, np.uint8).ctypes.data
     first = -(-(offset + start * values.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
     end = offset + stop * values.itemsize
@@ -243,7 +243,10 @@ def release_pages(values: NDArray[Any], memory: mmap.mmap, start: int, stop: int
 
 @cache
 def _can_reserve() -> bool:
-    """Return whether reserving memory is free. A system that never overcommits counts reserved memory as used."""
+    """Return whether memory can be reserved without using it.
+
+    A system that never overcommits counts reserved memory as used.
+    """
     if sys.platform != "linux":
         return False
     try:
