@@ -1,7 +1,7 @@
-"""Changes to a task's consumption: claims, acknowledgements, releases, lease extensions and expiries, and epochs.
+"""Changes to the consumption of a task: claims, acknowledgements, releases, leases and epochs.
 
-In each change, the method `check` validates the change against the task and its claims and finds the affected rows. The
-method `make` updates the task's ledger and records the consequences.
+In each change, `check` validates the change against the task and its claims, and finds the affected rows. `make`
+updates the ledger of the task and records the consequences.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _MOST_NAMED = 20
 
 
 class TaskChange(Change):
-    """A change to one task in a partition."""
+    """Base class of changes to one task of a partition."""
 
     partition_id: str
     task_name: str
 
     def prepare(self, state: State) -> tuple[Partition, TaskLedger, Any] | None:
-        """Return the partition, the task and the result of `check`; None if there is nothing to change."""
+        """Return the partition, the task and the result of `check`, or None if there is nothing to change."""
         partition = state.partition(self.partition_id)
         task = partition.known_task(self.task_name)
         found = self.check(partition, task)
         return None if found is None else (partition, task, found)
 
     def check(self, partition: Partition, task: TaskLedger) -> Any | None:
-        """Validate the change and return the `found` argument for `make`, or None if there is nothing to change."""
+        """Validate the change; return the `found` argument for `make`, or None if there is nothing to change."""
         return True
 
     def apply(self, state: State, prepared: tuple[Partition, TaskLedger, Any], step: Step) -> Any:
@@ -50,7 +50,7 @@ class TaskChange(Change):
 
     @abstractmethod
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> Any:
-        """Make the change and return its result; see `Change.apply`."""
+        """Make the change and return its result (see `Change.apply`)."""
 
 
 class TaskSeen(Change):
@@ -60,7 +60,7 @@ class TaskSeen(Change):
     task_name: str
 
     def prepare(self, state: State) -> Partition | None:
-        """Return the partition, or None if the partition already has a ledger for the task.
+        """Return the partition, or None if it already has a ledger for the task.
 
         Raises:
             TaskNotFoundError: the partition declares its tasks, and this task is not among them.
@@ -70,21 +70,21 @@ class TaskSeen(Change):
         return None if self.task_name in partition.tasks else partition
 
     def apply(self, state: State, prepared: Partition, step: Step) -> TaskLedger:
-        """Create the task's ledger."""
+        """Create the ledger of the task."""
         step.tasks.append((prepared, self.task_name))
         return prepared.open_task(self.task_name)
 
 
 class TaskForgotten(TaskChange):
-    """A task without any history was removed, because all of its requests so far were rejected."""
+    """A task without history was removed. All of its requests had been rejected."""
 
     def check(self, partition: Partition, task: TaskLedger) -> Any | None:
-        """Return None if the task was declared with the partition or has a history."""
+        """Return None if the task has a history or was declared with the partition."""
         is_declared = self.task_name in partition.settings.known_tasks
         return None if is_declared or not task.is_unused else True
 
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> None:
-        """Remove the task's ledger."""
+        """Remove the ledger of the task."""
         partition.forget_task(task.name)
 
 
@@ -92,14 +92,14 @@ class TaskForgotten(TaskChange):
 
 
 class SamplesClaimed(TaskChange):
-    """Samples were claimed according to a plan, either as the next batch for all ranks or by a queue worker.
+    """Samples were claimed according to a plan, either by a queue worker or as the next batch for all ranks.
 
     Attributes:
-        plan: the delivered and consumed samples.
-        batch_spec: the requested batch; None for a queue claim without a name.
-        request_id: id of the queue claim; empty for a batch for ranks.
-        lease: lease terms of the queue claim; None: the samples are done on delivery.
-        claim_name: name under which the queue claim can be requested again; empty for an unnamed claim.
+        plan: record of the plan.
+        batch_spec: arguments of the request for a batch or a named claim; None for an unnamed claim.
+        request_id: request id of a queue worker's claim; empty for a batch.
+        lease: lease terms of a queue worker's claim. None means that deliveries are not acknowledged.
+        claim_name: name under which a queue worker can request the claim again; empty for an unnamed claim.
     """
 
     plan: RecordedPlan
@@ -113,7 +113,10 @@ class SamplesClaimed(TaskChange):
         return partition.positions_of(self.plan.named)
 
     def make(self, partition: Partition, task: TaskLedger, found: Indexes, step: Step) -> Claim:
-        """Record the plan in the ledger, which consumes or leases its samples; return the claim."""
+        """Record the delivery of the plan in the ledger; return the claim.
+
+        The delivery consumes or leases the samples of the plan.
+        """
         step.consumed[partition] = None
         claim = task.deliver(
             self.plan,
@@ -131,12 +134,14 @@ class SamplesClaimed(TaskChange):
 
 
 class EndReached(TaskChange):
-    """A task's ranks or a named queue claim reached the end of the data, so this epoch has no more batches for them.
+    """The ranks of a task, or a queue worker's named claim, reached the end of the data.
+
+    They receive no more batches in this epoch.
 
     Attributes:
-        end: sample counts returned to calls that reach the end.
-        dp_size: number of ranks; None if a queue claim reached the end.
-        claim_name: name of the queue claim; every later call with this name also returns the end.
+        end: sample counts to return to calls that reach the end.
+        dp_size: number of ranks; None if a queue worker's named claim reached the end.
+        claim_name: name of the queue worker's claim. All later calls with this name also return the end.
     """
 
     end: EndCounts
@@ -144,7 +149,7 @@ class EndReached(TaskChange):
     claim_name: str = ""
 
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> None:
-        """Record the end in the task's ledger."""
+        """Record the end of the data in the ledger."""
         if self.dp_size is None:
             task.reach_named_end(self.claim_name, self.end)
         else:
@@ -155,16 +160,16 @@ class EndReached(TaskChange):
 
 
 class ClaimReleased(TaskChange):
-    """A queue claim was released, so its remaining samples can be claimed again.
+    """A queue worker's claim was released, so its remaining samples can be claimed again.
 
-    Samples that were already acknowledged or released are ignored. An unknown claim is also ignored, because a client
-    may release a claim without ever having received the answer. The slots of unfinished prompts are removed; see
-    `SharedLease`.
+    Samples that have already been acknowledged or released are ignored. An unknown claim is also ignored, because a
+    client may release a claim without having received the response. If the claim shares its lease, slots of unfinished
+    prompts are removed (see `SharedLease`).
 
     Attributes:
-        global_indexes: leased samples to release; None: all remaining samples.
-        is_final: whether later calls with the same request_id are rejected. False if no client received the answer, so
-            that a client may retry with this request_id.
+        global_indexes: leased samples to release. None releases all remaining samples.
+        is_final: whether to reject later calls with this request_id. False if no client received the response, because
+            a client may then retry with this request_id.
     """
 
     request_id: bytes
@@ -172,11 +177,11 @@ class ClaimReleased(TaskChange):
     is_final: bool = True
 
     def check(self, partition: Partition, task: TaskLedger) -> tuple[Claim | None, Indexes] | None:
-        """Return the claim (None if unknown) and the positions to release; None if there is nothing to change.
+        """Return the claim (None if unknown) and the positions to release, or None if there is nothing to change.
 
         Raises:
-            LeaseExpiredError: the lease on a listed sample expired.
-            InvalidArgumentError: the list contains only part of a claim without a lease or of an indivisible group.
+            LeaseExpiredError: the lease on a listed sample has expired.
+            InvalidArgumentError: the list contains only part of an indivisible group or of a claim without a lease.
         """
         rows, claim = self.global_indexes, task.claims.get(self.request_id)
         if rows is not None and task.ended.has_expired(self.request_id):
@@ -187,7 +192,7 @@ class ClaimReleased(TaskChange):
         return None if rows is not None and claim.lease is not None and not positions.size else (claim, positions)
 
     def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim | None, Indexes], step: Step) -> int:
-        """Release the samples; return how many of them are live and can therefore be claimed again immediately."""
+        """Release the samples; return the number of live samples, which can be claimed again immediately."""
         claim, positions = found
         if self.is_final:
             task.ended.add(self.request_id, step.at_seconds, is_expired=False)
@@ -205,36 +210,39 @@ class ClaimReleased(TaskChange):
 
 
 class ClaimAcked(TaskChange):
-    """Leased samples were acknowledged, which consumes them or makes them claimable for their next use.
+    """Leased samples were acknowledged, so they are consumed or become claimable for their next use.
 
     Samples that are done, failed or cleared are ignored, because no other worker will process them.
 
     Attributes:
-        global_indexes: the acknowledged samples; None: all the claim's remaining samples.
+        global_indexes: acknowledged samples. None acknowledges all remaining samples of the claim.
     """
 
     request_id: bytes
     global_indexes: Indexes | None = None
 
     def check(self, partition: Partition, task: TaskLedger) -> tuple[Claim, Indexes] | None:
-        """Return the claim and the positions of the listed samples it still leases, or None if it leases none of them.
+        """Return the claim and the positions of the listed samples that it still leases.
+
+        Return None if it leases none of the listed samples.
 
         Raises:
-            LeaseExpiredError: the lease on some of the samples has ended; no sample is acknowledged.
-            InvalidArgumentError: samples were never in the claim, or are only part of an indivisible group.
+            LeaseExpiredError: the lease on some of the samples has ended. No samples are acknowledged.
+            InvalidArgumentError: some samples were never in the claim, or the list contains only part of an indivisible
+                group.
             PreconditionError: the claim was made without a lease.
         """
         return _find_acked(partition, task, self.request_id, self.global_indexes)
 
     def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim, Indexes], step: Step) -> int:
-        """Acknowledge the samples; return the number of acknowledged samples."""
+        """Acknowledge the samples; return their number."""
         count = _ack(partition, task, *found, step)
         finish_prompts(partition, Acked(task, *found), step)
         return count
 
 
 class ClaimExtended(TaskChange):
-    """The lease on a claim's unacknowledged samples was extended to `lease_seconds` from the time of this change."""
+    """The lease on the unacknowledged samples of a claim was extended to `lease_seconds` after this change."""
 
     request_id: bytes
     lease_seconds: float
@@ -243,8 +251,8 @@ class ClaimExtended(TaskChange):
         """Return the claim and its new lease terms.
 
         Raises:
-            LeaseExpiredError: the lease expired, or the claim was released.
-            PreconditionError: the claim has no unacknowledged samples, or was made without a lease.
+            LeaseExpiredError: the lease has expired, or the claim was released.
+            PreconditionError: no samples are leased, or the claim was made without a lease.
         """
         claim = task.claims.get(self.request_id)
         if claim is None or task.ended.has_expired(self.request_id):
@@ -259,7 +267,7 @@ class ClaimExtended(TaskChange):
         return claim, lease
 
     def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim, LeaseTerms], step: Step) -> int:
-        """Set the lease duration and restart the lease; return the number of samples still leased."""
+        """Set the lease duration and restart the lease; return the number of leased samples."""
         claim, lease = found
         shared = SharedLease.of(partition, task, claim)
         for side in (Leased(partition, task, claim),) if shared is None else shared:
@@ -270,19 +278,19 @@ class ClaimExtended(TaskChange):
 
 
 class LeaseExpired(TaskChange):
-    """A claim's lease expired, so its remaining samples can be claimed again or are dead-lettered."""
+    """The lease of a claim expired. Its remaining samples can be claimed again or are dead-lettered."""
 
     request_id: bytes
 
     def check(self, partition: Partition, task: TaskLedger) -> tuple[Claim, Indexes]:
-        """Return the claim and the positions of its leased samples; raise LookupError if no sample is leased."""
+        """Return the claim and the positions of its leased samples; raise LookupError if no samples are leased."""
         claim = task.claims.get(self.request_id)
         if claim is None or claim.leased_count == 0:
             raise LookupError(f"task {task.name!r} has no leased samples under request_id {self.request_id.hex()}")
         return claim, task.left(claim)
 
     def make(self, partition: Partition, task: TaskLedger, found: tuple[Claim, Indexes], step: Step) -> None:
-        """End the lease on the samples and, if the lease is shared, on the other side's samples."""
+        """End the lease on the samples. If a second claim shares the lease, also end the lease on its samples."""
         claim, positions = found
         if (shared := SharedLease.of(partition, task, claim)) is not None:
             shared.expire(step)
@@ -291,12 +299,11 @@ class LeaseExpired(TaskChange):
 
 
 class ConsumptionReset(TaskChange):
-    """A task's consumption was reset, which started the task's next epoch.
+    """The consumption of a task was reset, which started the next epoch.
 
     Attributes:
-        keep_consumed: whether consumed samples stay consumed. Leased and dead-lettered samples become claimable in any
-            case.
-        epoch: the epoch that the caller intends to end; None: the current epoch.
+        keep_consumed: whether consumed samples stay consumed. Leased and dead-lettered samples always become claimable.
+        epoch: epoch that the caller intends to end. None means the current epoch.
     """
 
     keep_consumed: bool
@@ -322,8 +329,8 @@ class ConsumptionReset(TaskChange):
         return True
 
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> int:
-        """Start the next epoch and return its number."""
-        for claim in list(task.claims.values()):  # the reset drops the claims, so shared leases must end before it
+        """Start the next epoch; return its number."""
+        for claim in list(task.claims.values()):  # the reset drops the claims, so end shared leases first
             if (shared := SharedLease.of(partition, task, claim)) is not None:
                 shared.expire(step)
         reopened = task.reset(keep_consumed=self.keep_consumed, open_count=partition.open_count)
@@ -337,19 +344,19 @@ class ConsumptionReset(TaskChange):
 
 
 class TaskAdvanced(TaskChange):
-    """A task's trainer reported progress.
+    """The trainer of a task reported its progress.
 
     Attributes:
-        trained: batch_index up to which all batches are trained; None if not reported.
-        saved: batch_index up to which a trainer checkpoint covers all batches, which implies that they are trained;
-            None if not reported.
+        trained: batch_index of the last trained batch, or None if not reported. All earlier batches are also trained.
+        saved: batch_index of the last batch covered by a trainer checkpoint, or None if not reported. The checkpoint
+            also covers all earlier batches, and all these batches count as trained.
     """
 
     trained: int | None = None
     saved: int | None = None
 
     def check(self, partition: Partition, task: TaskLedger) -> tuple[int, int] | None:
-        """Return `trained` and `saved`, each -1 if not reported; None if neither is higher than before.
+        """Return `trained` and `saved`, with -1 for a value that was not reported; None if neither has increased.
 
         Raises:
             InvalidArgumentError: a reported batch has not been planned.
@@ -377,14 +384,16 @@ class TaskAdvanced(TaskChange):
 
 
 class RanksRestarted(TaskChange):
-    """A task's ranks restarted after the last trained batch in a new epoch, so calls from old ranks are rejected.
+    """The ranks of a task restarted in a new epoch, after the last trained batch.
+
+    Calls from the old ranks are rejected.
 
     Attributes:
         dp_size: new number of ranks.
-        trained: last trained batch_index; -1: no batch was trained.
-        epoch: epoch of the old ranks, which prevents a repeated call from restarting the ranks twice. The ranks have
-            already restarted if this epoch has ended, the task has `dp_size` ranks, and no batch after `trained` was
-            trained. If None, the ranks restart in any case.
+        trained: batch_index of the last trained batch; -1 if no batch was trained.
+        epoch: epoch of the old ranks. It prevents a repeated call from restarting the ranks twice. The ranks have
+            already restarted if this epoch has ended, the task has `dp_size` ranks, and no batch after `trained` has
+            been trained. None restarts the ranks in any case.
     """
 
     dp_size: int
@@ -397,7 +406,7 @@ class RanksRestarted(TaskChange):
         Raises:
             StaleEpochError: the task has not reached `epoch`.
             InvalidArgumentError: `dp_size` or `trained` is out of range.
-            SamplesClearedError: samples of a batch after `trained` were released.
+            SamplesClearedError: samples of a batch after `trained` have been released.
         """
         check_range("dp_size", self.dp_size, 1, MOST_RANKS)
         if self.epoch is not None and self.epoch != task.epoch:
@@ -418,7 +427,7 @@ class RanksRestarted(TaskChange):
         return True
 
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> tuple[int, int]:
-        """Restart the ranks; return how many trained batches must be planned again, and their sample count."""
+        """Restart the ranks; return the number of trained batches to be planned again, and their number of samples."""
         before = task.trained
         repeated = task.claim[task.rows_of_batches(self.trained, before)] != DROPPED
         later = task.rows_of_batches(min(before, self.trained), task.next_batch_index)
@@ -430,11 +439,11 @@ class RanksRestarted(TaskChange):
 
 
 class DeadLettersRequeued(TaskChange):
-    """A task's dead-lettered samples were requeued, so they can be claimed as if they had never been delivered.
+    """Dead-lettered samples of a task were requeued. They can be claimed as if they had never been delivered.
 
     Attributes:
-        global_indexes: samples to requeue; samples that are not dead-lettered are ignored. None: all dead-lettered
-            samples.
+        global_indexes: samples to requeue. Samples that are not dead-lettered are ignored. None requeues all
+            dead-lettered samples.
     """
 
     global_indexes: Indexes | None = None
@@ -443,7 +452,7 @@ class DeadLettersRequeued(TaskChange):
         """Return the positions of the listed samples that are dead-lettered, or None if there are none.
 
         Raises:
-            PreconditionError: the task's ranks have reached the end of the data, so no more samples are delivered.
+            PreconditionError: the ranks of the task have reached the end of the data, so no more samples are delivered.
         """
         positions = task.dead_lettered()
         if self.global_indexes is not None:
@@ -475,7 +484,7 @@ class GroupsKept(TaskChange):
     kept_groups: int | None
 
     def check(self, partition: Partition, task: TaskLedger) -> Any | None:
-        """Return None if the task keeps groups together as before."""
+        """Return None if the value has not changed."""
         return None if task.kept_groups == self.kept_groups else True
 
     def make(self, partition: Partition, task: TaskLedger, found: Any, step: Step) -> None:
@@ -485,7 +494,7 @@ class GroupsKept(TaskChange):
 
 
 def _without_data(partition: Partition, claim: Claim, positions: Indexes) -> Indexes:
-    """Return a claim's rows that are held slots without cells of their own."""
+    """Return the rows of a claim that are held slots without data in unshared fields."""
     if claim.lease is None or claim.lease.on_lost is None:
         return positions[:0]
     is_empty = partition.state[positions] == HELD
@@ -499,19 +508,19 @@ def _without_data(partition: Partition, claim: Claim, positions: Indexes) -> Ind
 
 
 def acknowledge(partition: Partition, acked: Acked, step: Step) -> None:
-    """Acknowledge the samples found by `check_acked`."""
+    """Acknowledge the samples that `check_acked` found."""
     _ack(partition, acked.task, acked.claim, acked.positions, step)
 
 
 def finish_prompts(partition: Partition, acked: Acked, step: Step) -> None:
-    """Acknowledge the prompts that are finished because their last slot has become live."""
+    """Acknowledge prompts that are finished, that is, whose slots are all live."""
     shared = SharedLease.of(partition, acked.task, acked.claim)
     if shared is not None and acked.claim is shared.slots.claim:
         shared.acknowledge_finished(shared.prompts.task.left(shared.prompts.claim), step)
 
 
 def _ack(partition: Partition, task: TaskLedger, claim: Claim, positions: Indexes, step: Step) -> int:
-    """Acknowledge samples and end the acknowledged prompts' slots; return the number of acknowledged samples."""
+    """Acknowledge samples and end the slots of acknowledged prompts; return the number of acknowledged samples."""
     shared, rows = SharedLease.of(partition, task, claim), partition.table.index[positions]
     _consume(Leased(partition, task, claim), positions, step)
     if shared is not None and claim is shared.prompts.claim:
@@ -534,11 +543,11 @@ def _consume(leased: Leased, positions: Indexes, step: Step) -> None:
         reopen(partition, task, returned, returned, step)
     release_due(partition, positions, step)
     step.tasks.append((partition, task.name))
-    step.changed[partition] = None  # without leased samples, claims may reach the end of the data
+    step.changed[partition] = None  # claims may reach the end of the data when no samples are leased
 
 
 def _release(leased: Leased, positions: Indexes, step: Step) -> int:
-    """Release a claim's samples and remove slots without data; return how many of the released samples are live."""
+    """Release samples of a claim and remove slots without data; return the number of live samples released."""
     partition, task, claim = leased
     task.nack(claim, positions)
     empty = _without_data(partition, claim, positions)
@@ -553,7 +562,7 @@ def _release(leased: Leased, positions: Indexes, step: Step) -> int:
 
 def _expire(leased: Leased, positions: Indexes, step: Step) -> None:
     partition, task, claim = leased
-    step.note_change(partition)  # after dead-lettering, claims may reach the end or receive the rest of a group
+    step.note_change(partition)  # claims may now reach the end of the data or receive the rest of a group
     step.tasks.append((partition, task.name))
     reopen(partition, task, task.expire(claim, positions, step.at_seconds), positions, step)
     release_due(partition, positions, step)
@@ -567,11 +576,12 @@ def _expire(leased: Leased, positions: Indexes, step: Step) -> None:
 
 
 class SharedLease(NamedTuple):
-    """A lease shared by a claim on prompts and a claim on the slots created for them (`Admit`) in another partition.
+    """A lease that a claim on prompts shares with a claim on slots in another partition (see `Admit`).
 
-    Each prompt has the same number of slots, and the slots are in prompt order. A prompt is finished when all its slots
-    are live. A claimable prompt has no slots, so generating its group again creates no duplicates. If one claim no
-    longer exists, for example because its partition was cleared, the other claim continues with an ordinary lease.
+    The slots were created for the prompts. Each prompt has the same number of slots, and the slots are in prompt order.
+    A prompt is finished when all its slots are live. A claimable prompt has no slots, so generating its group again
+    does not create duplicates. One of the claims may no longer exist, for example because its partition was cleared. In
+    this case, the remaining claim continues with an ordinary lease.
     """
 
     prompts: Leased
@@ -579,7 +589,7 @@ class SharedLease(NamedTuple):
 
     @classmethod
     def of(cls, partition: Partition, task: TaskLedger, claim: Claim) -> SharedLease | None:
-        """Return a claim's shared lease, or None if the claim shares no lease."""
+        """Return the shared lease of a claim, or None if the claim does not share a lease."""
         if claim.lease is None or not claim.lease.shared_with:
             return None
         other = partition.all_partitions.get(claim.lease.shared_with)
@@ -593,12 +603,12 @@ class SharedLease(NamedTuple):
         return cls(own, others) if claim.lease.on_lost is None else cls(others, own)
 
     def _slots_by_prompt(self, rows: Indexes) -> Indexes:
-        """Return the positions of each given prompt's slots, of shape `(n, slots)`; -1 for cleared slots."""
+        """Return the positions of each prompt's slots, of shape `(n, slots)`; -1 for cleared slots."""
         positions = self.slots.partition.table.find(self.slots.claim.rows)
         return positions.reshape(self.prompts.claim.rows.size, -1)[np.isin(self.prompts.claim.rows, rows)]
 
     def _slots_of(self, rows: Indexes) -> Indexes:
-        """Return the positions of the given prompts' slots, except cleared slots."""
+        """Return the positions of the slots of the given prompts, without cleared slots."""
         positions = self._slots_by_prompt(rows).ravel()
         return positions[positions >= 0]
 
@@ -621,7 +631,7 @@ class SharedLease(NamedTuple):
         return positions[~finished]
 
     def end_slots(self, rows: Indexes, step: Step) -> None:
-        """Acknowledge the given prompts' live slots and release their held slots."""
+        """Acknowledge the live slots of the given prompts and release the held slots."""
         leased = self._leased(self._slots_of(rows))
         is_live = self.slots.partition.state[leased] == LIVE
         if is_live.any():
@@ -630,14 +640,14 @@ class SharedLease(NamedTuple):
             _release(self.slots, leased[~is_live], step)
 
     def remove_slots(self, rows: Indexes, step: Step) -> None:
-        """Remove all slots for the given prompts, with or without data."""
+        """Remove all slots of the given prompts, with or without data."""
         if (positions := self._slots_of(rows)).size:
             step.tasks.append((self.slots.partition, self.slots.task.name))
             step.consumed[self.slots.partition] = None
             clear_rows(self.slots.partition, positions, step)
 
     def leave_to_slots(self, rows: Indexes, step: Step) -> None:
-        """Acknowledge prompts whose released slots still exist, because other workers will fill these slots."""
+        """Acknowledge prompts with released slots that still exist, because other workers will fill the slots."""
         by_prompt = self.slots.claim.rows.reshape(self.prompts.claim.rows.size, -1)
         is_left = self.slots.partition.table.find(rows) >= 0
         kept = self.prompts.claim.rows[np.isin(by_prompt, rows[is_left]).any(axis=1)]
@@ -647,7 +657,7 @@ class SharedLease(NamedTuple):
             _consume(self.prompts, done, step)
 
     def expire(self, step: Step) -> None:
-        """End the lease on unfinished prompts and slots; acknowledge finished prompts and slots."""
+        """End the lease on unfinished prompts and slots, and acknowledge finished prompts and slots."""
         prompts, slots = self
         index = prompts.partition.table.index
         if not (prompts.claim.leased_count or slots.claim.leased_count):
@@ -671,13 +681,14 @@ class SharedLease(NamedTuple):
 
 
 def check_claim(partition: Partition, claim: LeasedClaim | None, rows: Indexes) -> None:
-    """Raise an error unless the claim (None: no claim) still leases or has acknowledged the samples to be written.
+    """Raise an error if the claim has lost its lease on any of the samples to be written.
 
-    Samples that failed or were cleared are not checked, because no other worker will process them.
+    Acknowledged samples pass the check. Samples that have failed or been cleared are not checked, because no other
+    worker will process them. Without a claim, this function does nothing.
 
     Raises:
         LeaseExpiredError: the lease on some of the samples has ended.
-        InvalidArgumentError: samples were never in the claim.
+        InvalidArgumentError: some samples were never in the claim.
         PreconditionError: the claim was made without a lease.
         TaskNotFoundError: the task does not exist.
     """
@@ -686,7 +697,9 @@ def check_claim(partition: Partition, claim: LeasedClaim | None, rows: Indexes) 
 
 
 def check_growing(partition: Partition, claim: LeasedClaim | None, positions: Indexes) -> None:
-    """Raise an error if samples to be grown or truncated are not held or not leased to the claim (None: no claim).
+    """Raise an error if samples to be grown or truncated are not held, or are not leased to the claim.
+
+    Without a claim, leases are not checked.
 
     Raises:
         PreconditionError: a sample is not held.
@@ -710,7 +723,7 @@ def check_growing(partition: Partition, claim: LeasedClaim | None, positions: In
 
 
 class Acked(NamedTuple):
-    """The samples that a write acknowledges: a claim, and the positions of samples that the claim still leases."""
+    """The samples that a write acknowledges: a claim, and the positions of the samples that it still leases."""
 
     task: TaskLedger
     claim: Claim
@@ -718,11 +731,11 @@ class Acked(NamedTuple):
 
 
 def check_acked(partition: Partition, leased: LeasedClaim, rows: Indexes, *, is_gathered: bool) -> Acked | None:
-    """Find the claim's samples that a write acknowledges, including samples dropped by the claim's plan.
+    """Find the samples that a write acknowledges, including samples dropped by the plan of the claim.
 
     Args:
         partition: partition that contains the samples.
-        leased: the claim to acknowledge.
+        leased: claim to acknowledge.
         rows: global indexes of the written samples.
         is_gathered: whether the write combines several puts.
 
@@ -731,8 +744,8 @@ def check_acked(partition: Partition, leased: LeasedClaim, rows: Indexes, *, is_
 
     Raises:
         LeaseExpiredError, PreconditionError, TaskNotFoundError: see `check_claim`.
-        InvalidArgumentError: samples were never in the claim or are only part of an indivisible group, or the write
-            combines several puts, which could split the claim's indivisible groups.
+        InvalidArgumentError: some samples were never in the claim, the samples are only part of an indivisible group,
+            or the write combines several puts, which could split indivisible groups.
     """
     task = partition.known_task(leased.task_name)
     claim = task.claims.get(leased.request_id)
@@ -751,7 +764,7 @@ def check_acked(partition: Partition, leased: LeasedClaim, rows: Indexes, *, is_
 def _find_acked(
     partition: Partition, task: TaskLedger, request_id: bytes, rows: Indexes | None
 ) -> tuple[Claim, Indexes] | None:
-    """Return a claim and the positions of the given samples that it leases, or None if no sample is leased."""
+    """Return the claim and the positions of the given samples that it leases, or None if it leases none of them."""
     _check_leased(partition, task, request_id, rows)
     claim = task.claims.get(request_id)
     if claim is None:
@@ -761,7 +774,7 @@ def _find_acked(
 
 
 def _check_leased(partition: Partition, task: TaskLedger, request_id: bytes, rows: Indexes | None) -> None:
-    """Raise an error unless the claim leases or has acknowledged the given samples (None: all of its samples)."""
+    """Raise an error unless the claim leases or has acknowledged the given samples. None means all its samples."""
     claim, has_expired = task.claims.get(request_id), task.ended.has_expired(request_id)
     if claim is None:  # the claim may have been dropped after its samples were cleared
         if rows is None or rows.size == 0 or has_expired:
@@ -792,14 +805,15 @@ def _check_leased(partition: Partition, task: TaskLedger, request_id: bytes, row
 
 
 def _left(partition: Partition, task: TaskLedger, claim: Claim, rows: Indexes | None) -> Indexes:
-    """Return the positions of the given samples (None: all) that still belong to a claim; see `TaskLedger.left`.
+    """Return the positions of the given samples that still belong to a claim (see `TaskLedger.left`).
 
-    If other members of a dropped row's group remain, the row is included if and only if these members are, whether or
-    not the row is listed. Callers list all rows that the plan drops, even if they list only some of the plan's samples.
+    Without `rows`, return all samples of the claim. Callers list all rows that the plan drops, even if they list only
+    some of its samples. A dropped row is therefore included if the remaining members of its group are included. If no
+    other members of its group remain, the row is included if it is listed.
 
     Raises:
-        InvalidArgumentError: the samples are only part of a claim without a lease or of an indivisible group, whose
-            rest could never be delivered as a complete group.
+        InvalidArgumentError: the samples are only part of an indivisible group or of a claim without a lease. The
+            remaining samples could never be delivered as a complete group.
     """
     table, positions = partition.table, task.left(claim)
     if rows is None:
@@ -832,11 +846,11 @@ def _left(partition: Partition, task: TaskLedger, claim: Claim, rows: Indexes | 
 
 
 def _group_ids(partition: Partition, task: TaskLedger, claim: Claim, positions: Indexes) -> Indexes:
-    """Return a group id for each row in a leased claim; without indivisible groups, each row has a different id."""
+    """Return a group id for each row of a leased claim. Without indivisible groups, all ids are different."""
     block_size = None if claim.lease is None else claim.lease.group_block_size
     if claim.lease is None or block_size is None:
         return positions
-    if claim.lease.blocks == "anywhere":  # groups are runs of all claimed rows, including done or cleared rows
+    if claim.lease.blocks == "anywhere":  # groups are runs of claimed rows, including done and cleared rows
         claimed = np.unique(np.concatenate([claim.rows, *claim.plan.dropped]))
         ids = groups_in_runs(claimed, block_size)
         return ids[np.searchsorted(claimed, partition.table.index[positions])]

@@ -1,4 +1,4 @@
-"""The change by which a claim evicts units that its task can never consume and requests replacements."""
+"""The change that evicts units that a task can never consume and requests replacements."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ class UnitsEvicted(Change):
 
     Attributes:
         partition_id: partition that contains the units.
-        task_name: task whose claim evicted the units.
+        task_name: name of the task whose claim evicted the units.
         evicted: the evicted units.
-        action: whether the samples are failed or cleared.
-        version: policy version published at eviction time, recorded with each unit; None without a policy.
+        action: whether the samples were failed or cleared.
+        version: published policy version at the time of the eviction, which is recorded with each unit; None without a
+            policy.
         refill: task that regenerates the units, or None.
     """
 
@@ -40,12 +41,15 @@ class UnitsEvicted(Change):
     refill: Refill | None = None
 
     def prepare(self, state: State) -> tuple[Partition, TaskLedger, Indexes]:
-        """Return the partition, the task and the positions of the samples to evict."""
+        """Return the partition, the ledger of the task, and the positions of the samples to evict."""
         partition = state.partition(self.partition_id)
         return partition, partition.known_task(self.task_name), partition.positions_of(self.evicted.rows)
 
     def apply(self, state: State, prepared: tuple[Partition, TaskLedger, Indexes], step: Step) -> int:
-        """Fail or clear the samples, request replacements, and record the evicted units; return the number of units."""
+        """Fail or clear the samples, request replacements, and record the evicted units.
+
+        Return the number of units.
+        """
         partition, task, positions = prepared
         first = positions[np.cumsum(self.evicted.sizes) - self.evicted.sizes]
         groups, rollouts = partition.groups.names_of(first), partition.groups.rollout_names_of(first)
@@ -88,13 +92,13 @@ class UnitsEvicted(Change):
         return self.evicted.sizes.size
 
     def _unit(self, is_whole: bool, group: str | None, rollout: str | None) -> BatchUnit:
-        """Return the kind of an evicted unit; a rollout outside any group counts as a group."""
+        """Return the kind of an evicted unit. A rollout outside any group counts as a group."""
         if not is_whole:
             return "sample"
         return "rollout" if rollout and (self.evicted.unit == "rollout" or not group) else "group"
 
     def _refill(self, state: State, names: list[str | None], step: Step) -> Sequence[RefillOutcome | None]:
-        """Make the samples with these keys claimable again for the task in `refill`; return each key's outcome."""
+        """Make the samples with the given keys claimable again for the task in `refill`; return the outcomes."""
         if self.refill is None:
             return [None] * len(names)
         partition = state.partitions.get(self.refill.partition_id)
@@ -102,7 +106,7 @@ class UnitsEvicted(Change):
             return ["unknown"] * len(names)
         positions = partition.key_index.positions_of([name or "" for name in names])
         task = partition.tasks.get(self.refill.task_name)
-        if task is None:  # the task has made no claim yet, so all its samples are still pending
+        if task is None:  # the task has not made a claim yet, so all its samples are pending
             return ["unknown" if position < 0 else "pending" for position in positions.tolist()]
         outcomes, reopened = task.refill(positions, self.refill.max_refills)
         reopen(partition, task, reopened, reopened, step)

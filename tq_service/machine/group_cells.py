@@ -1,4 +1,4 @@
-"""Changes to the cells that a group's samples share, and to groups created before their samples.
+"""Changes to cells that the samples of a group share, and to groups created before their samples.
 
 put_groups before the samples --> group without members -- first sample --> group -- last sample cleared --> removed
                                       | clear_samples(groups=), seal
@@ -27,12 +27,12 @@ from tq_service.state.plan import Indexes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedGroupWrite:
-    """A put of groups that was validated against the partition's current state.
+    """A put of groups that has been validated against the current state of the partition.
 
     Attributes:
         partition: partition that contains the groups.
-        named: the groups in the put.
-        specs: specs of the written fields, as they will be after the put.
+        named: groups in the put.
+        specs: specs of the written fields after the put.
     """
 
     partition: Partition
@@ -41,12 +41,12 @@ class CheckedGroupWrite:
 
 
 class GroupsWritten(Change):
-    """Values shared by the samples of each group were written; missing groups were created.
+    """Values that the samples of a group share were written. Missing groups were created.
 
     Attributes:
-        names: names of the groups, each once.
-        put: the put that contains the columns, with one row per group.
-        columns: the put's columns.
+        names: names of the groups, without duplicates.
+        put: put that contains the columns, with one row per group.
+        columns: columns of the put.
         must_exist: whether all groups must already have samples.
     """
 
@@ -83,7 +83,7 @@ class GroupsWritten(Change):
         return CheckedGroupWrite(partition=partition, named=named, specs=specs)
 
     def apply(self, state: State, prepared: CheckedGroupWrite, step: Step) -> Written:
-        """Create the new groups and make all groups' cells refer to the put."""
+        """Create the new groups, and store the location of the new values in the cells of all groups."""
         partition, groups = prepared.partition, prepared.partition.groups
         had_groups = groups.in_use
         slots = groups.open(prepared.named)
@@ -107,14 +107,14 @@ class GroupsRemoved(Change):
     names: Sequence[str]
 
     def prepare(self, state: State) -> FoundRows | None:
-        """Find which of the named groups have no samples; return None if all have samples."""
+        """Find the named groups without samples; return None if all groups have samples."""
         partition = state.partition(self.partition_id)
         named = partition.groups.named(self.names)
         slots = named.slots[(named.slots >= 0) & ~named.has_members]
         return (partition, slots) if slots.size else None
 
     def apply(self, state: State, prepared: FoundRows, step: Step) -> int:
-        """Remove the groups and their cells; return the number of groups."""
+        """Remove the groups and their cells; return the number of removed groups."""
         partition, slots = prepared
         remove_groups(partition, slots, step)
         step.note_change(partition)
@@ -151,7 +151,7 @@ def _check_field(partition: Partition, name: str) -> None:
 def _check_write_once(
     partition: Partition, columns: Sequence[ColumnWrite], names: Sequence[str], slots: Indexes
 ) -> None:
-    """Raise AlreadyExistsError if a group in `slots` (-1: new) already has a value in a written write-once field."""
+    """Raise AlreadyExistsError if an existing group already has a value in a write-once field of the put."""
     for name in partition.cells.write_once.intersection(column.spec.name for column in columns):
         is_there = (slots >= 0) & (partition.cells.fields[name].cell[slots] >= 0)
         if is_there.any():

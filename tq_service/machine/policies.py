@@ -1,4 +1,4 @@
-"""Changes to policies: publishing a version, and removing a policy."""
+"""Changes to policies: publish a version, and remove a policy."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tq_service.state.policies import Policy
 
 
 class VersionPublished(Change):
-    """A version of a policy's weights was published.
+    """A version of a policy was published.
 
     Attributes:
         policy: name of the policy.
-        version: published version number, 0 or more.
+        version: published version, which must be 0 or more.
         rewind: whether the version may be lower than the previously published version.
     """
 
@@ -30,7 +30,7 @@ class VersionPublished(Change):
 
         Raises:
             VersionError: the version is lower than the published version, and `rewind` is not set.
-            InvalidArgumentError: the name is invalid or the version is out of range.
+            InvalidArgumentError: the name is invalid, or the version is out of range.
         """
         check_name("policy", self.policy)
         check_range("version", self.version, 0)
@@ -46,7 +46,7 @@ class VersionPublished(Change):
         return None if self.version == known.version else True
 
     def apply(self, state: State, prepared: bool, step: Step) -> None:
-        """Record the version and free the capacity of trained samples that admissions hold until a publication."""
+        """Record the version, and free the capacity of trained samples that is reserved until a publication."""
         state.policies[self.policy] = Policy(name=self.policy, version=self.version, published_at=step.at_seconds)
         step.policies.append(self.policy)
         for partition in state.partitions.values():
@@ -59,20 +59,20 @@ class VersionPublished(Change):
 def check_pace(state: State, published: VersionPublished, trained: Mapping[tuple[str, str], int]) -> None:
     """Raise an error if a version is too high for the number of batches trained since the last publication.
 
-    For tasks with a `max_staleness`, each version corresponds to one batch, so a version may exceed the published
-    version by at most the number of batches trained since; see "The bound" in docs/asynchronous_rl.md. Tasks without
-    outstanding work accept any version.
+    For tasks with a `max_staleness`, each version corresponds to one batch. The new version may therefore exceed the
+    published version by at most the number of batches trained since its publication. See "The bound" in
+    docs/asynchronous_rl.md. A task without outstanding work accepts any version.
 
     Args:
-        state: the state before the publication.
-        published: the publication to check.
-        trained: last batch_index reported as trained together with the publication, by partition and task.
+        state: state before the publication.
+        published: publication to check.
+        trained: batch_index of the last batch reported as trained together with the publication, by partition and task.
 
     Raises:
         VersionError: the version is too high.
     """
     known = state.policies.get(published.policy)
-    if known is None:  # no work can be outstanding without a published version
+    if known is None:  # without a published version, no work can be outstanding
         return
     for partition, task in _bounded(state, published.policy):
         count = task.unpublished_count(trained.get((partition.partition_id, task.name), -1))
@@ -92,7 +92,7 @@ def check_pace(state: State, published: VersionPublished, trained: Mapping[tuple
 
 
 def _bounded(state: State, policy: str) -> Iterator[tuple[Partition, TaskLedger]]:
-    """Yield the partition and ledger of each task with outstanding work whose staleness this policy bounds."""
+    """Yield the partition and ledger of each task with outstanding work whose staleness the policy bounds."""
     for partition in state.partitions.values():
         admission = partition.settings.bounded_admission
         if admission is not None and admission.policy == policy:
@@ -102,7 +102,7 @@ def _bounded(state: State, policy: str) -> Iterator[tuple[Partition, TaskLedger]
 
 
 class PolicyRemoved(Change):
-    """A policy and its published version were removed."""
+    """A policy was removed together with its published version."""
 
     policy: str
 

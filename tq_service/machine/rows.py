@@ -1,4 +1,4 @@
-"""Operations shared by several changes: changing row states, with the consequences for tasks and groups."""
+"""Operations shared by several changes: setting row states and handling the effects on tasks and groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tq_service.state.table import CLEARED, DEAD_LETTERED, FAILED, LIVE, distinc
 
 
 def set_state(partition: Partition, code: int, positions: Indexes, step: Step) -> None:
-    """Set the state of rows, none of which may have failed. The age of rows that become live starts at this step."""
+    """Set the state of rows. None of the rows may have failed. The age of rows that become live is reset."""
     changed = positions[partition.state[positions] != code]
     if changed.size == 0:
         return
@@ -36,7 +36,7 @@ def set_state(partition: Partition, code: int, positions: Indexes, step: Step) -
 
 
 def clear_rows(partition: Partition, positions: Indexes, step: Step) -> None:
-    """Remove the given distinct rows from the partition and from its tasks' ledgers."""
+    """Remove the rows at distinct positions from the partition and from the ledgers of its tasks."""
     step.freed += partition.cells.free_rows(positions)
     keys = None if partition.key.is_blank else partition.key[positions]
     step.removed.append((partition, partition.table.index[positions], keys))
@@ -59,20 +59,20 @@ def clear_rows(partition: Partition, positions: Indexes, step: Step) -> None:
 
 
 def remove_groups(partition: Partition, slots: Indexes, step: Step) -> None:
-    """Remove groups and rollouts without members, given by distinct slots, together with their cells."""
+    """Remove groups and rollouts without members, together with their cells. `slots` must be distinct."""
     step.freed += partition.cells.free_groups(slots)
     partition.groups.remove(slots)
 
 
 def begin_groups(partition: Partition) -> None:
-    """Unskip all rows when the first group is named, because blocks of rows then no longer form groups."""
+    """Unskip all rows when the first group is named, because blocks of rows no longer form groups."""
     for task in partition.tasks.values():
         if (taken := task.unskip()).size:
             partition.notify_rows(partition.table.index[taken])
 
 
 def seal(partition: Partition, step: Step) -> None:
-    """Close a partition to new rows, complete its rollouts and remove groups that never had a row."""
+    """Close a partition to new rows, complete its rollouts, and remove groups that never had a row."""
     partition.sealed = True
     if partition.cells.shared:
         remove_groups(partition, partition.groups.without_members(), step)
@@ -83,10 +83,10 @@ def seal(partition: Partition, step: Step) -> None:
 
 
 def release_due(partition: Partition, rows: slice | Indexes, step: Step) -> None:
-    """Schedule rows that all releasing tasks are done with for release at the end of the change.
+    """Release rows at the end of the change if all releasing tasks are done with them.
 
-    Call this function after any step that may make rows due for release. For example, a leased sample must be checked
-    again when its lease ends, and a sample in an incomplete group when the group becomes complete.
+    Call this function after each step that may make rows due for release. For example, a leased sample must be checked
+    again when its lease ends. A sample in an incomplete group must be checked again when the group becomes complete.
     """
     if partition.settings.releasing_tasks and (indexes := partition.table.index[rows]).size:
         step.pending.append(partial(_release_due, partition, indexes, step))
@@ -103,7 +103,7 @@ def _release_due(partition: Partition, rows: Indexes, step: Step) -> None:
 
 
 def release_rows(partition: Partition, positions: Indexes, step: Step) -> None:
-    """Clear rows that the partition's release policy releases, and record the release in the tasks' ledgers."""
+    """Clear rows under the release policy of the partition, and record the release in the ledgers of its tasks."""
     if not positions.size:
         return
     for task in partition.tasks.values():
@@ -113,12 +113,13 @@ def release_rows(partition: Partition, positions: Indexes, step: Step) -> None:
 
 
 def with_groups(partition: Partition, positions: Indexes, *, are_complete: bool) -> Indexes:
-    """Return the given rows without a group, and all members of the groups to which the other given rows belong.
+    """Return the given rows without a group, and all members of the groups of the remaining given rows.
 
     Args:
         partition: partition that contains the rows.
         positions: distinct positions of the rows.
-        are_complete: whether to exclude groups with a declared size or rollouts that can still receive members.
+        are_complete: whether to exclude groups that can still receive members because of their declared size or
+            rollouts.
     """
     groups = partition.groups
     if not groups.in_use:
@@ -132,17 +133,20 @@ def with_groups(partition: Partition, positions: Indexes, *, are_complete: bool)
 
 
 def whole_groups(partition: Partition, positions: Indexes, is_chosen: NDArray[np.bool_]) -> Indexes:
-    """Return the chosen rows whose groups are entirely chosen; `positions` must contain all members of each group."""
+    """Return the chosen rows of groups in which every member is chosen, and the chosen rows without a group.
+
+    `positions` must contain all members of each group.
+    """
     if not partition.groups.in_use:
         return positions[is_chosen]
     slots = partition.groups.of_rows[positions]
-    is_broken = np.zeros(partition.groups.slots.count + 1, np.bool_)  # the last is for rows without a group
+    is_broken = np.zeros(partition.groups.slots.count + 1, np.bool_)  # the last element is for rows without a group
     is_broken[slots[~is_chosen]] = True
     return positions[is_chosen & ((slots < 0) | ~is_broken[slots])]
 
 
 def skip_rest(partition: Partition, positions: Indexes, step: Step) -> None:
-    """For all tasks, skip the remaining members of the given rows' groups that have lost a member."""
+    """For each task, skip the remaining members of the rows' groups if a group has lost a member."""
     for task in partition.tasks.values():
         skip_lost_groups(partition, task, positions, step)
 
@@ -150,14 +154,14 @@ def skip_rest(partition: Partition, positions: Indexes, step: Step) -> None:
 def skip_lost_groups(partition: Partition, task: TaskLedger, positions: Indexes | None, step: Step) -> None:
     """Skip the pending members of groups that have permanently lost a member, if the task keeps groups together.
 
-    A member is lost if it failed, was cleared, or was dead-lettered by the task. Rows being cleared already have the
-    state CLEARED, but their values in the other columns still exist.
+    A member is lost if it failed, was cleared, or was dead-lettered by the task. Rows that are being cleared already
+    have the state CLEARED, but their values in all other columns still exist.
 
     Args:
-        partition: the task's partition.
-        task: the task.
-        positions: rows whose groups may have lost or gained a member; None: check all rows.
-        step: the current step.
+        partition: partition of the task.
+        task: ledger of the task.
+        positions: rows whose groups may have lost or gained a member. None checks all rows.
+        step: current step.
     """
     if task.kept_groups is None:
         return
@@ -173,12 +177,12 @@ def skip_lost_groups(partition: Partition, task: TaskLedger, positions: Indexes 
         return
     if task.skip(rest):
         release_due(partition, rest, step)
-        step.consumed[partition] = None  # skipping rows frees capacity for waiting writes
+        step.consumed[partition] = None  # skipped rows free capacity for waiting writes
         step.tasks.append((partition, task.name))
 
 
 def _groups_left(partition: Partition, positions: Indexes, unit: BatchUnit = "group") -> Indexes:
-    """Return the slots of the rows' groups (or rollouts) in which at least one member is not cleared."""
+    """Return the slots of the rows' groups (or rollouts) that still have members."""
     groups = partition.groups
     slots = groups.of_unit(unit, positions)
     slots = distinct(slots[slots >= 0], groups.slots.count)
@@ -214,7 +218,7 @@ def _rest_of_blocks(partition: Partition, task: TaskLedger, positions: Indexes, 
 
 
 def reopen(partition: Partition, task: TaskLedger, positions: Indexes, changed: Indexes | None, step: Step) -> None:
-    """Notify waiting claims of rows that can be claimed again, then call `skip_lost_groups` with `changed`."""
+    """Notify waiting claims of rows that can be claimed again, and call `skip_lost_groups` with `changed`."""
     if positions.size:
         partition.notify_rows(partition.table.index[positions])
         step.note_change(partition)

@@ -1,7 +1,7 @@
 """Changes to partitions (create, seal, clear) and to samples (add, write, clear).
 
-A write identifies existing samples by global index or key; new samples need neither. `check_write` finds the samples
-and validates the write against them. Its result is valid until the partition's `mark` changes.
+A write identifies existing samples by global index or key. New samples need neither. `check_write` finds the samples
+and validates the write against them. Its result is valid until the `mark` of the partition changes.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ from tq_service.state.partition import Partition, PartitionSettings
 from tq_service.state.plan import Indexes, LeasedClaim
 from tq_service.state.table import CLEARED, FAILED, HELD, LIVE, STATE_CODES, distinct
 
-# Marks fields that are validated only when a change is made. These fields are not logged, so replay cannot check them.
+# Marks fields that are validated only when a change is made. They are not logged, so replay cannot validate them.
 CHECKED_ONCE = {"is_encoded": False}
 
 
 class PartitionCreated(Change):
-    """A partition was created, either explicitly or by the first put into it."""
+    """A partition was created, either explicitly or by the first put to it."""
 
     partition_id: str
     incarnation: bytes
     settings: PartitionSettings
 
     def prepare(self, state: State) -> Partition:
-        """Create a partition object, which `apply` adds to the state."""
+        """Create the partition object. `apply` adds the object to the state."""
         if self.partition_id in state.partitions:
             raise AlreadyExistsError(
                 f"partition {self.partition_id!r} already exists; clear it first",
@@ -82,7 +82,7 @@ class PartitionCreated(Change):
 
 
 class PartitionSealed(Change):
-    """A request sealed a partition, which then accepts no new samples. A write can also seal its partition."""
+    """A partition was sealed by a request, so it accepts no new samples. A write can also seal its partition."""
 
     partition_id: str
 
@@ -102,11 +102,11 @@ class PartitionCleared(Change):
     partition_id: str
 
     def prepare(self, state: State) -> Partition:
-        """Return the partition, or raise PartitionNotFoundError."""
+        """Return the partition; raise PartitionNotFoundError if it does not exist."""
         return state.partition(self.partition_id)
 
     def apply(self, state: State, prepared: Partition, step: Step) -> int:
-        """Remove the partition from the state; return its number of samples."""
+        """Remove the partition from the state; return the number of samples it contained."""
         del state.partitions[self.partition_id]
         step.freed += prepared.cells.puts.all()
         step.cleared.append(prepared)
@@ -114,10 +114,10 @@ class PartitionCleared(Change):
 
 
 class SnapshotNeeded(Exception):  # noqa: N818  (not an error, and never sent to a client)
-    """Signals that the next log entry continues from a newer snapshot than this controller has loaded.
+    """Raised if the next log entry continues from a newer snapshot than the controller has loaded.
 
     Attributes:
-        number: lowest usable snapshot number.
+        number: lowest snapshot number that can be used.
     """
 
     def __init__(self, number: int) -> None:
@@ -126,10 +126,10 @@ class SnapshotNeeded(Exception):  # noqa: N818  (not an error, and never sent to
 
 
 class StateReplaced(Change):
-    """A checkpoint was restored, so a snapshot from outside the log replaced the state.
+    """A checkpoint was restored. A snapshot from outside the log replaced the state.
 
     Attributes:
-        snapshot_number: number of the snapshot that later log entries continue from.
+        snapshot_number: number of the snapshot that later log entries build on.
     """
 
     snapshot_number: int
@@ -138,40 +138,41 @@ class StateReplaced(Change):
         """Return the state.
 
         Raises:
-            SnapshotNeeded: the state was not restored from this snapshot or a later one.
+            SnapshotNeeded: the state was restored from an earlier snapshot.
         """
         if state.snapshot_number < self.snapshot_number:
             raise SnapshotNeeded(self.snapshot_number)
         return state
 
     def apply(self, state: State, prepared: State, step: Step) -> None:
-        """Do nothing, since the snapshot has already replaced the state."""
+        """Do nothing, because the snapshot has already replaced the state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleWrite:
-    """A write to samples, requested by an Insert or Commit call.
+    """A write to samples, as requested by an Insert or Commit call.
 
     Attributes:
         row_count: number of samples.
-        global_indexes: indexes of existing samples, of shape `(n,)`; None if the samples are new or identified by
+        global_indexes: indexes of existing samples, of shape `(n,)`. None if the samples are new or are identified by
             `keys`.
-        keys: unique keys of the samples, in row order.
-        groups: each sample's group in row order, "" for none. Only new samples are assigned to a group.
-        rollouts: each sample's rollout in row order, "" for none. Only new samples are assigned to a rollout.
-        ends_rollouts: whether the write closes the samples' rollouts to further samples.
+        keys: keys of the samples in row order, without duplicates.
+        groups: group of each sample in row order, or "" for no group. Only new samples are assigned to a group.
+        rollouts: rollout of each sample in row order, or "" for no rollout. Only new samples are assigned to a rollout.
+        ends_rollouts: whether the write closes the rollouts of the samples to further samples.
         rows_per_put: number of rows per put if the write combines several puts; 0 for a single put.
-        put: the put that contains the columns; None: only metadata and state are written.
-        columns: the columns of the put.
-        claim: leased claim that must contain the samples in `global_indexes`; None: the write needs no claim.
-        acks: leased claim for which the write also acknowledges the samples, or None.
-        is_of_slots: whether the write creates slots, that is, new held samples.
-        start_version: policy version that is published when the slots are created, or None.
-        append_at: lengths of the samples' cells before an append, of shape `(n,)`; None: the columns replace the cells.
+        put: put that contains the columns. None if only metadata and state are written.
+        columns: columns of the put.
+        claim: leased claim that must contain the samples in `global_indexes`. None if the write does not require a
+            claim.
+        acks: leased claim whose samples the write also acknowledges, or None.
+        is_of_slots: whether the write creates slots, which are new held samples.
+        start_version: published policy version at the time when the slots are created, or None.
+        append_at: lengths of the cells before an append, of shape `(n,)`. None if the columns replace the cells.
 
     Raises:
-        InvalidArgumentError: the samples must exist but are not identified, `rows_per_put` does not divide the number
-            of rows, or an append also changes other data.
+        InvalidArgumentError: the samples must exist but are not identified, the number of rows is not a multiple of
+            `rows_per_put`, or an append also changes other data.
     """
 
     row_count: int
@@ -235,21 +236,25 @@ class SampleWrite:
 
     @property
     def may_add_samples(self) -> bool:
-        """Whether the write may add samples because it identifies no existing samples or its keys need not exist."""
+        """Whether the write may add samples.
+
+        This is the case if it identifies no existing samples, or if its keys need not exist.
+        """
         return self.global_indexes is None and (self.keys is None or self.key_mode != "existing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedWrite:
-    """A write that was validated against a partition's current state.
+    """A write that has been validated against the current state of a partition.
 
     Attributes:
-        positions: positions of the written rows in row order, of shape `(n,)`, -1 for new rows; None: all rows are new.
+        positions: positions of the written rows in row order, of shape `(n,)`, with -1 for new rows. None if all rows
+            are new.
         new_count: number of new rows.
-        groups: groups and rollouts of the new rows; None if the write specifies neither.
-        specs: specs of the written fields, as they will be after the write.
+        groups: groups and rollouts of the new rows; None if the write specifies no groups or rollouts.
+        specs: specs of the written fields after the write.
         acked: samples that the write acknowledges, or None.
-        mark: `Partition.mark` at the time of the check; the check is valid until the mark changes.
+        mark: value of `Partition.mark` when the write was checked. The check is valid until the mark changes.
     """
 
     partition: Partition
@@ -262,7 +267,10 @@ class CheckedWrite:
 
     @property
     def is_current(self) -> bool:
-        """Whether the check is still valid. False if the write acknowledges, because the mark does not track claims."""
+        """Whether the check is still valid.
+
+        This is always False if the write acknowledges samples, because the mark does not track claims.
+        """
         return self.acked is None and self.mark == self.partition.mark
 
     @property
@@ -276,7 +284,10 @@ FoundRows: TypeAlias = tuple[Partition, Indexes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """The result of a write: sample indexes (a range if all samples are new) and specs of the written fields."""
+    """The result of a write: the partition, the sample indexes, and the specs of the written fields.
+
+    If all samples are new, the indexes are a range.
+    """
 
     partition: Partition
     global_indexes: Indexes | range
@@ -284,17 +295,17 @@ class Written:
 
 
 class SamplesWritten(Change):
-    """Samples were added, or existing samples were written to."""
+    """Samples were added, or existing samples were written."""
 
     partition_id: str
     write: SampleWrite
 
     def prepare(self, state: State) -> CheckedWrite:
-        """Find the rows to be written and validate the write against them."""
+        """Find the rows to write and validate the write against them."""
         return check_write(state.partition(self.partition_id), self.write)
 
     def apply(self, state: State, prepared: CheckedWrite, step: Step) -> Written:
-        """Acknowledge samples, add the new rows, and write all rows' state, cells and custom_meta."""
+        """Acknowledge samples, add the new rows, and write the state, cells and custom_meta of all rows."""
         partition, positions = prepared.partition, prepared.positions
         write, table = self.write, partition.table
         if prepared.acked is not None:
@@ -339,7 +350,7 @@ class SamplesWritten(Change):
 
 
 class MetaSet(Change):
-    """Existing samples' custom_meta was written."""
+    """Values of custom_meta were written to existing samples."""
 
     partition_id: str
     global_indexes: Indexes
@@ -376,7 +387,7 @@ class SamplesTruncated(Change):
     claim: LeasedClaim | None = field(default=None, metadata=CHECKED_ONCE)
 
     def prepare(self, state: State) -> FoundRows | None:
-        """Find the samples to be truncated, or return None if all cells already have the given lengths."""
+        """Find the samples to truncate, or return None if no cell would change."""
         partition = state.partition(self.partition_id)
         if self.global_indexes.size == 0 or self.lengths.size != self.global_indexes.size or self.lengths.min() < 0:
             raise InvalidArgumentError(
@@ -407,7 +418,7 @@ class SamplesTruncated(Change):
 
 
 class GroupsClosed(Change):
-    """Groups and rollouts were closed to further members."""
+    """Groups and rollouts were closed, so they accept no further members."""
 
     partition_id: str
     names: Sequence[str]
@@ -428,14 +439,14 @@ class GroupsClosed(Change):
 
 
 class SamplesCleared(Change):
-    """Samples were removed; indexes of samples that do not exist are ignored."""
+    """Samples were removed. Indexes of samples that do not exist are ignored."""
 
     partition_id: str
     global_indexes: Indexes
     claim: LeasedClaim | None = field(default=None, metadata=CHECKED_ONCE)
 
     def prepare(self, state: State) -> FoundRows | None:
-        """Find the samples that still exist, or return None if there are none."""
+        """Find the samples that still exist, or return None if all have been removed."""
         partition = state.partition(self.partition_id)
         check_claim(partition, self.claim, self.global_indexes)
         positions = partition.table.find(self.global_indexes)
@@ -443,14 +454,14 @@ class SamplesCleared(Change):
         return (partition, positions) if positions.size else None
 
     def apply(self, state: State, prepared: FoundRows, step: Step) -> int:
-        """Remove the samples from all tables; return their number."""
+        """Remove the samples from all tables; return the number of removed samples."""
         partition, positions = prepared
         clear_rows(partition, positions, step)
         return positions.size
 
 
 class FoundCells(NamedTuple):
-    """The rows and groups whose cells will be cleared; each has a cell in at least one of the fields.
+    """The rows and groups whose cells will be cleared. Each has a cell in at least one of the fields.
 
     Attributes:
         fields: fields to clear whose cells belong to rows.
@@ -467,12 +478,12 @@ class FoundCells(NamedTuple):
 
 
 class CellsCleared(Change):
-    """Cells in some fields were cleared without removing samples or groups.
+    """Cells of some fields were cleared. Samples and groups were not removed.
 
     Fields, samples and groups that do not exist are ignored.
 
     Attributes:
-        field_names: names of the fields, each once.
+        field_names: names of the fields, without duplicates.
         global_indexes: samples whose own cells were cleared.
         groups: groups whose shared cells were cleared.
     """
@@ -501,15 +512,15 @@ class CellsCleared(Change):
         step.freed += partition.cells.free(slots, shared)
         members = partition.groups.members_of(slots[partition.groups.members[slots] > 0], partition.table)
         step.written.append((partition, partition.table.index[np.union1d(rows, members)]))
-        step.note_change(partition)  # plans and writes in progress that rely on these cells are then checked again
+        step.note_change(partition)  # plans and writes in progress may rely on these cells, so check them again
         return count - _cell_count((*own, *shared))
 
 
 class SamplesExpired(Change):
-    """Samples were released because they had reached the maximum age in the partition's release policy.
+    """Samples were released because they exceeded the maximum age in the release policy of the partition.
 
     Attributes:
-        before: time in seconds, see `Step.at_seconds`; samples that were put or became live before this time are
+        before: time in seconds (see `Step.at_seconds`). Samples that were put or became live before this time are
             released.
     """
 
@@ -517,7 +528,7 @@ class SamplesExpired(Change):
     before: float
 
     def prepare(self, state: State) -> FoundRows | None:
-        """Find the samples to release, excluding partial groups, or return None if there are none."""
+        """Find the samples to release, or return None. A group is released only if all its members can be released."""
         partition = state.partition(self.partition_id)
         table = partition.table
         is_old = (partition.since[: table.count] < self.before) & (partition.state[: table.count] != CLEARED)
@@ -526,7 +537,7 @@ class SamplesExpired(Change):
         return (partition, old) if old.size else None
 
     def apply(self, state: State, prepared: FoundRows, step: Step) -> int:
-        """Release the samples; return their number."""
+        """Release the samples; return the number of released samples."""
         partition, positions = prepared
         partition.expired_count += positions.size
         release_rows(partition, positions, step)
@@ -579,7 +590,7 @@ def _add_rows(write: SampleWrite, checked: CheckedWrite, step: Step) -> slice:
 
 
 def _new_counts(write: SampleWrite, checked: CheckedWrite) -> list[int]:
-    """Return the number of new rows in each of the puts that a write combines."""
+    """Return the number of new rows in each put of a write."""
     if not write.rows_per_put:
         return [checked.new_count]
     if checked.positions is None:
@@ -592,7 +603,11 @@ def _new_counts(write: SampleWrite, checked: CheckedWrite) -> list[int]:
 
 
 def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
-    """Find a write's rows and validate the write without changing the partition; raise TqError if invalid."""
+    """Find the rows of a write and validate the write without changing the partition.
+
+    Raises:
+        TqError: the write is invalid.
+    """
     _check_counts(write)
     acked = None
     if write.acks is not None and write.global_indexes is not None:
@@ -610,7 +625,7 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
             metadata={"partition_id": partition.partition_id},
         )
     if partition.sealed and write.keys is not None and write.key_mode == "upsert" and positions is not None:
-        for column in write.columns:  # an overwrite suggests that another run uses the same partition name
+        for column in write.columns:  # an overwrite suggests that another run uses this partition
             is_there = partition.cells.produced([column.spec.name], positions)
             if is_there.any():
                 raise PartitionSealedError(
@@ -657,7 +672,13 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
 
 
 def _check_columns(partition: Partition, write: SampleWrite, positions: Indexes | None) -> list[FieldSpec]:
-    """Validate columns against the samples at `positions` (None: all new); return the resulting field specs."""
+    """Validate the columns of a write; return the field specs after the write.
+
+    Args:
+        partition: partition that contains the samples.
+        write: the write.
+        positions: positions of the samples. None if all samples are new.
+    """
     for name in partition.cells.shared.intersection(column.spec.name for column in write.columns):
         raise InvalidArgumentError(
             f"field {name!r} of partition {partition.partition_id!r} has group scope, but the put has a value for "
@@ -673,7 +694,7 @@ def _check_columns(partition: Partition, write: SampleWrite, positions: Indexes 
 
 
 def _check_append(partition: Partition, write: SampleWrite, positions: Indexes, before: Indexes) -> list[FieldSpec]:
-    """Validate an append to held samples whose cells have the lengths `before`; return the resulting field specs."""
+    """Validate an append to held samples with cells of length `before`; return the field specs after the append."""
     check_growing(partition, write.claim, positions)
     specs = partition.cells.appended_specs(write.columns)
     for spec in specs:
@@ -698,7 +719,10 @@ def _check_append(partition: Partition, write: SampleWrite, positions: Indexes, 
 
 
 def _check_ragged(partition: Partition, name: str) -> None:
-    """Raise an error if a field cannot be truncated: it has group scope, or its rows do not vary in dimension 0."""
+    """Raise an error if a field cannot be truncated.
+
+    A field cannot be truncated if it has group scope or if its rows have equal sizes in dimension 0.
+    """
     if name in partition.cells.shared:
         raise InvalidArgumentError(
             f"field {name!r} has group scope; expected a field with one value per sample. Put the entire field with a "
@@ -723,7 +747,10 @@ def _check_ragged(partition: Partition, name: str) -> None:
 def _check_lengths(
     partition: Partition, name: str, positions: Indexes, expected: Indexes, *, at_least: bool = False
 ) -> Indexes:
-    """Return the cells' lengths; raise PreconditionError unless they equal (or are `at_least`) the expected lengths."""
+    """Return the lengths of the cells; raise PreconditionError if they differ from the expected lengths.
+
+    With `at_least`, greater lengths are also accepted.
+    """
     lengths = partition.cells.lengths(name, positions)
     fits = lengths >= expected if at_least else lengths == expected
     if fits.all():
@@ -746,7 +773,7 @@ def _check_lengths(
 
 
 def _check_not_bounded(partition: Partition, write: SampleWrite, new_count: int) -> None:
-    """Raise an error if a write adds samples without slots or sets versions although staleness is bounded."""
+    """Raise an error if staleness is bounded, and a write adds samples without slots or sets start versions."""
     _check_start_version(partition, write.meta)
     bounded = partition.settings.bounded_admission
     if bounded is not None and new_count:
@@ -771,10 +798,10 @@ def _check_start_version(partition: Partition, columns: Sequence[MetaColumn]) ->
 
 
 def _check_groups(partition: Partition, write: SampleWrite, positions: Indexes | None) -> CheckedGroups | None:
-    """Return the new samples' groups and rollouts; None if the write specifies neither.
+    """Return the groups and rollouts of the new samples, or None if the write specifies no groups or rollouts.
 
     Raises:
-        TqError: a group or rollout is invalid for a new sample or differs from that of an existing sample.
+        TqError: a new sample cannot join its group or rollout, or the group or rollout of an existing sample differs.
     """
     groups, rollouts = write.groups, write.rollouts
     if groups is None and rollouts is None:
@@ -800,7 +827,7 @@ def _check_groups(partition: Partition, write: SampleWrite, positions: Indexes |
 
 
 def _check_closes(partition: Partition, write: SampleWrite, positions: Indexes | None) -> None:
-    """Raise an error if a write would close rollouts that a later put in the same write adds samples to.
+    """Raise an error if one put of a write would close a rollout to which a later put adds samples.
 
     Failed samples also close their rollouts. With `ends_rollouts`, each put must contain a sample in a rollout.
     """
@@ -829,7 +856,7 @@ def _check_closes(partition: Partition, write: SampleWrite, positions: Indexes |
 
 
 def _check_write_once(partition: Partition, write: SampleWrite, positions: Indexes) -> None:
-    """Raise AlreadyExistsError if a sample at `positions` already has a value in a written write-once field."""
+    """Raise AlreadyExistsError if a sample at `positions` already has a value in a write-once field of the write."""
     for name in partition.cells.write_once.intersection(column.spec.name for column in write.columns):
         is_there = partition.cells.produced([name], positions)
         if is_there.any():
@@ -872,7 +899,7 @@ def _check_counts(write: SampleWrite) -> None:
 
 
 def _find_rows(partition: Partition, write: SampleWrite) -> Indexes | None:
-    """Return the positions of a write's samples, -1 for new samples; None if all samples are new."""
+    """Return the positions of the samples of a write, with -1 for new samples; None if all samples are new."""
     if write.global_indexes is not None:
         if write.keys is not None:
             raise InvalidArgumentError("both global_indexes and keys are set; pass only one of them", field="keys")

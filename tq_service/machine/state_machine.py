@@ -1,19 +1,19 @@
-"""The state machine, through which every change to the controller's state is made.
+"""The state machine, which makes every change to the state of the controller.
 
-    group:  prepare -> encode -> apply each change; the last change records the answer to the request
+    group:  prepare -> encode -> apply each change; the last change records the response to the request
             -> append the group to the log as a unit
             -> pass the consequences to the listener: freed cells, started leases, wake-ups
 
-A group contains the changes made in one event loop iteration. `prepare` validates a change without modifying the state,
-so a change that is rejected or cannot be encoded has no effect. An error raised while a change is applied is fatal: the
-group is dropped, and the process stops using its state, which may be inconsistent. The log therefore contains exactly
-the applied changes, and replaying the log after a restart restores the same state. A change's consequences concern only
-the process that made the change, so replay ignores consequences.
+A group contains the changes that are made in one iteration of the event loop. `prepare` validates a change without
+modifying the state, so a change that is rejected or cannot be encoded has no effect. An error while a change is applied
+is fatal. In this case, the group is dropped, and the process stops using its state, which may be inconsistent. The log
+therefore contains exactly the applied changes, and replaying the log after a restart restores the state. The
+consequences of a change concern only the process that made the change, so replay ignores them.
 
 The design is a replicated state machine; see Ongaro and Ousterhout, "In Search of an Understandable Consensus
 Algorithm", 2014, section 2.
 
-The state machine also records the answers to mutating requests. A retried request gets the recorded answer and changes
+The state machine also records the responses to mutating requests. A retry receives the recorded response and changes
 nothing.
 """
 
@@ -52,13 +52,13 @@ from tq_service.state.policies import Policy
 _AT_SECONDS: Final = struct.Struct("<d")
 _MOST_RECORD_BYTES: Final = (1 << 20) - 1
 
-_MOST_FORGOTTEN: Final = 1024  # forgotten entries are removed from the lists once their number exceeds this one
-_FORGOTTEN_SHARE: Final = 8  # plus one for each group of this many entries
+_MOST_FORGOTTEN: Final = 1024  # forgotten entries are removed from the lists when there are more than this
+_FORGOTTEN_SHARE: Final = 8  # the limit increases by one for each group of this many entries
 _ENTRY_BYTES: Final = 256  # approximate memory used by a request id, a time, and their containers
 
 
 class Entry(NamedTuple):
-    """A recorded answer: the request id, the answer's wall-clock time in seconds, and the answer itself."""
+    """A recorded response: the request id, the wall-clock time of the response in seconds, and the response itself."""
 
     key: bytes
     seconds: float
@@ -66,18 +66,18 @@ class Entry(NamedTuple):
 
 
 def merged(*snapshots: Iterable[Entry]) -> list[Entry]:
-    """Merge the recorded answers of several snapshots, oldest first."""
+    """Merge the recorded responses of several snapshots, oldest first."""
     return sorted(chain.from_iterable(snapshots), key=attrgetter("seconds"))
 
 
 class IdempotencyCache:
-    """Answers to mutating requests by request_id, each kept for as long as a client may retry the request.
+    """Responses to mutating requests, by request_id. Each response is kept while a client may still retry the request.
 
-    Rejected requests are not recorded, because they changed nothing and a retry may succeed. An answer's age is
-    measured from the request's step, so a restart does not extend the time that the answer is kept.
+    Rejected requests are not recorded, because they change nothing and a retry may succeed. The age of a response is
+    measured from the time of the request's step, so a restart does not extend its lifetime.
 
     Attributes:
-        used_bytes: approximate memory used by the answers, in bytes.
+        used_bytes: approximate memory used by the responses, in bytes.
     """
 
     def __init__(
@@ -92,11 +92,13 @@ class IdempotencyCache:
         """Create an empty cache.
 
         Args:
-            keep_seconds: how long to keep an answer.
-            pack: converts an answer to its stored form, which should be small because a cache may hold a million.
-            unpack: converts the stored form back to the answer.
-            max_bytes: memory limit; if it is exceeded, the oldest answers are removed early. None: no limit.
-            weigh: returns the size of a stored answer in bytes.
+            keep_seconds: retention time of a response in seconds.
+            pack: function that converts a response to its stored form. The stored form should be small, because a cache
+                may contain a million responses.
+            unpack: function that converts the stored form back to the response.
+            max_bytes: memory limit in bytes. If it is exceeded, the oldest responses are removed early. None means no
+                limit.
+            weigh: function that returns the size of a stored response in bytes.
         """
         self.pack = pack
         self._unpack = unpack
@@ -104,24 +106,24 @@ class IdempotencyCache:
         self._max_bytes = max_bytes
         self._weigh = weigh
         self.used_bytes = 0
-        self._newest: dict[bytes, int] = {}  # sequence number of the newest answer for each request id, from 0
-        # Each answer's request id, time and stored form, oldest first; `Entry` objects would use more memory. Snapshots
-        # share these lists, so the lists are only appended to or replaced.
+        self._newest: dict[bytes, int] = {}  # sequence number of the newest response to each request, from 0
+        # Request id, time and stored form of each response, oldest first. `Entry` objects would use more memory.
+        # Snapshots share these lists, so the lists are only appended to or replaced.
         self._ids: list[bytes] = []
         self._seconds = array("d")
         self._packed: list[Any] = []
-        self._forgotten_count = 0  # number of forgotten answers at the front of the lists
-        self._removed_count = 0  # number of answers already removed from the front
+        self._forgotten_count = 0  # number of forgotten responses at the front of the lists
+        self._removed_count = 0  # number of responses removed from the front of the lists
 
     def __len__(self) -> int:
         return len(self._newest)
 
     def recorded(self, request_id: bytes, kind: type[object], now_seconds: float) -> Any | None:
-        """Return the recorded answer to a request, or None if no answer is recorded or the answer is too old.
+        """Return the recorded response to a request, or None if it does not exist or is too old.
 
         Raises:
-            InvalidArgumentError: the request id is not 16 bytes long, or the recorded answer is not of type `kind`
-                because the caller used the same id for another method.
+            InvalidArgumentError: the request id is not 16 bytes long, or the recorded response is not of type `kind`
+                because the caller used this id for another method.
         """
         check_id("request_id", request_id)
         number = self._newest.get(request_id)
@@ -137,9 +139,10 @@ class IdempotencyCache:
         return recorded
 
     def add(self, request_id: bytes, packed: Any, at_seconds: float) -> None:
-        """Remove answers that are too old or exceed the memory limit, then record a new answer.
+        """Remove responses that are too old or exceed the memory limit, and record a new response.
 
-        A request id can have two entries if its first answer expired while `keep_seconds` was shorter than now.
+        If `keep_seconds` has been increased, a request id can have two entries. In this case, its first response
+        expired under the shorter limit.
         """
         self._forget_old(at_seconds)
         self._append(request_id, at_seconds, packed)
@@ -167,7 +170,7 @@ class IdempotencyCache:
             self._forgotten_count, self._removed_count = 0, self._removed_count + oldest
 
     def snapshot(self) -> Iterator[Entry]:
-        """Return an iterator over the current answers in stored form, for use on any thread.
+        """Return an iterator over the current responses in stored form. The iterator can be used on any thread.
 
         The call takes constant time, because the lists are only appended to or replaced.
         """
@@ -175,7 +178,7 @@ class IdempotencyCache:
         return starmap(Entry, islice(entries, self._forgotten_count, len(self._ids)))
 
     def restore(self, answers: Iterable[Entry]) -> None:
-        """Add the answers from a snapshot to the cache."""
+        """Add the responses of a snapshot to the cache."""
         entries = merged(answers, self.snapshot())
         self._newest, self._ids, self._seconds, self._packed = {}, [], array("d"), []
         self._forgotten_count = self._removed_count = self.used_bytes = 0
@@ -190,13 +193,13 @@ ChangedTask: TypeAlias = tuple[Partition, str | None]
 
 
 class State:
-    """The complete state of a controller, which changes modify and snapshots store.
+    """The complete state of a controller. Changes modify the state, and snapshots store it.
 
     Attributes:
         partitions: partitions by name.
         policies: policies by name.
-        answers: answers to mutating requests, which retries receive again.
-        snapshot_number: number of the snapshot that the state was restored from; 0 without a snapshot.
+        answers: recorded responses to mutating requests, which are returned to retries.
+        snapshot_number: number of the restored snapshot; 0 if the state was not restored from a snapshot.
     """
 
     __slots__ = ("answers", "partitions", "policies", "snapshot_number")
@@ -208,12 +211,12 @@ class State:
         self.answers = IdempotencyCache(600.0) if answers is None else answers
 
     def add_partition(self, partition: Partition) -> None:
-        """Add a partition and set its references to the state's policies and to all partitions."""
+        """Add a partition and give it access to the policies and to all partitions."""
         partition.policies, partition.all_partitions = self.policies, self.partitions
         self.partitions[partition.partition_id] = partition
 
     def policy(self, name: str) -> Policy:
-        """Return a policy; raise PolicyNotFoundError if the policy has no published version."""
+        """Return a policy; raise PolicyNotFoundError if it has no published version."""
         policy = self.policies.get(name)
         if policy is None:
             raise PolicyNotFoundError(
@@ -224,7 +227,11 @@ class State:
         return policy
 
     def partition(self, partition_id: str, incarnation: bytes = b"") -> Partition:
-        """Return a partition in the given incarnation; an empty `incarnation` matches any.
+        """Return a partition.
+
+        Args:
+            partition_id: name of the partition.
+            incarnation: expected incarnation of the partition. An empty value accepts any incarnation.
 
         Raises:
             PartitionNotFoundError: the partition does not exist.
@@ -242,23 +249,24 @@ class State:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """The consequences of one group of changes, collected for the process that makes the changes.
+    """The consequences of a group of changes, collected for the process that makes the changes.
 
     Attributes:
-        at_seconds: time of the group in seconds (see `StateMachine.now_seconds`); replay uses the logged time.
+        at_seconds: time of the group in seconds (see `StateMachine.now_seconds`). During replay, the time recorded in
+            the log.
         freed: cells that no longer belong to any sample.
-        leases: partition, task name and claim of each lease that began or was extended.
-        batches: partition, task name and claim of each batch planned for ranks.
-        changed: partitions in which waiting claims may find more samples.
-        consumed: partitions in which a task has fewer samples left, so waiting writes may now fit.
+        leases: leases that began or were extended: partition, name of the task, and claim.
+        batches: batches that were planned for ranks: partition, name of the task, and claim.
+        changed: partitions where waiting claims may find more samples.
+        consumed: partitions where a task has fewer samples left, so waiting writes may proceed.
         created: new partitions.
         cleared: removed partitions.
-        written: partition and global indexes of rows that were added or written to.
-        removed: partition, global indexes and keys of removed rows; keys are None if the partition has no keys.
-        tasks: partition and name of each task that progressed; None instead of a name stands for all tasks in the
-            partition.
+        written: rows that were added or written: partition and global indexes.
+        removed: rows that were removed: partition, global indexes, and keys. The keys are None if the partition does
+            not use keys.
+        tasks: tasks that progressed: partition and name of the task. The name None means all tasks of the partition.
         policies: names of policies that were removed or have a new version.
-        pending: actions that run at the end of the current change and are part of the change.
+        pending: actions to run at the end of the current change, as part of the change.
     """
 
     at_seconds: float
@@ -276,35 +284,35 @@ class Step:
     pending: list[Callable[[], None]] = field(default_factory=list)
 
     def complete(self) -> None:
-        """Run all pending actions, including actions added by other actions."""
+        """Run all pending actions, including actions that are added while they run."""
         while self.pending:
             self.pending.pop(0)()
 
     def note_change(self, partition: Partition) -> None:
-        """Make every waiting claim in a partition search again, regardless of which rows have changed."""
+        """Make all waiting claims in a partition search again, whichever rows have changed."""
         partition.state_version += 1
         self.changed[partition] = None
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 class Change(ABC):
-    """Base class of state changes; subclasses become frozen dataclasses, whose fields are stored in the log.
+    """Base class of changes to the state. Subclasses become frozen dataclasses, and the log stores their fields.
 
     Attributes:
-        kinds: all change classes by class name, which identifies the class in the log.
+        kinds: all change classes by class name. The class name identifies the class in the log.
     """
 
     kinds: ClassVar[dict[str, type[Change]]] = {}
 
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True, kw_only=True)(cls)
-        # A class with abstract methods is itself a base class, so it is not registered.
+        # A class with abstract methods is a base class, so it is not registered.
         if not any(getattr(each, "__isabstractmethod__", False) for each in vars(cls).values()):
             Change.kinds[cls.__name__] = cls
 
     @abstractmethod
     def prepare(self, state: State) -> Any | None:
-        """Validate the change and return the objects that `apply` needs, or None if there is nothing to change.
+        """Validate the change; return the objects that `apply` needs, or None if there is nothing to change.
 
         This method must not modify the state.
 
@@ -314,31 +322,34 @@ class Change(ABC):
 
     @abstractmethod
     def apply(self, state: State, prepared: Any, step: Step) -> Any:
-        """Make the change and return its result, which depends only on the state and the step.
+        """Make the change and return its result, which must depend only on the state and the step.
 
-        This method must not reject the change; an error here is fatal.
+        This method must not reject the change, because an error at this point is fatal.
         """
 
 
 class ChangeLog(Protocol):
-    """The interface through which the state machine logs change groups."""
+    """The log to which the state machine appends groups of changes."""
 
     def check_open(self) -> None:
         """Raise an error if the log no longer accepts records."""
         ...
 
     def append(self, records: Sequence[bytes]) -> None:
-        """Buffer a group's records, which later become durable together; this method cannot fail."""
+        """Buffer the records of a group, which become durable together. This method cannot fail."""
         ...
 
 
 def encode_change(change: Change) -> bytes:
-    """Encode a change for the log; raise an error if a field value cannot be encoded."""
+    """Encode a change for the log; raise an error if the value of a field cannot be encoded."""
     return codec.encode_named(change)
 
 
 def encode_group(at_seconds: float, changes: Sequence[bytes]) -> list[bytes]:
-    """Pack encoded changes into log records below etcd's limit of 1 MiB; a larger change gets its own record."""
+    """Pack encoded changes into log records that are smaller than 1 MiB, which is the limit of etcd.
+
+    A change that exceeds the limit gets a separate record.
+    """
     parts: list[list[bytes]] = [[]]
     size = _AT_SECONDS.size
     for change in changes:
@@ -351,7 +362,7 @@ def encode_group(at_seconds: float, changes: Sequence[bytes]) -> list[bytes]:
 
 
 def decode_group(record: bytes) -> tuple[float, list[Change]]:
-    """Decode a log record; return its time and changes.
+    """Decode a log record; return its time and its changes.
 
     Raises:
         NewerVersionError: a change has an unknown kind or field, so a newer version wrote it.
@@ -363,32 +374,32 @@ def decode_group(record: bytes) -> tuple[float, list[Change]]:
 
 
 class RequestAnswered(Change):
-    """A mutating request was answered. This is the last change in the request's group.
+    """A mutating request was answered. This is the last change in the group of the request.
 
     Attributes:
-        packed: the answer in stored form.
+        packed: response in stored form.
     """
 
     request_id: bytes
     packed: Any
 
     def prepare(self, state: State) -> State:
-        """Return the state. No validation is needed, because the request's other changes have already been applied."""
+        """Return the state. No validation is needed, because all other changes of the request have been applied."""
         return state
 
     def apply(self, state: State, prepared: State, step: Step) -> None:
-        """Record the answer for retries."""
+        """Record the response for retries."""
         state.answers.add(self.request_id, self.packed, step.at_seconds)
 
 
 class StateMachine:
-    """Applies changes to the state and logs them. Use it from one event loop only.
+    """Applies changes to the state and logs them. It must be used from a single event loop.
 
     Attributes:
-        log: log to which changes are appended; None if changes are not logged, for example during recovery.
-        fatal: function called with a reason and an error when the state can no longer be used.
-        listener: function called with a group's consequences after the group was appended to the log.
-        refusal: function that returns the error with which to reject all changes, or None if changes are accepted.
+        log: log to which changes are appended. None if changes are not logged, for example during recovery.
+        fatal: function that is called with a reason and an error when the state can no longer be used.
+        listener: function that is called with the consequences of a group after the group has been appended to the log.
+        refusal: function that returns the error to raise for all changes. None if changes are accepted.
     """
 
     def __init__(self, state: State) -> None:
@@ -403,7 +414,7 @@ class StateMachine:
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
-        """Combine all changes made in a `with` block into one group; the block must not contain `await`."""
+        """Combine all changes made in a `with` block into one group. The block must not contain `await`."""
         step, encoded = self._group = Step(self.now_seconds()), list[bytes]()
         failure: BaseException | None = None
         try:
@@ -420,7 +431,7 @@ class StateMachine:
                 self._finish(step, encoded)
 
     def _finish(self, step: Step, encoded: Sequence[bytes]) -> None:
-        """Append a group to the log, then pass the group's consequences to the listener."""
+        """Append a group to the log and pass its consequences to the listener."""
         try:
             if self.log is not None:
                 self.log.append(encode_group(step.at_seconds, encoded))
@@ -430,14 +441,16 @@ class StateMachine:
             raise
 
     def commit(self, change: Change, prepared: Any = None) -> Any:
-        """Make a change in the open group or a new group; return its result, or None if there is nothing to change.
+        """Make a change and return its result, or None if there is nothing to change.
+
+        The change joins the open group or forms a new group.
 
         Args:
-            change: the change to make.
-            prepared: result of `change.prepare` for the current state; None: this method calls `prepare`.
+            change: change to make.
+            prepared: result of `change.prepare` for the current state. If None, this method calls `prepare`.
 
         Raises:
-            TqError: the change was rejected; the state is unchanged.
+            TqError: the change was rejected, and the state is unchanged.
         """
         if prepared is None:
             prepared = change.prepare(self.state)
@@ -446,9 +459,9 @@ class StateMachine:
         return self.commit_all(((change, prepared),))
 
     def commit_all(self, changes: Sequence[tuple[Change, Any]]) -> Any:
-        """Make all of the prepared changes or none of them, and return the last change's result.
+        """Make either all of the prepared changes or none of them; return the result of the last change.
 
-        All changes are encoded before the first one is applied. The changes join the open group or form a new group.
+        All changes are encoded before the first change is applied. They join the open group or form a new group.
         """
         if self._group is None:
             with self.group():
@@ -464,19 +477,19 @@ class StateMachine:
                 result = change.apply(self.state, prepared, step)
                 step.complete()
         except BaseException as error:
-            self._group[1].clear()  # also drops the earlier changes in the group
+            self._group[1].clear()  # this also drops the earlier changes in the group
             self.fatal("a change was only partly applied", error)
             raise
         self._group[1].extend(encoded)
         return result
 
     def log_alone(self, change: Change) -> None:
-        """Log a change that was made outside the state machine, even while changes are rejected."""
+        """Log a change that was made outside the state machine. This works even while changes are rejected."""
         if self.log is not None:
             self.log.append(encode_group(self.now_seconds(), [encode_change(change)]))
 
     def replay(self, change: Change, at_seconds: float) -> None:
-        """Apply a change read from the log; the state must be as it was before the change.
+        """Apply a change read from the log. All earlier changes in the log must have been applied.
 
         Raises:
             TqError, LookupError, ValueError: the change is not valid for the current state.
@@ -490,10 +503,10 @@ class StateMachine:
         step.complete()
 
     def now_seconds(self) -> float:
-        """Return the time for a group that starts now, in seconds.
+        """Return the time, in seconds, for a group that starts now.
 
-        The process reads the wall clock only at startup and then adds monotonic time, so clock adjustments have no
-        effect. If the result would be earlier than the last group in the log, time continues from that group's time.
+        The process reads the wall clock only at startup and adds monotonic time to it, so clock adjustments are
+        ignored. The result is never earlier than the time of the last group in the log.
         """
         now = self._clock_offset + time.monotonic()
         if now < self._last_seconds:

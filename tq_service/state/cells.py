@@ -1,10 +1,10 @@
-"""A partition's columns: its fields, the put and row in which each cell is stored, and custom_meta.
+"""A partition's columns: its fields, the location of each cell, and custom_meta.
 
-Storage services store field values, and a cell locates one value. The controller itself stores custom_meta values. A
-cell refers to one row of a put or, after an append, to several rows (see `extents.py`).
+Storage services store the field values. A cell is the location of one value: a row of a put or, after an append,
+several rows (see `extents.py`). The controller itself stores custom_meta values.
 
-A field's cells belong to rows or, if a group's samples share the field, to group slots. A row finds its cell of a
-shared field through its group, so a row that joins a group has the shared cell immediately.
+A field's cells belong to rows. If the samples of a group share the field, the cells belong to group slots instead, and
+each row finds its cell through its group. A row that joins a group therefore has the shared cell immediately.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from tq_service.state.table import (
 )
 
 NOT_PRODUCED = -1
-CELL_COLUMN = "cell/"  # name prefix of columns that contain a field's cells
-CELL_BYTES_COLUMN = "cell_bytes/"  # name prefix of columns in the put table that contain a field's mean cell size
+CELL_COLUMN = "cell/"  # name prefix of a column that contains the cells of a field
+CELL_BYTES_COLUMN = "cell_bytes/"  # name prefix of a column in the put table with a field's mean cell sizes
 _SLOT_SHIFT = 32  # a cell is (slot of its put << 32 | row in the put), so a put's consecutive cells differ by 1
 _ROW_MASK = (1 << _SLOT_SHIFT) - 1
 _ROW_BYTES = 8
@@ -48,7 +48,7 @@ _FILLS: dict[str, Any] = {"i": 0, "f": 0.0, "b": False, "O": None}
 
 
 class Put(NamedTuple):
-    """The identity of a put, including the storage service instance that received it."""
+    """The identity of a put and of the storage service instance that received it."""
 
     storage_id: str
     boot_id: bytes
@@ -63,7 +63,7 @@ class ColumnWrite:
         spec: dtype, layout and row shape of the column.
         extents: size of each row in each ragged dimension of `spec`, of shape `(n, ragged dims)`; None if the column is
             not jagged.
-        value_bytes: total bytes of the values.
+        value_bytes: total size of the values in bytes.
     """
 
     spec: FieldSpec
@@ -72,7 +72,7 @@ class ColumnWrite:
 
     @property
     def fitting_shape(self) -> tuple[int, ...]:
-        """The row shape, with -1 only for dimensions in which this put's rows differ."""
+        """The row shape. A dimension is -1 only if the rows of this put have different sizes in it."""
         shape = list(self.spec.row_shape or ())
         if self.extents is not None and self.extents.size:
             for column, dim in enumerate(self.spec.ragged_dims):
@@ -82,31 +82,37 @@ class ColumnWrite:
         return tuple(shape)
 
     def sizes(self, dim: int) -> Indexes | int:
-        """Return the rows' sizes in one dimension, of shape `(n,)`, or an integer if all sizes are equal."""
+        """Return the size of each row in one dimension, of shape `(n,)`, or an integer if all sizes are equal."""
         if self.extents is not None and dim in self.spec.ragged_dims:
             return self.extents[:, self.spec.ragged_dims.index(dim)]
         return (self.spec.row_shape or ())[dim]
 
 
 def cells_of(slot: int, row_count: int) -> Indexes:
-    """Return the cell numbers of all rows in a put, given the put's slot."""
+    """Return the cell numbers of all rows of the put in `slot`."""
     first = slot << _SLOT_SHIFT
     return np.arange(first, first + row_count)
 
 
 def slots_and_rows(cells: Indexes) -> tuple[Indexes, Indexes]:
-    """Split cell numbers into put slots and row numbers within the puts."""
+    """Split cell numbers into the slots of the puts and the row numbers within the puts."""
     return cells >> _SLOT_SHIFT, cells & _ROW_MASK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellRuns:
-    """The locations of cells as runs of consecutive rows, in sample order; several fields may share the same locations.
+    """Cell locations in sample order, as runs of consecutive rows. Fields with equal locations share an instance.
 
     Attributes:
-        extent_counts: number of rows (extents) in each cell, if any cells have grown.
+        field_names: fields whose cells have these locations.
+        puts: puts that contain the cells.
+        put_indexes: for each run, the index of its put in `puts`.
+        first_rows: for each run, the number of its first row within the put.
+        row_counts: for each run, the number of rows.
+        extent_counts: for each cell, the number of extents (rows); empty if no cell has grown.
         extent_lengths: for each extent, the part of its length that belongs to the cell, or `WHOLE_EXTENT`.
-        sample_counts: for fields shared within groups, the number of consecutive samples whose shared cell is each row.
+        sample_counts: for each row of a field shared within groups, the number of consecutive samples that share the
+            row; empty for other fields.
     """
 
     field_names: tuple[str, ...]
@@ -121,7 +127,11 @@ class CellRuns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellSet:
-    """Cells in one put: the cells of `field_names` in ascending `rows`, or all original cells if `rows` is None."""
+    """A set of cells in one put.
+
+    The set contains the cells of `field_names` in ascending `rows`. If `rows` is None, it contains all original cells
+    of the put.
+    """
 
     put: Put
     field_names: tuple[str, ...] = ()
@@ -129,7 +139,7 @@ class CellSet:
 
 
 Freed: TypeAlias = CellSet | Put
-"""Cells that no longer belong to any sample. To free all cells of a put quickly, use the `Put` itself."""
+"""Cells that no longer belong to any sample. If all cells of a put are freed, the `Put` itself represents them."""
 
 
 def freed_cells(freed: Freed) -> CellSet:
@@ -139,7 +149,7 @@ def freed_cells(freed: Freed) -> CellSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellsSnapshot:
-    """A snapshot of a partition's cells, consisting of puts, cells by field, and extents of grown cells."""
+    """A snapshot of a partition's cells: the puts, the cells of each field, and the extents of grown cells."""
 
     puts: TableSnapshot
     cells: Mapping[str, ColumnSnapshot]
@@ -147,23 +157,23 @@ class CellsSnapshot:
 
 
 def cell_columns(table: TableSnapshot) -> dict[str, ColumnSnapshot]:
-    """Return the cell columns in a snapshot of the row table or group table, by field name."""
+    """Return the cell columns of a table snapshot, by field name. The table is the row table or the group table."""
     columns = table.columns.items()
     return {name.removeprefix(CELL_COLUMN): column for name, column in columns if name.startswith(CELL_COLUMN)}
 
 
 class Field:
-    """A partition's field and its cells.
+    """A field of a partition, together with its cells.
 
     Args:
-        spec: initial spec.
-        table: row table, which contains the field's cells.
+        spec: initial spec of the field.
+        table: row table, which stores the field's cells.
 
     Attributes:
         is_shared: whether the cells belong to groups rather than rows.
-        spec: spec that all cells satisfy; the declared spec if the field has no cells.
-        length: size of each cell in the first dimension that varies between cells; None if none varies.
-        produced_count: number of cells of the field.
+        spec: spec that fits all cells; the declared spec if the field is empty.
+        length: size of each cell in the first ragged dimension; None if no dimension is ragged.
+        produced_count: number of cells in the field.
     """
 
     __slots__ = ("_table", "cell", "length", "produced_count", "spec")
@@ -179,25 +189,28 @@ class Field:
 
     @property
     def has_lengths(self) -> bool:
-        """Whether the field contains cells with a length, that is, tensors other than scalars."""
+        """Whether the field has cells with a length, that is, tensors with at least one dimension."""
         return self.produced_count > 0 and bool(self.spec.row_shape)
 
     @property
     def row_count(self) -> int:
-        """Number of rows with a cell in the field."""
+        """Number of rows that have a cell in the field."""
         return self.produced_count
 
     def cells_of(self, rows: slice | Indexes) -> Indexes:
-        """Return each row's cell, of shape `(n,)`; `NOT_PRODUCED` if missing. Can be called from any thread."""
+        """Return the cell of each row, of shape `(n,)`; `NOT_PRODUCED` for a row without a cell.
+
+        This method can be called from any thread.
+        """
         cells: Indexes = self.cell.data[rows]
         return cells
 
     def snapshot(self) -> ColumnSnapshot:
-        """Return a snapshot of all the field's cells."""
+        """Return a snapshot of all cells of the field."""
         return self.cell.snapshot(self._table.count)
 
     def lengths(self, rows: slice | Indexes) -> Indexes:
-        """Return each cell's size in the first dimension that varies between cells, or in dimension 0 if none varies.
+        """Return the size of each row's cell in the first ragged dimension, or in dimension 0 if there is none.
 
         The size is -1 for missing cells, scalars and objects. This method can be called from any thread.
         """
@@ -208,13 +221,13 @@ class Field:
         return np.where(is_there, (spec.row_shape or (-1,))[0], -1)
 
     def widen(self, spec: FieldSpec) -> None:
-        """Replace the spec with a wider one of the same name that all existing cells satisfy."""
+        """Replace the field's spec with a wider spec that fits all existing cells. The name does not change."""
         known, first = self.spec, spec.ragged_dims[:1]
         if first and self.length is None:
             self.length = self._table.column(*_length_column(spec.name))
         if self.length is not None and self.produced_count and first != known.ragged_dims[:1]:
-            # All existing cells have the same size in this dimension, since it has not been the first ragged dimension
-            # so far.
+            # This dimension has not been the first ragged dimension until now, so all existing cells have the same
+            # size in it.
             self.length.write(slice(0, self._table.count), (known.row_shape or ())[first[0]])
         self.spec = spec
         if not first and self.length is not None:
@@ -223,10 +236,10 @@ class Field:
 
 
 class SharedField(Field):
-    """A field with one cell per group, shared by the group's samples; writes address group slots instead of rows.
+    """A field whose samples share one cell per group. Methods that write cells expect group slots instead of rows.
 
     Args:
-        spec: initial spec.
+        spec: initial spec of the field.
         groups: groups of the partition.
     """
 
@@ -239,17 +252,20 @@ class SharedField(Field):
 
     @property
     def row_count(self) -> int:
-        """Number of rows whose group has a cell in the field, excluding failed rows."""
+        """Number of rows whose group has a cell in the field. Failed rows are not counted."""
         groups, slots = self._groups, np.flatnonzero(self.cell[: self._groups.slots.count] >= 0)
         return int((groups.members[slots] - groups.cleared[slots] - groups.failed[slots]).sum())
 
     def cells_of(self, rows: slice | Indexes) -> Indexes:
-        """Return each row's group cell, of shape `(n,)`; `NOT_PRODUCED` if missing. Can be called from any thread."""
+        """Return the cell of each row's group, of shape `(n,)`; `NOT_PRODUCED` for a group without a cell.
+
+        This method can be called from any thread.
+        """
         slots = self._groups.of_rows[rows]
         return np.where(slots < 0, NOT_PRODUCED, self.cell.data[slots])
 
     def lengths(self, rows: slice | Indexes) -> Indexes:
-        """Return, for each row, the size of its group's cell; see `Field.lengths`."""
+        """Return the size of the cell of each row's group (see `Field.lengths`)."""
         slots = self._groups.of_rows[rows]
         return np.where(slots < 0, -1, super().lengths(slots))
 
@@ -263,24 +279,24 @@ def _length_column(name: str) -> NewColumn:
 
 
 class CellTable:
-    """A partition's fields and the locations of their cells.
+    """The fields of a partition and the locations of their cells.
 
-    A field exists while it is declared or has cells. When a field loses its last cell, it reverts to its declared spec,
-    or is removed if it was not declared.
+    A field exists while it is declared or has cells. When a declared field loses its last cell, it reverts to its
+    declared spec. An undeclared field is removed.
 
     Args:
         table: row table of the partition.
-        declared: specs of the declared fields, which always exist.
-        default_layout: layout of tensor fields that are not declared, or are declared without a layout.
-        groups: groups of the partition, which own the cells of fields declared with the scope "group".
+        declared: specs of the declared fields.
+        default_layout: layout of tensor fields that are not declared, or that are declared without a layout.
+        groups: groups of the partition. They own the cells of fields declared with the scope "group".
 
     Attributes:
         fields: fields by name.
         extents: extents of grown cells.
         write_once: names of fields whose cells can be written only once.
-        shared: names of fields whose cells belong to groups; all are declared.
-        former_specs: last specs of fields that have lost all cells, except the oldest specs. They describe the fields
-            of a batch that a rank requests after cells of that batch were cleared.
+        shared: names of fields whose cells belong to groups. All these fields are declared.
+        former_specs: last spec of each field that has lost all its cells, limited to the most recent fields. If a rank
+            requests a batch whose cells have been cleared, these specs describe the batch's fields.
     """
 
     __slots__ = (
@@ -311,23 +327,23 @@ class CellTable:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all cell values, estimated for partly freed puts; see `PutTable`."""
+        """Total size of all cell values in bytes. The size of partly freed puts is estimated (see `PutTable`)."""
         return self.puts.used_bytes
 
     def snapshot(self) -> CellsSnapshot:
-        """Return a snapshot of all cells, to be read by `live_cells`."""
+        """Return a snapshot of all cells. Pass the snapshot to `live_cells` to read the cells."""
         cells = {name: field.snapshot() for name, field in self.fields.items()}
         return CellsSnapshot(puts=self.puts.snapshot(), cells=cells, extents=self.extents.snapshot())
 
     def rebuild(self) -> None:
-        """Rebuild the derived state from restored columns."""
+        """Recompute the derived state after the columns have been restored."""
         self.puts.rebuild()
         self.extents.rebuild()
         for field in self.fields.values():
             field.produced_count = int(np.count_nonzero(field.cell.data >= 0))
 
     def declare(self, spec: FieldSpec) -> Field:
-        """Create the field that a spec describes, or widen the existing field to fit the spec; return the field."""
+        """Create the field for a spec, or widen the existing field to fit the spec; return the field."""
         field = self.fields.get(spec.name)
         if field is None:
             is_shared = spec.scope is FieldScope.GROUP
@@ -339,15 +355,18 @@ class CellTable:
         return field
 
     def last_spec(self, name: str) -> FieldSpec | None:
-        """Return a field's spec, or its last spec if all cells are gone; None if the field never existed."""
+        """Return the current spec of a field or, if the field has lost all its cells, its last spec.
+
+        Return None if the field is unknown.
+        """
         field = self.fields.get(name)
         return self.former_specs.get(name) or (None if field is None else field.spec)
 
     def sequence_fields(self, names: Iterable[str]) -> list[Field]:
-        """Return the fields among `names` whose cells are sequences: one-dimensional tensors not declared as dense.
+        """Return the fields among `names` whose cells are one-dimensional tensors and that are not declared as dense.
 
-        A field that is dense only because all its cells have the same length is included. Otherwise, the result would
-        change when the first cell of a different length is put.
+        A field may be dense only because all its cells currently have equal lengths. Such a field is included, because
+        otherwise the result would change with the first cell of a different length.
         """
         found = []
         for name in names:
@@ -358,7 +377,7 @@ class CellTable:
         return found
 
     def produced(self, names: Sequence[str], rows: slice | Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the rows that have cells in all these fields; an unknown field has no cells."""
+        """Return a mask of the rows that have a cell in every named field. An unknown field has no cells."""
         fields = [self.fields.get(name) for name in names]
         masks = [field.cells_of(rows) >= 0 for field in fields if field is not None]
         if len(masks) < len(fields) or not masks:
@@ -368,7 +387,7 @@ class CellTable:
         return masks[0]
 
     def produced_by(self, positions: Indexes) -> dict[str, NDArray[np.bool_]]:
-        """Return, for each field with a cell in at least one of the rows, a mask of the rows that have a cell."""
+        """Return a mask of the rows that have a cell, for each field with a cell in at least one of the rows."""
         all_of_them = np.ones(positions.size, np.bool_)
         found: dict[str, NDArray[np.bool_]] = {}
         for name, field in self.fields.items():
@@ -379,11 +398,11 @@ class CellTable:
         return found
 
     def merged_specs(self, columns: Sequence[ColumnWrite], positions: Indexes | None) -> list[FieldSpec]:
-        """Return the field specs that result from writing `columns`; raise FieldMismatchError if a column does not fit.
+        """Return the field specs after a write of `columns`; raise FieldMismatchError if a column does not fit.
 
         Args:
             columns: columns to write.
-            positions: rows or group slots to write to, -1 for a new row or slot; None: all are new.
+            positions: rows or group slots to write to. -1 denotes a new row or slot, and None means that all are new.
         """
         merged = []
         for column in columns:
@@ -403,7 +422,7 @@ class CellTable:
         return merged
 
     def appended_specs(self, columns: Sequence[ColumnWrite]) -> list[FieldSpec]:
-        """Return the field specs that result from appending `columns`; raise FieldMismatchError if one does not fit."""
+        """Return the field specs after an append of `columns`; raise FieldMismatchError if a column does not fit."""
         specs = []
         for column, merged in zip(columns, self.merged_specs(columns, None), strict=True):
             spec = replace(merged, layout=Layout.JAGGED, row_shape=(-1, *(merged.row_shape or ())[1:]))
@@ -419,12 +438,12 @@ class CellTable:
         return specs
 
     def lengths(self, name: str, positions: Indexes) -> Indexes:
-        """Return the size of each of a field's cells, or 0 for a missing cell; see `Field.lengths`."""
+        """Return the length of each row's cell in a field (see `Field.lengths`), or 0 for a missing cell."""
         field = self.fields.get(name)
         return np.zeros(positions.size, np.int64) if field is None else np.maximum(field.lengths(positions), 0)
 
     def extent_counts(self, name: str, positions: Indexes) -> Indexes:
-        """Return the number of extents in each of a field's cells, or 0 for a missing cell."""
+        """Return the number of extents of each row's cell in a field, or 0 for a missing cell."""
         field = self.fields.get(name)
         if field is None:
             return np.zeros(positions.size, np.int64)
@@ -432,7 +451,7 @@ class CellTable:
         return np.where(cells < 0, 0, self.extents.chains.counts(cells))
 
     def new_columns(self, specs: Iterable[FieldSpec]) -> list[NewColumn]:
-        """Return the table columns that must be declared to write fields with these specs."""
+        """Return the table columns that must be declared before fields with these specs can be written."""
         columns = []
         for spec in specs:
             field = self.fields.get(spec.name)
@@ -444,12 +463,10 @@ class CellTable:
 
     def write(self, put: Put, columns: Sequence[ColumnWrite], specs: Sequence[FieldSpec], positions: slice | Indexes,
               row_count: int) -> list[Freed]:  # fmt: skip
-        """Make the cells at `positions` (a slice for new rows) refer to the put's rows, in order.
+        """Assign the rows of a put to the cells at `positions`, in order; return the replaced cells.
 
-        For fields shared within groups, positions are group slots. In one write, either all columns are shared or none
-        are.
-
-        Return the replaced cells.
+        For new rows, `positions` is a slice. For fields shared within groups, `positions` contains group slots. A
+        single write must not mix shared fields with other fields.
         """
         slot = self.puts.add(put, row_count, columns)
         freed: list[Freed] = []
@@ -470,9 +487,16 @@ class CellTable:
     def append(
         self, put: Put, columns: Sequence[ColumnWrite], specs: Sequence[FieldSpec], positions: Indexes, lengths: Indexes
     ) -> list[Freed]:
-        """Append the put's rows, in order, to the cells at `positions`, whose current lengths are `lengths`.
+        """Append the rows of a put to the cells at `positions`, in order; return the rows that were not appended.
 
-        Return the rows that were not added to a cell because they are empty.
+        An empty row is not appended to an existing cell.
+
+        Args:
+            put: put that contains the rows.
+            columns: columns of the put.
+            specs: specs of the fields after the append.
+            positions: positions of the cells.
+            lengths: current lengths of the cells.
         """
         slot = self.puts.add(put, positions.size, columns)
         rows = cells_of(slot, positions.size)
@@ -495,9 +519,9 @@ class CellTable:
         return self._count_off(unused)
 
     def truncate(self, names: Iterable[str], positions: Indexes, lengths: Indexes) -> list[Freed]:
-        """Truncate the cells at `positions` to `lengths`, none above the current length; return the freed cells.
+        """Truncate the cells at `positions` to `lengths`, and return the freed cells.
 
-        A cell truncated to length 0 is removed.
+        A new length must not exceed the current length. A cell that is truncated to length 0 is removed.
         """
         fields = [field for name in dict.fromkeys(names) if (field := self.fields.get(name)) is not None]
         freed: list[Freed] = []
@@ -513,17 +537,20 @@ class CellTable:
         return freed + self.free(positions[lengths == 0], fields)
 
     def free_rows(self, positions: Indexes) -> list[Freed]:
-        """Remove all unshared cells of rows and return them; see `free`."""
+        """Remove all cells that belong to the given rows, and return the removed cells (see `free`)."""
         return self.free(positions, (field for field in self.fields.values() if not field.is_shared))
 
     def free_groups(self, slots: Indexes) -> list[Freed]:
-        """Remove all cells of groups and return the removed cells; see `free`."""
+        """Remove all cells that belong to the given groups, and return the removed cells (see `free`)."""
         if not self.shared or not slots.size:
             return []
         return self.free(slots, (field for field in self.fields.values() if field.is_shared))
 
     def free(self, positions: Indexes, fields: Iterable[Field]) -> list[Freed]:
-        """Remove the rows' cells in `fields` and return them. Reset or remove fields that have no cells left."""
+        """Remove the cells at `positions` in `fields`, and return the removed cells.
+
+        A field without remaining cells reverts to its declared spec. An undeclared field is removed.
+        """
         looked_at = list(fields)
         freed = self._free_cells(positions, looked_at)
         for field in looked_at:  # a field without cells reverts to its declared spec, or is removed
@@ -555,7 +582,7 @@ class CellTable:
         return self._count_off(forgotten)
 
     def _count_off(self, forgotten: Iterable[tuple[str, Indexes]]) -> list[Freed]:
-        """Subtract cells that no longer belong to any sample from their puts' counts; return the cells by put."""
+        """Subtract cells that no longer belong to any sample from the counts of their puts; return the cells by put."""
         freed: list[Freed] = []
         for slot, alike in _by_put(forgotten).items():
             put = self.puts.get(slot)
@@ -564,9 +591,9 @@ class CellTable:
         return freed
 
     def count_of_runs(self, positions: Indexes, most: int) -> int:
-        """Return the number of leading rows whose cells form at most `most` runs; position -1 denotes a missing row.
+        """Return how many leading rows can be described by at most `most` runs per field.
 
-        Each run consists of consecutive rows in one put.
+        A run consists of consecutive rows of one put. Position -1 denotes a missing row.
         """
         breaks = np.zeros(max(0, positions.size - 1), np.int64)
         for field in self.fields.values():
@@ -578,12 +605,15 @@ class CellTable:
         return min(positions.size, int(np.searchsorted(heads, most)) + 1)
 
     def locate(self, names: Sequence[str], positions: Indexes) -> list[CellRuns]:
-        """Locate the cells of the named fields, skipping fields that some row lacks; group fields by location."""
+        """Return the cell locations of the named fields, with fields grouped by equal locations.
+
+        A field is omitted if any of the rows lacks a cell in it.
+        """
         alike: dict[bytes, tuple[Indexes, Extents | None, list[str]]] = {}
         for name in names:
             cells, extents = self.fields[name].cells_of(positions), None
             key = cells.tobytes()
-            if not self.extents.is_empty and self.extents.has(cells):  # grown cells are numbered per field
+            if not self.extents.is_empty and self.extents.has(cells):  # grown cells are numbered by field
                 extents = self.extents.chains.resolve(cells)
                 key = b"".join(
                     each.tobytes() for each in (extents.cells, extents.counts, self.extents.lengths(extents))
@@ -598,7 +628,7 @@ class CellTable:
     def _located(self, names: tuple[str, ...], cells: Indexes, extents: Extents | None) -> CellRuns:
         if extents is not None:
             return self._grown_runs(names, extents)
-        if names[0] not in self.shared:  # a shared field never has the same locations as another kind of field
+        if names[0] not in self.shared:  # shared and unshared fields have different locations
             return self._runs(names, cells)
         heads = [0, *((cells[1:] != cells[:-1]).nonzero()[0] + 1).tolist()]
         counts = [end - start for start, end in pairwise((*heads, cells.size))]
@@ -613,7 +643,7 @@ class CellTable:
 
     def _runs(self, names: tuple[str, ...], cells: Indexes, sample_counts: Sequence[int] = ()) -> CellRuns:
         breaks = (cells[1:] - cells[:-1] != 1).nonzero()[0]
-        if not breaks.size:  # the common case: samples of one put
+        if not breaks.size:  # the common case: all samples are in one put
             first = int(cells[0])
             return CellRuns(
                 field_names=names,
@@ -637,9 +667,9 @@ class CellTable:
 
 
 def live_cells(snapshot: CellsSnapshot) -> Iterator[CellSet]:
-    """Yield the cells that samples had at the time of a snapshot, grouped by put.
+    """Yield the cells that belonged to samples when the snapshot was taken, grouped by put.
 
-    The iteration may take a long time and can run on any thread; each step handles a few thousand slots or cells.
+    The iteration may take a long time and can run on any thread. Each step processes a few thousand slots or cells.
     """
     partial: dict[int, Put] = {}
     masks: list[NDArray[np.bool_]] = []
@@ -669,17 +699,20 @@ def live_cells(snapshot: CellsSnapshot) -> Iterator[CellSet]:
 
 
 def _of_puts(cells: Indexes, is_meant: NDArray[np.bool_]) -> Indexes:
-    """Return the cells that have not grown and whose put slots are selected by a mask."""
+    """Return the cells that have not grown and whose put slot is selected by the mask."""
     cells = cells[plain(cells)]
     meant: Indexes = cells[is_meant[cells >> _SLOT_SHIFT]]
     return meant
 
 
 def _by_put(cells_of_fields: Iterable[tuple[str, Indexes]]) -> dict[int, dict[bytes, list[str]]]:
-    """Group cells by put slot and then by row set; each row set maps to the fields with cells in exactly these rows."""
+    """Group cells by put slot and by set of rows.
+
+    Each set of rows maps to the names of the fields that have cells in exactly these rows.
+    """
     found: dict[int, dict[bytes, list[str]]] = {}
     for name, cells in cells_of_fields:
-        slots, rows = slots_and_rows(np.sort(cells, kind="stable"))  # fast if already sorted, which is common
+        slots, rows = slots_and_rows(np.sort(cells, kind="stable"))  # the cells are usually sorted already
         starts = np.flatnonzero(np.diff(slots, prepend=-1))
         for slot, in_put in zip(slots[starts].tolist(), np.split(rows, starts[1:]), strict=False):
             found.setdefault(slot, {}).setdefault(in_put.tobytes(), []).append(name)
@@ -692,12 +725,12 @@ def _cell_sets(put: Put, alike: Mapping[bytes, Sequence[str]]) -> Iterator[CellS
 
 
 class PutTable(SlotTable):
-    """The puts that contain a partition's cells, with the cell count and bytes of each put.
+    """The puts that contain a partition's cells. For each put, the table records the number of cells and their size.
 
     Attributes:
-        used_bytes: approximate bytes of all cells. Only the storage service records the size of a single cell, so
-            freeing a cell subtracts the field's mean cell size in the put. Freeing the put's last cell subtracts the
-            remaining bytes.
+        used_bytes: approximate size of all cells in bytes. Only the storage service records the size of each cell. When
+            a cell is freed, the table therefore subtracts the mean cell size of the field in this put. When the last
+            cell of a put is freed, the table subtracts the remaining bytes.
     """
 
     __slots__ = ("_bytes", "_cell_bytes", "_cells", "_made", "used_bytes")
@@ -716,12 +749,12 @@ class PutTable(SlotTable):
             self._cell_bytes[field_name] = self.column(CELL_BYTES_COLUMN + field_name, np.float64, 0.0)
 
     def forget(self, field_name: str) -> None:
-        """Remove a field without cells from the table."""
+        """Remove a field without cells."""
         del self._cell_bytes[field_name]
         self.remove_column(CELL_BYTES_COLUMN + field_name)
 
     def add(self, put: Put, row_count: int, columns: Sequence[ColumnWrite]) -> int:
-        """Add a put with its columns; return the put's slot."""
+        """Add a put and its columns; return the slot of the put."""
         cells, value_bytes = len(columns) * row_count, sum(column.value_bytes for column in columns)
         self.used_bytes += value_bytes
         (slot,) = self.allocate(1)
@@ -742,7 +775,7 @@ class PutTable(SlotTable):
         return put
 
     def count_off(self, slot: int, counts: Iterable[tuple[str, int]]) -> bool:
-        """Subtract the number of freed cells in each field from a put; return whether the put has no cells left."""
+        """Subtract freed cells from a put, given as counts per field; return whether the put is now empty."""
         cells_left, bytes_left, gone_bytes = int(self._cells[slot]), int(self._bytes[slot]), 0.0
         for field_name, count in counts:
             cells_left -= count
@@ -761,25 +794,25 @@ class PutTable(SlotTable):
         return [put for put in self.occupants[: self.count] if put is not None]
 
     def rebuild(self) -> None:
-        """Rebuild the derived state from restored columns."""
+        """Recompute the derived state after the columns have been restored."""
         super().rebuild()
         self.used_bytes = int(self._bytes.data.sum())
 
 
 def _replaces_all(field: Field, positions: Indexes) -> bool:
-    """Return whether a write to the given rows replaces all cells of a field."""
+    """Return whether a write to the given rows replaces every cell of a field."""
     count = field.produced_count
     return count <= positions.size and count == np.count_nonzero(field.cell[positions[positions >= 0]] >= 0)
 
 
 def merge_specs(known: FieldSpec, column: ColumnWrite, layout: Layout) -> FieldSpec:
-    """Widen a field's spec to fit a column's rows; raise FieldMismatchError if the column does not fit.
+    """Widen a field's spec to fit the rows of a column; raise FieldMismatchError if the column does not fit.
 
     Args:
-        known: spec of the field's rows; the declared spec if there are no rows.
-        column: the new rows.
+        known: current spec of the field; the declared spec if the field is empty.
+        column: new rows.
         layout: declared layout of the field. A jagged field also accepts rows of equal shape. An "auto" field becomes
-            jagged once a row has a different shape or a column is jagged.
+            jagged when a row has a different shape or a column is jagged.
     """
     new = column.spec
     if new.row_shape is None:
@@ -810,7 +843,7 @@ def merge_specs(known: FieldSpec, column: ColumnWrite, layout: Layout) -> FieldS
         raise _mismatch(known, new, "put rows of one shape, or declare the field as auto or jagged")
     is_jagged = -1 in widened or Layout.JAGGED in (layout, known.layout, new.layout)
     if -1 not in widened and new.layout is Layout.JAGGED:  # all rows so far have the same shape
-        # torch marks the first dimension as ragged even if all rows have the same shape; ignore the mark for rows with
+        # torch marks the first dimension as ragged even if all rows have the same shape. Ignore this mark for rows with
         # more than one dimension.
         first = 0 if len(widened) == 1 else 1
         widened = (*widened[:first], *new.row_shape[first:])
@@ -831,7 +864,7 @@ def _mismatch(known: FieldSpec, new: FieldSpec, hint: str) -> FieldMismatchError
 
 @dataclass(slots=True)
 class _MetaStore:
-    """The typed values and the JSON values of a custom_meta column, each None until a value is written."""
+    """The typed values and the JSON values of a custom_meta column. Each is None until a value is written."""
 
     values: Column | None = None
     present: Column | None = None
@@ -844,7 +877,7 @@ class _MetaStore:
 
 
 class CustomMeta:
-    """The custom_meta columns of a partition, see `tq_service.custom_meta`."""
+    """The custom_meta columns of a partition (see `tq_service.custom_meta`)."""
 
     __slots__ = ("_columns", "_table")
 
@@ -854,10 +887,10 @@ class CustomMeta:
 
     @property
     def kinds(self) -> dict[str, str]:
-        """Each column's kind by column name, in order of first use.
+        """Kind of each column by column name, in order of first use.
 
-        A column's kind is the kind of its typed values (`i`, `f`, `b` or `O`), if any, followed by `J` if some values
-        are JSON.
+        The kind of a column is the kind of its typed values (`i`, `f`, `b` or `O`), if any. It is followed by `J` if
+        some values are JSON.
         """
         return {name: stored.kind + _JSON * (stored.json is not None) for name, stored in self._columns.items()}
 
@@ -870,7 +903,7 @@ class CustomMeta:
         )
 
     def declare(self, kinds: Mapping[str, str]) -> None:
-        """Declare columns with the given `kinds` before their values are restored."""
+        """Declare columns of the given `kinds` before their values are restored."""
         for name, kind in kinds.items():
             stored = self._columns[name] = _MetaStore()
             if typed := kind.removesuffix(_JSON):
@@ -890,11 +923,11 @@ class CustomMeta:
         return list(self._columns)
 
     def has(self, name: str) -> bool:
-        """Return whether any sample ever had a typed value in the column `name`."""
+        """Return whether the column `name` has ever contained a typed value."""
         return name in self._columns and self._columns[name].values is not None
 
     def check(self, columns: Sequence[MetaColumn], count: int) -> None:
-        """Raise InvalidArgumentError if the columns to write do not fit the stored columns or the sample count."""
+        """Raise InvalidArgumentError if `columns` do not fit the stored columns or the number of samples."""
         names = [column.name for column in columns]
         if len(set(names)) != len(names):
             raise InvalidArgumentError(
@@ -910,7 +943,7 @@ class CustomMeta:
             _fitted(column, self._columns.get(column.name))
 
     def write(self, columns: Sequence[MetaColumn], rows: slice | Indexes) -> None:
-        """Write or remove sample values; a sample without an entry in a column keeps its current value."""
+        """Write or remove the values of samples. A sample without an entry in a column keeps its current value."""
         for given in columns:
             stored = self._columns.get(given.name)
             column, kind = _fitted(given, stored)
@@ -935,7 +968,7 @@ class CustomMeta:
                 stored.json.write(where, None if column.json is None else column.json[is_written])
 
     def read(self, name: str, positions: Indexes) -> MetaColumn | None:
-        """Return the values of a column at `positions`, or None if no sample ever had a value in the column."""
+        """Return the values of a column at `positions`, or None if the column has never contained a value."""
         stored = self._columns.get(name)
         if stored is None:
             return None
@@ -954,7 +987,7 @@ class CustomMeta:
         return [column for column in columns if column is not None and column.has_value.any()]
 
     def holds(self, condition: Condition, rows: slice | Indexes) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return two row masks: rows that satisfy the condition, and rows that have a typed value to compare."""
+        """Return two row masks: rows that satisfy the condition, and rows that have a typed value in its column."""
         values, present = self.typed(condition.column, rows)
         holds = np.zeros(present.size, np.bool_)
         if present.any():
@@ -962,7 +995,7 @@ class CustomMeta:
         return holds, present
 
     def typed(self, name: str, rows: slice | Indexes) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-        """Return a column's typed values and a mask of the rows that have a typed value."""
+        """Return the typed values of a column, and a mask of the rows that have a typed value."""
         arrays = self.arrays(name)
         if arrays is None:
             count = self._table.index[rows].size
@@ -970,7 +1003,10 @@ class CustomMeta:
         return arrays[0][rows], arrays[1][rows]
 
     def json_values(self, name: str, rows: slice | Indexes) -> NDArray[np.object_] | None:
-        """Return a column's JSON texts, with None for missing or null values; return None if no value is JSON."""
+        """Return the JSON texts of a column, or None if no value is JSON.
+
+        Rows with a missing or null value get None.
+        """
         stored = self._columns.get(name)
         if stored is None or stored.json is None:
             return None
@@ -979,7 +1015,7 @@ class CustomMeta:
         return texts
 
     def arrays(self, name: str) -> tuple[NDArray[Any], NDArray[np.bool_]] | None:
-        """Return the arrays storing a column's typed values and presence flags; None without typed values."""
+        """Return the arrays of a column's typed values and presence flags, or None if there are no typed values."""
         stored = self._columns.get(name)
         if stored is None or stored.values is None or stored.present is None:
             return None
@@ -987,12 +1023,12 @@ class CustomMeta:
 
 
 def _chosen(rows: slice | Indexes, mask: NDArray[np.bool_]) -> slice | Indexes:
-    """Return the rows that a mask over `rows` selects."""
+    """Return the rows that the mask selects from `rows`."""
     return as_slice(np.flatnonzero(mask) + rows.start if isinstance(rows, slice) else rows[mask])
 
 
 def _fitted(column: MetaColumn, stored: _MetaStore | None) -> tuple[MetaColumn, str]:
-    """Convert a column's typed values to the kind in which they will be stored; return the column and the kind."""
+    """Convert the typed values of a column to the kind in which they are stored; return the column and the kind."""
     new: str = column.values.dtype.kind
     if stored is None or stored.values is None:
         column = column if column.json is None else fitted(column, new if column.present.any() else None)

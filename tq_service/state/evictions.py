@@ -1,4 +1,4 @@
-"""Evictions: samples, rollouts and groups that a claim evicts because its task can never consume them."""
+"""Evictions: samples, rollouts and groups that a claim removes because its task can never consume them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tq_service.state.plan import Indexes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evicted:
-    """The units that a claim evicts in one change: single samples, rollouts or groups.
+    """The units (single samples, rollouts or groups) that a claim evicts in one change.
 
     Attributes:
-        rows: global indexes of the samples, ordered by unit.
+        rows: global indexes of the samples, sorted by unit.
         sizes: number of samples in each unit, of shape `(units,)`.
-        reasons: reason for evicting each unit, as an `EvictionCode`, of shape `(units,)`.
+        reasons: reason for the eviction of each unit, as an `EvictionCode`, of shape `(units,)`.
         is_group: whether each unit is a group or rollout rather than a single sample, of shape `(units,)`.
-        unit: kind of the units that are not single samples: groups or rollouts.
+        unit: kind of all units that are not single samples: groups or rollouts.
     """
 
     rows: Indexes

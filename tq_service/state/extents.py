@@ -1,10 +1,9 @@
-"""Grown cells, which consist of several extents: the first was stored by a put, and each later one by an append.
+"""Grown cells. A grown cell consists of several extents: a put stored the first extent, and each append added another.
 
     cell of a row: GROWN | slot --> last extent -- previous --> extent before it -- previous --> ... first extent
 
-A cell that was written only once has no entry in this table. An append adds an extent at the end of a cell and leaves
-the earlier extents unchanged. A truncation removes extents from the end of a cell and shortens the last remaining
-extent.
+A cell that was written only once has no entry in this table. An append adds an extent to the end of a cell and does not
+change the earlier extents. A truncation removes extents from the end of a cell and shortens the last remaining extent.
 """
 
 from __future__ import annotations
@@ -20,22 +19,23 @@ from tq_service.state.plan import Indexes
 from tq_service.state.table import SlotTable
 
 GROWN: Final = 1 << 62
-"""Flag bit of a grown cell; the other bits contain the slot of its last extent. Other cells are less than this flag."""
+"""Flag bit of a grown cell. The remaining bits contain the slot of its last extent. All other cells are smaller."""
 
 MOST_EXTENTS: Final = 1024
-"""Maximum number of extents per cell; limited because a read lists every extent of the cells it reads."""
+"""Maximum number of extents per cell. The number is limited because a read lists all extents of each cell."""
 
 _NONE: Final = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extents:
-    """The extents that form an array of cells, ordered by cell and then by offset.
+    """The extents of several cells, sorted by cell and then by offset.
 
     Attributes:
-        owners: for each extent, the position of its cell in the cell array, in ascending order, of shape `(extents,)`.
-        slots: each extent's slot in the extent table, of shape `(extents,)`; -1 for a cell that has not grown.
-        cells: each extent's put and row, encoded like a cell that has not grown, of shape `(extents,)`.
+        owners: for each extent, the position of its cell in the array of cells, in ascending order, of shape
+            `(extents,)`.
+        slots: slot of each extent in the extent table, of shape `(extents,)`; -1 for a cell that has not grown.
+        cells: put and row of each extent, encoded like a cell that has not grown, of shape `(extents,)`.
     """
 
     owners: Indexes
@@ -44,13 +44,13 @@ class Extents:
 
     @property
     def counts(self) -> Indexes:
-        """Number of extents per cell."""
+        """Number of extents in each cell."""
         return np.diff(np.flatnonzero(np.diff(self.owners, prepend=_NONE)), append=self.owners.size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chains:
-    """Columns that link extents by slot, from the current table or a snapshot."""
+    """The columns that link extents by slot. They come from the current table or from a snapshot."""
 
     cell: Indexes
     previous: Indexes
@@ -64,13 +64,13 @@ class Chains:
         return counts
 
     def resolve(self, cells: Indexes) -> Extents:
-        """Return all extents in the given cells."""
+        """Return all extents of the given cells."""
         counts = self.counts(cells)
         owners = np.repeat(np.arange(cells.size), counts)
         slots, found = np.full(owners.size, _NONE), cells[owners]
         has_grown = cells >= GROWN
         places, current = np.cumsum(counts)[has_grown] - 1, cells[has_grown] - GROWN
-        while current.size:  # from each cell's last extent to its first
+        while current.size:  # iterate from the last extent of each cell to the first
             slots[places] = current
             found[places] = self.cell[current]
             current = self.previous[current]
@@ -80,7 +80,7 @@ class Chains:
 
 
 class ExtentTable(SlotTable):
-    """The extents of a partition's grown cells. Each extent occupies one slot, which contains the field name."""
+    """The extents of all grown cells in a partition. Each extent occupies one slot, which stores the field name."""
 
     __slots__ = ("_cell", "_depth", "_end", "_previous")
 
@@ -88,7 +88,7 @@ class ExtentTable(SlotTable):
         super().__init__("field")
         self._cell = self.column("cell", np.int64, _NONE)
         self._previous = self.column("previous", np.int64, _NONE)
-        self._end = self.column("end", np.int64, 0)  # cell length up to the end of this extent
+        self._end = self.column("end", np.int64, 0)  # length of the cell up to the end of this extent
         self._depth = self.column("depth", np.int64, 0)  # number of extents in the cell up to and including this extent
 
     @property
@@ -101,21 +101,21 @@ class ExtentTable(SlotTable):
         return not self.is_empty and bool((cells >= GROWN).any())
 
     def lengths(self, extents: Extents) -> Indexes:
-        """Return the length of each extent, or `WHOLE_EXTENT` for the only extent in a cell that has not grown."""
+        """Return the length of each extent, or `WHOLE_EXTENT` for a cell that has not grown."""
         slots = extents.slots
         previous = self._previous[slots]
         starts = np.where(previous == _NONE, 0, self._end[previous])
         return np.where(slots == _NONE, WHOLE_EXTENT, self._end[slots] - starts)
 
     def append(self, name: str, cells: Indexes, lengths: Indexes, added: Indexes, ends: Indexes) -> Indexes:
-        """Add one extent to each of the given cells in a field; return the new cell numbers.
+        """Add an extent to each of the given cells of a field; return the new cell numbers.
 
         Args:
             name: field name.
             cells: current cell numbers, of shape `(n,)`.
-            lengths: current cell lengths, of shape `(n,)`.
+            lengths: current lengths of the cells, of shape `(n,)`.
             added: extents to add, as cells in a put, of shape `(n,)`.
-            ends: cell lengths after the append, of shape `(n,)`.
+            ends: lengths of the cells after the append, of shape `(n,)`.
         """
         previous = cells - GROWN
         is_first = previous < 0
@@ -135,9 +135,9 @@ class ExtentTable(SlotTable):
         return slots
 
     def truncate(self, name: str, cells: Indexes, lengths: Indexes) -> tuple[Indexes, Indexes]:
-        """Truncate a field's cells to `lengths`, each at least 1 and below the cell's current length.
+        """Truncate cells of a field; return the new cell numbers, and the removed extents as cells in puts.
 
-        Return the new cell numbers, and the removed extents as cells in puts.
+        Each length must be at least 1 and less than the current length of its cell.
         """
         last = cells - GROWN
         is_first = last < 0
@@ -156,7 +156,7 @@ class ExtentTable(SlotTable):
         return GROWN + last, freed
 
     def release(self, cells: Indexes) -> Indexes:
-        """Remove the extents of grown cells; return them as cells in puts; return all other cells unchanged."""
+        """Remove the extents of grown cells and return them as cells in puts. Other cells are returned unchanged."""
         if not self.has(cells):
             return cells
         extents = self.chains.resolve(cells)

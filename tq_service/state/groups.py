@@ -1,6 +1,7 @@
-"""Groups (the responses to one prompt), rollouts (an agent's turns), and indexes for finding rows and groups by name.
+"""Groups and rollouts, and indexes that find rows and groups by name.
 
-`NameIndex` maps names to numbers as a dict does, but no single operation is slow, even with very many names.
+A group contains the responses to one prompt. A rollout contains the turns of an agent. `NameIndex` maps names to
+numbers like a dict, but every operation is fast even with very many names.
 """
 
 from __future__ import annotations
@@ -22,29 +23,29 @@ from tq_service.state.table import Column, RowTable, SlotTable, as_slice, distin
 
 NO_GROUP = -1
 
-_MOST_IN_ONE_DICT: Final = 1 << 15  # maximum number of names in a single dict; splitting it takes about 10 ms
+_MOST_IN_ONE_DICT: Final = 1 << 15  # maximum number of names in a single dict; it takes about 10 ms to split
 _PART_COUNT: Final = 256
 _HASH_MASK: Final = (1 << 16) - 1
-# Maps the last bits of a hash to a part. Part sizes increase evenly from the first part to the last, which is twice as
-# large.
+# Maps the last bits of a hash to a part. The size of the parts increases evenly, and the last part is twice as large as
+# the first.
 _PART_OF: Final = (_PART_COUNT * np.log2(1 + np.arange(_HASH_MASK + 1) / (_HASH_MASK + 1))).astype(np.uint8)
 _FEW: Final = 1 << 10  # up to this number of names, a loop is faster than arrays
 _GAPS_FROM_BYTES: Final = 1 << 12
-_MOST_BYTES_PER_NAME: Final = 1 << 8  # a dict above this is copied; a newly grown dict uses up to 90
+_MOST_BYTES_PER_NAME: Final = 1 << 8  # a larger dict is copied to free memory; a dict that has just grown uses up to 90
 
 Part: TypeAlias = tuple[dict[str, int], Collection[str], Any]
 
 
 class NameIndex(Collection[str]):
-    """Maps names to numbers.
+    """A mapping from names to numbers.
 
-    When a dict grows, it moves all its names at once. A large number of names is therefore distributed by hash over
-    many dicts of unequal sizes, which grow at different times.
+    When a dict grows, it moves all its names at once, which is slow for a large dict. A large number of names is
+    therefore distributed by hash over many dicts of unequal sizes, which grow at different times.
     """
 
     def __init__(self) -> None:
         self._dicts: list[dict[str, int]] = [{}]
-        self._looked_at = 0  # number of the dict that was last checked for gaps
+        self._looked_at = 0  # number of the last dict that was checked for gaps
 
     def __len__(self) -> int:
         return sum(map(len, self._dicts))
@@ -56,7 +57,7 @@ class NameIndex(Collection[str]):
         return itertools.chain(*self._dicts)
 
     def find(self, names: Sequence[str]) -> Indexes:
-        """Return each name's number, of shape `(n,)`; -1 for an unknown name."""
+        """Return the number of each name, of shape `(n,)`; -1 for an unknown name."""
         numbers = np.full(len(names), -1, np.int64)
         for known, some, positions in self._parts(names):
             if not known.keys().isdisjoint(some):  # halves the time if all names are new
@@ -73,7 +74,7 @@ class NameIndex(Collection[str]):
             known.update(zip(some, numbers[positions].tolist(), strict=True))
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove names, ignoring unknown ones, and free some memory of names that were removed earlier."""
+        """Remove names and free some memory of names removed earlier. Unknown names are ignored."""
         for known, some, _ in self._parts(names):
             deque(map(known.pop, some, itertools.repeat(None)), maxlen=0)
         if not self:
@@ -90,7 +91,7 @@ class NameIndex(Collection[str]):
             yield
 
     def _parts(self, names: Sequence[str]) -> Iterator[Part]:
-        """Split names by dict; yield each dict with its names and their positions in `names`."""
+        """Split names by dict; yield each dict together with its names and their positions in `names`."""
         if len(self._dicts) == 1:
             yield self._dicts[0], names, slice(None)
         elif len(names) <= _FEW:
@@ -106,10 +107,10 @@ class NameIndex(Collection[str]):
 
 
 class KeyIndex(NameIndex):
-    """Maps keys to the global indexes of their rows. The keys are stored in the row table's column `key`.
+    """A mapping from keys to the global indexes of their rows. The column `key` of the row table stores the keys.
 
     Attributes:
-        column: each row's key, or None for a row without a key.
+        column: key of each row, or None for a row without a key.
     """
 
     def __init__(self, table: RowTable) -> None:
@@ -118,7 +119,7 @@ class KeyIndex(NameIndex):
         self._table = table
 
     def positions_of(self, keys: Sequence[str]) -> Indexes:
-        """Return the row position for each key, of shape `(n,)`; -1 for an unknown key."""
+        """Return the position of each key's row, of shape `(n,)`; -1 for an unknown key."""
         positions = self.find(keys)
         is_known = positions >= 0
         if is_known.any():
@@ -126,7 +127,7 @@ class KeyIndex(NameIndex):
         return positions
 
     def on_rows_cleared(self, positions: Indexes) -> None:
-        """Remove the keys of rows from the index before the rows are removed from the table."""
+        """Remove the keys of rows from the index. Call this method before the rows are removed from the table."""
         if self:
             keys = self.column[positions]
             self.remove(keys[keys != None].tolist())  # noqa: E711  (of each)
@@ -142,13 +143,13 @@ class KeyIndex(NameIndex):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedNames:
-    """The group or rollout names of new samples, looked up in the current table.
+    """The group or rollout names of new samples, with the slots of existing groups or rollouts.
 
     Attributes:
-        names: the distinct names.
+        names: the names, without duplicates.
         codes: for each new sample, the position of its name in `names`, or NO_GROUP for a sample without a name.
-        slots: each name's slot; negative for a name that does not exist yet.
-        has_members: for each name, whether it already has samples.
+        slots: slot of each name; negative for a new name.
+        has_members: for each name, whether the group or rollout already has samples.
     """
 
     names: Sequence[str]
@@ -158,7 +159,10 @@ class CheckedNames:
 
     @classmethod
     def of(cls, given: Sequence[str], known: NameIndex, members: Column) -> CheckedNames:
-        """Look up names, one per new sample ("" for none); the column `members` contains member counts by slot."""
+        """Look up the names of new samples, with "" for a sample without a name.
+
+        The column `members` contains the number of members in each slot.
+        """
         names = list(filter(None, dict.fromkeys(given)))
         code_of = dict(zip(names, itertools.count()))
         codes = np.fromiter(map(code_of.get, given, itertools.repeat(NO_GROUP)), np.int64, len(given))
@@ -167,16 +171,16 @@ class CheckedNames:
 
     @property
     def new_names(self) -> list[str]:
-        """Names that do not exist yet."""
+        """Names of groups or rollouts that do not exist yet."""
         return list(itertools.compress(self.names, self.slots < 0))
 
     @property
     def names_without_members(self) -> list[str]:
-        """Names without any samples yet."""
+        """Names of groups or rollouts without samples."""
         return list(itertools.compress(self.names, ~self.has_members))
 
     def have_begun(self, codes: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the codes whose names already have samples; False for NO_GROUP."""
+        """Return a mask of the codes whose group or rollout already has samples; False for NO_GROUP."""
         return np.append(self.has_members, False)[codes]
 
 
@@ -187,8 +191,8 @@ class CheckedGroups:
     Attributes:
         groups: names of the groups.
         rollouts: names of the rollouts, or None.
-        group_codes: for each new sample, the position of its group in `groups.names`; NO_GROUP for a sample without a
-            group or in a rollout that already has samples.
+        group_codes: for each new sample, the position of its group in `groups.names`. NO_GROUP for a sample without a
+            group, or in a rollout that already has samples.
     """
 
     groups: CheckedNames
@@ -197,14 +201,17 @@ class CheckedGroups:
 
     @property
     def begins(self) -> NDArray[np.bool_]:
-        """A mask of the new samples whose group and rollout, if any, do not have samples yet, of shape `(n,)`."""
+        """A mask of the new samples whose group and rollout are still empty, of shape `(n,)`.
+
+        Samples without a group or rollout are included.
+        """
         has_begun = self.groups.have_begun(self.group_codes)
         if self.rollouts is not None:
             has_begun |= self.rollouts.have_begun(self.rollouts.codes)
         return ~has_begun
 
     def count_units(self, unit: BatchUnit, samples: Indexes) -> int:
-        """Return the number of units that the new samples at the positions `samples` form."""
+        """Return the number of units that the given new samples form."""
         if unit == "sample":
             return samples.size
         ids, rollout_count = -2 - samples, 0
@@ -218,15 +225,15 @@ class CheckedGroups:
 
 
 class GroupTable:
-    """A partition's groups and rollouts, with their member counts by status.
+    """The groups and rollouts of a partition, with their number of members by status.
 
-    Each group occupies a slot in parallel columns. The slot is reused after the group's last member is cleared. A group
-    may exist before it has members, if its cells were put first (see `CellTable.shared`). Each rollout occupies a slot
-    as well. A rollout's samples are also members of the group that contains the rollout; a rollout outside any group is
-    itself a group.
+    Each group occupies a slot in parallel columns. After the last member of a group is cleared, its slot is reused. If
+    the cells of a group were put first, the group exists before it has members (see `CellTable.shared`). Each rollout
+    also occupies a slot. Samples of a rollout are also members of the group that contains the rollout. A rollout
+    outside any group is itself a group.
 
-    A rollout is complete when it is closed. A group is complete when it has reached its declared size or is closed, and
-    all its rollouts are closed.
+    A rollout is complete when it is closed. A group is complete when all its rollouts are closed and the group itself
+    is closed or has reached its declared size.
     """
 
     __slots__ = (
@@ -241,14 +248,14 @@ class GroupTable:
         self.rollout_slot_of = NameIndex()
         self.in_use = False  # becomes True with the first named group or rollout and remains True
         self._members: Column = table.column("group", np.int64, NO_GROUP)
-        # Contains the slot plus 1, so the fill is 0 and the memory remains untouched if there are no rollouts.
+        # Contains the slot plus 1. The fill is therefore 0, and the memory remains untouched if there are no rollouts.
         self._rollouts: Column = table.column("rollout", np.int64, 0)
         self._names = self.slots.occupants
         self.declared = self.slots.column("declared", np.int64, 0)
         self.members = self.slots.column("members", np.int64, 0)
         self.continuing = self.slots.column(
             "continuing", np.int64, 0
-        )  # for a group: number of members that continue a rollout, that is, all but the first of each rollout
+        )  # for a group: number of members in rollouts, without the first member of each rollout
         self.failed = self.slots.column("failed", np.int64, 0)
         self.cleared = self.slots.column("cleared", np.int64, 0)
         self.closed = self.slots.column("closed", np.bool_, False)
@@ -263,12 +270,12 @@ class GroupTable:
 
     @property
     def rollout_count(self) -> int:
-        """Number of rollouts with members."""
+        """Number of rollouts that have members."""
         return len(self.rollout_slot_of)
 
     @property
     def has_rollouts(self) -> bool:
-        """Whether a rollout was ever named."""
+        """Whether any rollout has ever been named."""
         return not self.parent.is_blank
 
     @property
@@ -277,12 +284,12 @@ class GroupTable:
         return self._members.data
 
     def of_unit(self, unit: BatchUnit, rows: slice | Indexes) -> Indexes:
-        """Return each row's group slot or rollout slot; NO_GROUP for a row without a group or rollout."""
+        """Return the group slot or rollout slot of each row; NO_GROUP for a row without a group or rollout."""
         slots: Indexes = self._rollouts[rows] - 1 if unit == "rollout" else self._members[rows]
         return slots
 
     def outermost(self, slots: Indexes) -> Indexes:
-        """Replace rollout slots with the slots of the rollouts' groups; leave group slots unchanged."""
+        """Replace the slot of each rollout with the slot of its group. Group slots are returned unchanged."""
         parents = self.parent[slots]
         return np.where(parents < 0, slots, parents)
 
@@ -321,13 +328,13 @@ class GroupTable:
         """Validate the groups and rollouts of new samples without changing the table.
 
         Args:
-            groups: each sample's group; "" for no group or for the same group as the sample's rollout.
-            group_size: declared size of new groups; 0: unknown.
-            rollouts: each sample's rollout, or "" for no rollout; () if no sample has a rollout.
+            groups: group of each sample. "" for a sample without a group, or in the group of its rollout.
+            group_size: declared size of new groups. 0 means that the size is unknown.
+            rollouts: rollout of each sample, or "" for no rollout. Empty if no sample has a rollout.
 
         Raises:
-            InvalidArgumentError: a group's size or a rollout's group differs from an earlier put, or `group_size` is
-                negative.
+            InvalidArgumentError: the size of a group or the group of a rollout differs from an earlier put, or
+                `group_size` is negative.
             PreconditionError: a group or rollout is closed, or a group would have too many members.
         """
         if group_size < 0:
@@ -368,7 +375,10 @@ class GroupTable:
     def _check_rollouts(
         self, groups: Sequence[str], named: CheckedNames, rollouts: CheckedNames
     ) -> tuple[Indexes, Indexes]:
-        """Return `CheckedGroups.group_codes`, and the group codes of new rollouts and of new samples without a rollout.
+        """Validate the rollouts of new samples against their groups.
+
+        Return two arrays: `CheckedGroups.group_codes`, and the group codes of new rollouts and of samples without a
+        rollout.
 
         Raises:
             PreconditionError: a rollout is closed.
@@ -403,7 +413,7 @@ class GroupTable:
         return codes, np.concatenate([named.codes[rollouts.codes < 0], group_of[~has_begun]])
 
     def add(self, checked: CheckedGroups, group_size: int, rows: slice) -> None:
-        """Add new rows as members of their groups and rollouts, as returned by `check`."""
+        """Add new rows to their groups and rollouts. `checked` is the result of `check`."""
         slots, codes = self._slots_for(checked.groups, self.slot_of), checked.group_codes
         of_rows = np.append(slots, NO_GROUP)[codes]  # as an index, NO_GROUP (-1) selects the last element
         indexes, rollouts = self._index[rows], checked.rollouts
@@ -429,25 +439,25 @@ class GroupTable:
             self.declared.write(slots, group_size)
 
     def named(self, names: Sequence[str]) -> CheckedNames:
-        """Look up groups by name; the names may be unknown."""
+        """Look up groups by name. Unknown names are allowed."""
         return CheckedNames.of(names, self.slot_of, self.members)
 
     def open(self, named: CheckedNames) -> Indexes:
-        """Return the slot of each named group, creating missing groups without members."""
+        """Return the slots of the named groups. Missing groups are created without members."""
         return self._slots_for(named, self.slot_of)
 
     def without_members(self) -> Indexes:
-        """Return the slots of all groups that never had members."""
+        """Return the slots of all groups that have never had members."""
         slots = self.slots
         return np.flatnonzero((self._names[: slots.count] != None) & (self.members[: slots.count] == 0))  # noqa: E711  (of each)
 
     def find(self, names: Sequence[str], rollouts: Sequence[str] = ()) -> Indexes:
-        """Return the groups' slots, then the rollouts' slots; -1 for names that are unknown or without members."""
+        """Return the slots of groups followed by the slots of rollouts; -1 for an unknown or empty group or rollout."""
         slots = np.append(self.slot_of.find(names), self.rollout_slot_of.find(rollouts))
         return np.where(self.members[slots] > 0, slots, -1)
 
     def _slots_for(self, named: CheckedNames, index: NameIndex) -> Indexes:
-        """Return the slot of each name, allocating slots for new names."""
+        """Return the slot of each name, and allocate slots for new names."""
         slots = named.slots.copy()
         if names := named.new_names:
             taken = slots[slots < 0] = np.array(self.slots.allocate(len(names)))
@@ -457,7 +467,7 @@ class GroupTable:
         return slots
 
     def _add_members(self, slots: Indexes, indexes: Indexes) -> None:
-        """Count rows as members of groups or rollouts; `slots` contains one slot per row."""
+        """Count rows as members of groups or rollouts. `slots` contains the slot of each row."""
         fresh = self.first[slots] < 0
         self.first.write(
             slots[fresh][::-1], indexes[fresh][::-1]
@@ -470,8 +480,8 @@ class GroupTable:
 
         Args:
             slots: slots of the groups or rollouts.
-            default_size: size of groups without a declared size; None: unknown.
-            no_more: True if no new rows will be inserted, which completes rollouts and groups of unknown size.
+            default_size: size of groups without a declared size. None means that the size is unknown.
+            no_more: whether no more rows will be inserted. If true, rollouts and groups of unknown size are complete.
         """
         size = self.declared[slots]
         if default_size is not None:
@@ -484,17 +494,20 @@ class GroupTable:
         return complete
 
     def members_of(self, slots: Indexes, table: RowTable, unit: BatchUnit = "group") -> Indexes:
-        """Return the positions of all members of groups or rollouts, scanning from the first member to the last."""
+        """Return the positions of all members of groups or rollouts.
+
+        The method scans all rows from the first member to the last.
+        """
         if not slots.size:
             return np.zeros(0, np.int64)
         start = table.position_from(int(self.first[slots].min()))
         end = table.position_from(int(self.last[slots].max()) + 1)
-        is_wanted = np.zeros(self.slots.count + 1, np.bool_)  # the last element stands for rows without a group
+        is_wanted = np.zeros(self.slots.count + 1, np.bool_)  # the last element is for rows without a group
         is_wanted[slots] = True
         return start + np.flatnonzero(is_wanted[self.of_unit(unit, slice(start, end))])
 
     def slots_of(self, names: Sequence[str], rollouts: Sequence[str] = ()) -> Indexes:
-        """Return the groups' slots followed by the rollouts' slots; raise NotFoundError if a name does not exist."""
+        """Return the slots of groups followed by the slots of rollouts; raise NotFoundError if a name is unknown."""
         found = []
         for what, given, index in (("group", names, self.slot_of), ("rollout", rollouts, self.rollout_slot_of)):
             slots = index.find(given)
@@ -509,30 +522,33 @@ class GroupTable:
         return np.concatenate(found)
 
     def close(self, slots: Indexes) -> None:
-        """Close groups and rollouts so that they accept no further members."""
+        """Close groups and rollouts to further members."""
         slots = distinct(slots, self.slots.count)
         self._count_not_open(slots)
         self.closed.write(slots, True)
 
     def close_rollouts_of(self, rows: slice | Indexes) -> None:
-        """Close the rollouts to which rows belong."""
+        """Close the rollouts that contain the given rows."""
         slots = self.of_unit("rollout", rows)
         self.close(slots[slots >= 0])
 
     def _count_not_open(self, slots: Indexes) -> None:
-        """Subtract the open rollouts among `slots` from their groups' open rollout counts."""
+        """Subtract the open rollouts among `slots` from the number of open rollouts of their groups."""
         if self.has_rollouts:
             parents = self.parent[slots]
             self.open_rollouts.add(parents[(parents >= 0) & (parents != slots) & ~self.closed[slots]], -1)
 
     def count_failed(self, rows: slice | Indexes, by: int) -> None:
-        """Count rows as failed and close their rollouts; if `by` is -1, only subtract the rows from the counts."""
+        """Count rows as failed and close their rollouts. If `by` is -1, only subtract the rows from the counts."""
         self.failed.add(self._slots_of(rows), by)
         if by > 0 and self.has_rollouts:
             self.close_rollouts_of(rows)
 
     def count_cleared(self, positions: Indexes) -> Indexes:
-        """Count rows as cleared; return the slots of groups and rollouts without members, to be passed to `remove`."""
+        """Count rows as cleared; return the slots of groups and rollouts that no longer have members.
+
+        Pass the returned slots to `remove`.
+        """
         slots = self._slots_of(positions)
         self.cleared.add(slots, 1)
         slots = distinct(slots, self.slots.count)
@@ -540,7 +556,7 @@ class GroupTable:
         return empty
 
     def remove(self, empty: Indexes) -> None:
-        """Free the given distinct slots of groups and rollouts without members."""
+        """Free the distinct slots of groups and rollouts without members."""
         is_rollout = self.parent[empty] >= 0
         self._count_not_open(empty)
         self.slot_of.remove(self._names[empty[~is_rollout]].tolist())
@@ -548,7 +564,7 @@ class GroupTable:
         self.slots.free_slots(empty)
 
     def _slots_of(self, rows: slice | Indexes) -> Indexes:
-        """Return the rows' group slots and rollout slots, one slot per membership."""
+        """Return the group slots and rollout slots of the rows, with one slot per membership."""
         slots = self._members[rows]
         of_groups: Indexes = slots[slots >= 0]
         if not self.has_rollouts:
@@ -557,7 +573,7 @@ class GroupTable:
         return np.concatenate([of_groups, rollouts[(rollouts >= 0) & (rollouts != slots)]])
 
     def rebuild(self, *, in_use: bool) -> None:
-        """Rebuild the derived state from restored columns."""
+        """Recompute the derived state after the columns have been restored."""
         self.in_use = in_use
         self.slots.rebuild()
         names = self._names[: self.slots.count]
@@ -568,15 +584,15 @@ class GroupTable:
 
 
 class UnitCount:
-    """Counts the groups or rollouts that contain at least one row from a set.
+    """The number of groups or rollouts that contain at least one row of a set of rows.
 
     Args:
         groups: groups of the partition.
         unit: "group" or "rollout".
 
     Attributes:
-        count: number of groups or rollouts with a row in the set, plus the number of the set's rows without a group or
-            rollout.
+        count: number of groups or rollouts with a row in the set. Each row of the set without a group or rollout counts
+            as one more.
     """
 
     def __init__(self, groups: GroupTable, unit: BatchUnit) -> None:

@@ -1,17 +1,18 @@
-"""The ledger of one task: a record of the partition's samples that the task has consumed, leased or lost.
+"""The ledger of one task. It records which samples of the partition the task has consumed, leased or lost.
 
-The ledger stores the status of each row in the column `claim`:
+The column `claim` stores the status of each row:
 
-- 0: claimable;
-- 1: consumed in an earlier epoch;
-- n (3 or more): consumed by the claim with serial n, that is, delivered without a lease or acknowledged;
-- -n: leased to the claim with serial n and not yet acknowledged;
-- -1: dead-lettered, because the row was delivered too often without an acknowledgement;
-- -2: dropped, because a plan permanently excluded the row from its batch.
+- 0: the row is claimable.
+- 1: the row was consumed in an earlier epoch.
+- n (3 or more): the claim with serial n consumed the row. Either the row was delivered without a lease, or its delivery
+  was acknowledged.
+- -n: the claim with serial n has leased the row, and the delivery has not been acknowledged.
+- -1: the row is dead-lettered, because it was delivered too often without an acknowledgement.
+- -2: the row is dropped, because a plan permanently excluded it from a batch.
 
-If a task accepts only complete groups, the column `skipped` marks claimable rows (0) whose group has lost a member for
-good. Skipped rows are not pending. Samplers still see skipped rows, so a task that accepts incomplete groups can claim
-them.
+Some tasks accept only complete groups. For these tasks, the column `skipped` marks claimable rows (0) whose group has
+permanently lost a member. Skipped rows are not pending. Samplers still see skipped rows, so a task that accepts
+incomplete groups can claim them.
 
     0 --deliver----------------------------------------------> n    (nack of a claim without a lease: back to 0)
     0 --deliver with a lease--------> -n --ack, row closed---> n
@@ -20,14 +21,14 @@ them.
     0 --deliver, dropped by the plan-------------------------> -2   (under a lease: -n, and -2 when acknowledged)
     any --reset--> 0, or 1 for a consumed row that stays consumed
 
-A plan can deliver samples without consuming them (`RecordedPlan.consumed`). The status of such a sample stays 0, or
-returns to 0 when its lease is acknowledged, and the column `uses` counts these deliveries. The row's status then does
-not identify the claims that delivered the row, so the records of such claims outlive their rows. Instead, the ledger
-keeps a limited number of these records and drops the oldest.
+A plan can deliver a sample without consuming it (`RecordedPlan.consumed`). The status of the sample stays 0, or returns
+to 0 when its lease is acknowledged. The column `uses` counts these deliveries. The status of the row does not show
+which claims delivered it, so the records of these claims are kept separately. The ledger limits the number of separate
+records and drops the oldest ones first.
 
 Methods that change the ledger do not validate their arguments and do not read a clock. Callers resolve and check the
-arguments first, so a claim has the same effect live and when the log is replayed. A timer in the service instance that
-serves the partition decides when a lease expires, and the expiry reaches the ledger as a change.
+arguments first, so a claim has the same effect when it is replayed from the log. The service instance that serves the
+partition runs the lease timers. When a lease expires, the instance applies a change to the ledger.
 """
 
 from __future__ import annotations
@@ -87,21 +88,21 @@ from tq_service.state.table import (
 
 _ENDED_SECONDS = 900.0
 _MOST_ENDED = 131_072
-_DERIVED = {"is_encoded": False}  # not encoded: rebuilt from the columns, or specific to this service instance
-_MOST_REMEMBERED_ROWS, _MOST_REMEMBERED_PACKS = 1 << 13, 512  # per rank; 256 steps of this size use about 40 MB
+_DERIVED = {"is_encoded": False}  # rebuilt from the columns, or specific to this service instance
+_MOST_REMEMBERED_ROWS, _MOST_REMEMBERED_PACKS = 1 << 13, 512  # per rank; 256 cached steps use about 40 MB
 _MOST_RECENT: Final = 16
 _MOST_BATCHES_WITHOUT_ROWS = 16  # an epoch rarely ends with more than one short batch
-_MOST_REUSING, _MOST_REUSING_ROWS = 1 << 10, 1 << 22  # limits on records of plans that deliver without consuming
+_MOST_REUSING, _MOST_REUSING_ROWS = 1 << 10, 1 << 22  # limits for plans that may not consume their samples
 _NO_ROWS: Final = np.zeros(0, np.int64)
 _NOT_FOLLOWED: Final = nullcontext()
 _OTHER_DP_SIZE: Final = ". To change the number of ranks, restart the ranks (docs/asynchronous_rl.md)"
 
 KEPT_ROLLOUTS: Final = -1
-"""Value of `kept_groups` if a task or claim keeps rollouts together instead of groups."""
+"""Value of `kept_groups` for a task or claim that keeps rollouts together instead of groups."""
 MOST_EVICTED: Final = 65_536
-"""Maximum number of evicted units recorded per task; beyond this number, each new record replaces the oldest."""
+"""Maximum number of evicted units that a task records. When the limit is exceeded, the oldest records are dropped."""
 MOST_PAST_NAMES: Final = 65_536
-"""Maximum number of ended claim names recorded per task; beyond this number, each new name replaces the oldest."""
+"""Maximum number of past claim names that a task records. When the limit is exceeded, the oldest names are dropped."""
 
 Loss: TypeAlias = Literal["cleared", "released", "expired", "forgotten"]
 _LOSSES: Final[Mapping[Loss, tuple[type[TqError], str]]] = {
@@ -131,11 +132,13 @@ _LOSSES: Final[Mapping[Loss, tuple[type[TqError], str]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastName:
-    """The record of a claim name without a claim, because its call returned the end of the data or its claim was lost.
+    """The record of a claim name that does not refer to a claim.
+
+    The call with this name returned the end of the data, or its claim was lost.
 
     Attributes:
-        end: the sample counts at the end of the data, as the call returned them; None if the call returned a claim.
-        loss: how the claim was lost; None if the call returned the end of the data.
+        end: the sample counts that the call returned at the end of the data; None if the call returned a claim.
+        loss: the reason why the claim was lost; None if the call returned the end of the data.
     """
 
     end: EndCounts | None = None
@@ -147,18 +150,20 @@ Steps: TypeAlias = tuple[tuple[Pack, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedPlan:
-    """The compact record of a plan. A ledger stores hundreds of thousands of records, so each omits derived values.
+    """The compact record of a plan.
+
+    A ledger may store hundreds of thousands of plans, so a record does not contain values that can be derived.
 
     Attributes:
-        rows: global indexes of all ranks' samples in rank order, of shape `(sum(sizes),)`.
+        rows: global indexes of the samples of all ranks, in rank order, of shape `(sum(sizes),)`.
         sizes: number of rows per rank.
-        steps: steps of each rank, see `RankPlan`; empty if the sampler returned none.
-        micro_batch_size: samples per micro-batch of a plan without steps, or None.
-        consumed: global indexes of the consumed samples, see `Plan`; None: every row is consumed.
-        dropped: for each rank, global indexes of the samples that its part drops, see `RankPlan`; empty if none are
-            dropped.
-        totals: totals of each step over all ranks; empty for a queue worker.
-        summed: names of the columns whose sums `totals` contains.
+        steps: steps of each rank (see `RankPlan`); empty if the sampler returned none.
+        micro_batch_size: number of samples per micro-batch in a plan without steps, or None.
+        consumed: global indexes of the consumed samples (see `Plan`). None means that the plan consumes all its
+            samples.
+        dropped: for each rank, global indexes of the dropped samples (see `RankPlan`); empty if no samples are dropped.
+        totals: totals of each step, summed over all ranks; empty for a queue worker.
+        summed: names of the columns that `totals` sums.
     """
 
     rows: Indexes
@@ -172,7 +177,7 @@ class RecordedPlan:
 
     @classmethod
     def of(cls, plan: Plan, micro_batch_size: int | None = None) -> RecordedPlan:
-        """Create the record of a plan without its totals."""
+        """Create the record of a plan, without `totals`."""
         steps = tuple(part.steps for part in plan.ranks)
         dropped = tuple(part.dropped for part in plan.ranks)
         return cls(
@@ -196,7 +201,7 @@ class RecordedPlan:
 
     @property
     def named(self) -> Indexes:
-        """Global indexes of all samples in the plan without duplicates: first `used`, then the dropped samples."""
+        """Global indexes of all samples in the plan: first the samples in `used`, followed by the dropped samples."""
         return np.concatenate([self.used, *self.dropped]) if self.dropped else self.used
 
     @property
@@ -205,18 +210,18 @@ class RecordedPlan:
         return sum(map(len, self.dropped))
 
     def drops(self, rows: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the given samples that the plan drops, of shape `(n,)`."""
+        """Return a mask of the samples in `rows` that the plan drops, of shape `(n,)`."""
         return np.isin(rows, np.concatenate(self.dropped)) if self.dropped else np.zeros(rows.size, np.bool_)
 
     def consumes(self, rows: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the given samples that the plan consumes, of shape `(n,)`."""
+        """Return a mask of the samples in `rows` that the plan consumes, of shape `(n,)`."""
         return np.ones(rows.size, np.bool_) if self.consumed is None else np.isin(rows, self.consumed)
 
     def part(self, dp_rank: int = 0) -> RankPlan:
         """Return the part of the plan for one rank.
 
-        If the plan has no steps, the part consists of micro-batches. Every rank gets the same number of micro-batches,
-        some of which may be empty.
+        If the plan has no steps, the rank's rows are split into micro-batches. All ranks have the same number of
+        micro-batches, so some micro-batches may be empty.
         """
         start, size = sum(self.sizes[:dp_rank]), self.sizes[dp_rank]
         if self.steps:
@@ -231,7 +236,13 @@ class RecordedPlan:
 
 
 def _one_step(count: int, largest: int, micro_batch_size: int | None) -> Steps:
-    """Split a rank's `count` rows into micro-batches; `largest` is the largest row count of any rank."""
+    """Split a rank's rows into the micro-batches of a single step.
+
+    Args:
+        count: number of rows of the rank.
+        largest: number of rows of the rank with the most rows.
+        micro_batch_size: number of rows per micro-batch. None means one micro-batch per rank.
+    """
     positions = np.arange(count)
     positions.flags.writeable = False
     size = micro_batch_size or max(1, largest)
@@ -243,29 +254,31 @@ _remembered_step = lru_cache(maxsize=256)(_one_step)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Claim:
-    """The delivery of one plan, either to all ranks as a batch or to one queue worker.
+    """The delivery of one plan to all ranks (as a batch) or to one queue worker.
 
     Attributes:
         serial: number of the claim within its task.
-        plan: the delivered samples and how they are used.
-        request_id: id of the queue worker's call; empty for a batch.
+        plan: record of the delivered plan.
+        request_id: id of the queue worker's request; empty for a batch.
         batch_index: index of the batch; -1 for a queue worker.
-        name: claim name passed by the queue worker; empty for an unnamed claim.
-        batch_spec: arguments that must be the same for all ranks, or for all calls with this claim name; None for a
-            queue worker's unnamed claim.
-        lease: the lease terms, kept after the lease ends; None: no lease, so the samples were done on delivery.
-        delivery_counts: for each sample, its number of deliveries under a lease, including this delivery; None without
-            a lease.
-        returned: global indexes of leased samples that were acknowledged but not consumed, or None.
-        remaining: number of the claim's samples that are neither cleared nor released. For a claim without a lease
-            whose plan may deliver without consuming, the number of consumed samples.
-        leased_count: number of samples still leased, that is, neither acknowledged, failed, cleared nor released.
-        deadline: time on the event loop's clock at which the lease expires, set by the lease timer except during
+        name: claim name that the queue worker passed; empty for an unnamed claim.
+        batch_spec: arguments that every rank, or every call with this claim name, must pass; None for an unnamed claim.
+        lease: terms of the lease, which are kept after the lease ends. None means that the delivery is not
+            acknowledged.
+        delivery_counts: for each sample, the number of its leased deliveries, including this delivery; None without a
+            lease.
+        returned: global indexes of the samples that were acknowledged without being consumed, or None.
+        remaining: number of samples in the claim that are neither cleared nor released. If the claim has no lease and
+            its plan may deliver samples without consuming them, this is the number of consumed samples.
+        leased_count: number of samples that are still leased. Acknowledged, failed, cleared and released samples are no
+            longer leased.
+        deadline: expiry time of the lease on the event loop's clock. The lease timer sets this value, except during
             replay.
-        delivered_at: time on the event loop's clock at which the lease first began in this service instance, set by the
-            lease timer.
-        answer_count: number of calls to which this service instance returned the claim. If a client disconnects before
-            it receives the answer, the claim is released unless a retry has received the same answer.
+        delivered_at: time on the event loop's clock when the lease first began in this service instance. The lease
+            timer sets this value.
+        answer_count: number of calls to which this service instance returned the claim. If the client disconnects
+            before it receives the response, the service releases the claim, unless a retry has received the same
+            response.
     """
 
     serial: int
@@ -290,28 +303,28 @@ class Claim:
 
     @property
     def goes_with_rows(self) -> bool:
-        """Whether the claim's serial marks its rows, so that the claim is dropped together with its last row."""
+        """Whether the claim's serial marks its rows. If so, the ledger drops the claim together with its last row."""
         return self.lease is not None or not self.plan.is_reusing
 
     @property
     def may_change(self) -> bool:
-        """Whether encoded attributes (the lease terms, and the returned or reused samples) may still change."""
+        """Whether encoded attributes of the claim may still change."""
         return self.lease is not None or self.plan.is_reusing
 
     @property
     def mark(self) -> int:
-        """Value written to the `claim` column for the claim's samples on delivery."""
+        """Value that a delivery writes to the `claim` column for the claim's samples."""
         return self.serial if self.lease is None else -self.serial
 
     def leased_seconds(self, now: float) -> float:
-        """Return the number of seconds until the worker's lease expires, or 0 if no samples are leased."""
+        """Return the number of seconds until the lease expires, or 0 if the claim has no leased samples."""
         return max(0.0, self.deadline - now) if self.leased_count else 0.0
 
 
 class EndedClaims(OrderedDict[bytes, tuple[float, bool]]):
-    """Request ids of released and expired claims, oldest first; late GetMeta calls with these ids are rejected.
+    """Request ids of released and expired claims, oldest first. Late GetMeta calls with these ids are rejected.
 
-    Each request id maps to the time when the claim ended and whether the lease on any of its samples expired.
+    Each request id maps to a tuple: the time when the claim ended, and whether the lease on any of its samples expired.
     """
 
     def add(self, request_id: bytes, at_seconds: float, *, is_expired: bool) -> None:
@@ -328,19 +341,19 @@ class EndedClaims(OrderedDict[bytes, tuple[float, bool]]):
 
 @dataclass(slots=True, kw_only=True)
 class TaskTotals:
-    """A task's sample counters for all epochs since this process started.
+    """Sample counters of a task, for all epochs since this process started.
 
-    The counters never decrease and are not part of snapshots.
+    The counters never decrease, and snapshots do not include them.
 
     Attributes:
-        delivered: sample deliveries, including redeliveries.
-        redelivered: deliveries of samples whose earlier lease expired.
-        expired: samples whose leases expired.
-        dead_lettered: samples whose leases expired and that will not be delivered again.
-        unmatched: units that the task's claims evicted because the claims' `where` excluded them.
-        too_small: groups that the task's claims evicted because too few members were left.
-        late: samples and groups that the task's claims evicted because they would have become too stale.
-        overflow: samples and groups that were cleared to admit new ones.
+        delivered: number of sample deliveries, including redeliveries.
+        redelivered: number of deliveries of samples that were already delivered under an earlier lease.
+        expired: number of samples whose lease expired.
+        dead_lettered: number of samples that were dead-lettered when their lease expired.
+        unmatched: number of units evicted because the claims' `where` condition excluded them.
+        too_small: number of groups evicted because too few members were left.
+        late: number of samples and groups evicted because they would have become too stale.
+        overflow: number of samples and groups that were cleared to make space for new ones.
     """
 
     delivered: int = 0
@@ -355,35 +368,38 @@ class TaskTotals:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TaskFacts:
-    """A task's scalar values, which snapshots store unchanged; its columns and records are stored separately.
+    """Scalar values of a task. Snapshots store them unchanged; the task's columns and records are stored separately.
 
     Attributes:
-        end: sample counts recorded when the task reached the end of the data in this epoch; None until then.
-        consumed_count: rows consumed in this epoch, including leased rows and rows cleared later.
+        end: sample counts at the end of the data; None if the task has not reached the end in this epoch.
+        consumed_count: number of rows consumed in this epoch, including leased rows and rows that have been cleared
+            since.
         kept_count: number of rows that were consumed in earlier epochs and stayed consumed at the last reset.
-        backlog: live or held rows that are neither consumed, dead-lettered, dropped nor skipped.
-        skipped_count: live or held rows that are skipped, excluding rows cleared later.
-        kept_groups: how the last request kept groups together: `KEPT_ROLLOUTS`, 0 for named groups, or the block length
-            if blocks of rows replace named groups. None: the request accepted single samples or incomplete groups, or
-            the epoch has had no request.
-        dead_lettered_count: rows dead-lettered in this epoch, including rows cleared later.
-        dropped_count: rows dropped by plans of this epoch, including rows cleared later.
-        last_forgotten: highest batch_index whose record was dropped before its rows; -1 if there is none.
+        backlog: number of live or held rows that are neither consumed, dead-lettered, dropped nor skipped.
+        skipped_count: number of live or held rows that are skipped.
+        kept_groups: how the last request kept groups together. The value is `KEPT_ROLLOUTS` for rollouts, 0 for named
+            groups, or the block length if blocks of rows replace named groups. None means that the request accepted
+            single samples or incomplete groups, or that the epoch has had no request.
+        dead_lettered_count: number of rows dead-lettered in this epoch, including rows that have been cleared since.
+        dropped_count: number of rows dropped by plans in this epoch, including rows that have been cleared since.
+        last_forgotten: highest batch_index whose record was dropped before its rows were removed; -1 if there is none.
         serial: serial of the latest claim.
-        trained: batch_index up to which all batches are trained; -1 if none is trained.
-        saved: batch_index up to which a trainer checkpoint covers all batches; -1 if none is covered.
-        delivered_units: number of units in each of the latest batches that still occupy capacity; empty if the
+        trained: batch_index of the last trained batch; all earlier batches are also trained. -1 if no batch is trained.
+        saved: batch_index of the last batch covered by a trainer checkpoint; the checkpoint also covers all earlier
+            batches. -1 if no batch is covered.
+        delivered_units: for each of the latest batches that still occupy capacity, the number of units; empty if the
             admission frees capacity on delivery.
-        done_units: units that occupy capacity until the next publication because they were acknowledged, or delivered
-            to queue workers without a lease.
-        unmatched_count: units that the task's claims evicted in all epochs because the claims' `where` excluded them.
-        too_small_count: groups that the task's claims evicted in all epochs because too few members were left.
-        late_count: samples and groups that the task's claims evicted in all epochs because they would have become too
-            stale.
-        overflow_count: samples and groups that were cleared in all epochs to admit new ones.
-        delivered_count: sample deliveries in all epochs, including redeliveries but not released deliveries.
-        refilled_count: rows that evictions in all epochs made claimable again for this task.
-        released: last batch_index of this epoch whose samples may have been released; -1 if there is none.
+        done_units: number of acknowledged units, and units delivered to queue workers without a lease, that occupy
+            capacity until the next publication.
+        unmatched_count: number of units evicted in all epochs because the claims' `where` condition excluded them.
+        too_small_count: number of groups evicted in all epochs because too few members were left.
+        late_count: number of samples and groups evicted in all epochs because they would have become too stale.
+        overflow_count: number of samples and groups that were cleared in all epochs to make space for new ones.
+        delivered_count: number of sample deliveries in all epochs, including redeliveries but excluding released
+            deliveries.
+        refilled_count: number of times, in all epochs, that the task made a row claimable again to replace an evicted
+            unit.
+        released: last batch_index in this epoch whose samples may have been released; -1 if there is none.
     """
 
     name: str
@@ -420,7 +436,7 @@ class TaskFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSnapshot:
-    """A snapshot of a task without its columns; `TaskLedger.restore` recounts each claim's remaining rows."""
+    """A snapshot of a task without its columns. `TaskLedger.restore` recounts the remaining rows of each claim."""
 
     facts: TaskFacts
     batches: list[Claim] = field(default_factory=list)
@@ -433,34 +449,36 @@ class TaskSnapshot:
 
 
 class TaskLedger(TaskFacts):
-    """The progress of one named consumer in a partition: its claims, leases, epoch and end.
+    """The progress of one task: its claims, leases, current epoch and end of data.
 
-    A claim's record is dropped with the claim's last row, so the number of stored samples bounds the ledger's memory.
-    Two kinds of records may outlive their rows. The record of a short batch in which a rank received no samples is
-    kept, because that rank may still request the batch. Of the claims whose rows other claims may receive again, only
-    the latest records are kept.
+    The ledger drops the record of a claim when the claim's last row is removed, so its memory is bounded by the number
+    of stored samples. There are two exceptions. If a rank received no samples in a short batch, the record of the batch
+    is kept, because the rank may still request the batch. If other claims may receive the rows of a claim again, the
+    record of the claim is also kept. The number of records of each kind is limited.
 
-    Other modules may read these attributes and those of `TaskFacts`, but must not change them.
+    Other modules may read these attributes and the attributes of `TaskFacts`, but must not change them.
 
     Attributes:
-        claim: status of each row, see the module docstring.
-        deliveries: for each row, number of deliveries under a lease in this epoch since the last acknowledgement.
-        uses: for each row, number of deliveries that did not consume the row; a leased delivery counts once
-            acknowledged.
-        skipped: whether each row is skipped, see the module docstring.
-        refills: number of times in this epoch that an eviction made each row claimable again. The value is negative if
-            the row becomes claimable only when its current worker acknowledges the row.
-        batches: recorded batches by batch_index, in ascending order, including the few batches kept without rows.
-        claims: queue workers' claims by request_id.
-        leases: queue workers' claims that still lease samples, by request_id, in delivery order.
-        names: request_id of the queue worker's claim for each claim name.
-        past_names: names that no longer refer to a claim, oldest first.
-        ended: request ids of claims that were released or have expired.
-        evicted: units that the task's claims evicted most recently, in any epoch, oldest first.
+        claim: status of each row (see the module docstring).
+        deliveries: for each row, the number of leased deliveries in this epoch since the last acknowledgement.
+        uses: for each row, the number of deliveries that did not consume the row. A leased delivery is counted when it
+            is acknowledged.
+        skipped: whether each row is skipped (see the module docstring).
+        refills: for each row, the number of times in this epoch that the row was made claimable again to replace an
+            evicted unit. The value is negative if the row becomes claimable only when its current worker acknowledges
+            it.
+        batches: recorded batches by batch_index, in ascending order. This includes a limited number of batches without
+            rows.
+        claims: claims of queue workers, by request_id.
+        leases: claims of queue workers that have leased samples, by request_id, in delivery order.
+        names: for each claim name, the request_id of the claim.
+        past_names: claim names that do not refer to a claim, oldest first.
+        ended: request ids of released and expired claims.
+        evicted: units that claims of the task evicted most recently, in any epoch, oldest first.
         totals: counters for all epochs since this process started.
-        recent_batches: statistics on the last batches that this process planned in this epoch.
-        state: state of each row; the partition writes this column.
-        outstanding: counter of the task's outstanding units; None without an admission.
+        recent_batches: statistics of the last batches that this process planned in this epoch.
+        state: state of each row. The partition updates this column.
+        outstanding: counter of the task's outstanding units; None if the task has no admission.
     """
 
     def __init__(
@@ -485,21 +503,21 @@ class TaskLedger(TaskFacts):
             outstanding.recount(self, table.count)
 
     def _forget_records(self) -> None:
-        """Drop all batch and claim records, as needed at the start of an epoch."""
+        """Drop all records of batches and claims when an epoch starts."""
         self.batches: dict[int, Claim] = {}
         self.claims: dict[bytes, Claim] = {}
         self.leases: dict[bytes, Claim] = {}
         self.names: dict[str, bytes] = {}
         self.past_names: OrderedDict[str, PastName] = OrderedDict()
         self._without_rows: list[int] = []  # batch indexes, ascending
-        self._reusing: dict[int, Claim] = {}  # claims with reusable and without leased rows, by serial
+        self._reusing: dict[int, Claim] = {}  # by serial; claims with reusable rows but without leased rows
         self._reusing_row_count = 0
         self._by_serial: dict[int, Claim] = {}
         self.recent_batches: deque[RecentBatch] = deque(maxlen=_MOST_RECENT)
 
     @property
     def is_unused(self) -> bool:
-        """Whether the task has no history, that is, no claim, recorded end, reset, release or eviction."""
+        """Whether the task has no history, that is, no claims, recorded end, resets, releases or evictions."""
         is_first = self.epoch == 0 and self.serial == LAST_RESERVED and not self.evicted_count
         return is_first and self.end is None and not (self.ended or self.past_names)
 
@@ -507,13 +525,14 @@ class TaskLedger(TaskFacts):
 
     @property
     def facts(self) -> TaskFacts:
-        """Copy of the task's scalar values, without its columns and records."""
+        """A copy of the task's scalar values."""
         return TaskFacts(**{each.name: getattr(self, each.name) for each in fields(TaskFacts)})
 
     def snapshot(self) -> TaskSnapshot:
-        """Return a snapshot of the task that copies the records that may change and references the other records.
+        """Return a snapshot of the task, without its columns.
 
-        The task's columns are part of the table's snapshot.
+        Records that may change are copied; all other records are shared with the ledger. The table's snapshot contains
+        the columns.
         """
         return TaskSnapshot(
             facts=self.facts,
@@ -527,7 +546,7 @@ class TaskLedger(TaskFacts):
         )
 
     def restore(self, snapshot: TaskSnapshot) -> None:
-        """Load a snapshot's facts and records into a new task whose columns have already been restored."""
+        """Load the facts and records of a snapshot into a new task. The columns must already be restored."""
         for each in fields(TaskFacts):
             setattr(self, each.name, getattr(snapshot.facts, each.name))
         self.ended.update(snapshot.ended)
@@ -541,7 +560,7 @@ class TaskLedger(TaskFacts):
         for claim in chain(snapshot.batches, snapshot.claims):
             claim.batch_spec = specs.setdefault(claim.batch_spec, claim.batch_spec)
             self._add(claim)
-            claim.leased_count = 0  # in an unencoded snapshot, the claim contains another ledger's count
+            claim.leased_count = 0  # an unencoded snapshot contains the count of another ledger
             self._count_leased(claim, rows_of.get(-claim.serial, 0))
             claim.remaining = rows_of.get(claim.serial, 0) + claim.leased_count
             if claim.plan.consumed is not None and claim.lease is None:
@@ -554,14 +573,14 @@ class TaskLedger(TaskFacts):
         self._reusing = {serial: by_serial[serial] for serial in snapshot.reusing}
         self._reusing_row_count = sum(claim.rows.size for claim in self._reusing.values())
 
-    # Recorded answers
+    # Recorded responses
 
     def check_epoch(self, epoch: int | None) -> None:
-        """Raise StaleEpochError if a caller expects a different epoch; None matches any epoch."""
+        """Raise StaleEpochError if `epoch` is not the task's current epoch. None matches any epoch."""
         check_epoch(self.name, self.epoch, epoch)
 
     def recorded(self, request: ClaimRequest) -> RankPlan | Claim | EndCounts | None:
-        """Return the recorded answer to a request, or None if there is none yet."""
+        """Return the recorded response to a request, or None if there is none."""
         if request.rank is None:
             return self._recorded_claim(request)
         rank = request.rank
@@ -610,18 +629,18 @@ class TaskLedger(TaskFacts):
         return claim
 
     def _check_alike(self, request: ClaimRequest, claim: Claim, what: str) -> None:
-        """Raise an error if a call's arguments differ from those for which the answer was recorded."""
+        """Raise an error if the request's arguments differ from the arguments recorded with the claim."""
         differs = None if claim.batch_spec is None else request.batch_spec.disagreement(claim.batch_spec)
         if differs is not None:
             raise _disagreement(*differs, f"{what} of task {self.name!r}")
 
     def check_present(self, rows: Indexes) -> None:
-        """Raise SamplesClearedError if any of these samples from a recorded answer have been cleared."""
+        """Raise SamplesClearedError if any of the samples in `rows` have been cleared."""
         if bool((self._table.find(rows) < 0).any()):
             raise self._loss_error("cleared")
 
     def check_not_released(self, batch_index: int) -> None:
-        """Raise SamplesClearedError if samples in this batch or a later batch may have been released."""
+        """Raise SamplesClearedError if samples of this batch or a later batch may have been released."""
         if batch_index <= self.released:
             raise SamplesClearedError(
                 f"batch_index is {batch_index}; expected {self.released + 1} or more, since samples of earlier "
@@ -646,10 +665,10 @@ class TaskLedger(TaskFacts):
     # Claims
 
     def using_up(self, plan: RecordedPlan, max_uses: int) -> RecordedPlan:
-        """Return a version of the plan that also consumes each sample delivered for the last of its `max_uses` uses.
+        """Return a copy of the plan that consumes each sample on the last of its `max_uses` uses.
 
-        If `max_uses` is 1, the plan consumes the rows that the sampler listed as consumed or, without such a list, all
-        rows.
+        The copy also consumes the samples that the sampler listed as consumed. If `max_uses` is 1, the copy consumes
+        only the listed samples or, without a list, all samples.
         """
         if max_uses == 1:
             spent = plan.rows if plan.consumed is None else plan.consumed
@@ -670,14 +689,16 @@ class TaskLedger(TaskFacts):
         lease: LeaseTerms | None = None,
         name: str = "",
     ) -> Claim:
-        """Record that a plan was delivered as the ranks' next batch or to a queue worker; consume or lease its samples.
+        """Record the delivery of a plan, and consume or lease its samples. Return the new claim.
+
+        Without a `request_id`, the plan is delivered to the ranks as the next batch.
 
         Args:
             plan: plan to record.
             positions: positions of the rows in `plan.named`.
-            request_id: id of the queue worker's call; empty for a batch.
-            batch_spec: arguments with which a batch or a named claim was requested.
-            lease: lease terms; None: the samples are done on delivery.
+            request_id: id of the queue worker's request; empty for a batch.
+            batch_spec: arguments of the request for a batch or a named claim.
+            lease: terms of the lease. None means that the delivery is not acknowledged.
             name: claim name; empty for an unnamed claim.
         """
         self.serial += 1
@@ -725,30 +746,30 @@ class TaskLedger(TaskFacts):
 
     @property
     def outstanding_count(self) -> int | None:
-        """Number of outstanding units, counted in the admission's unit; None without an admission."""
+        """Number of outstanding units; None if the task has no admission."""
         return None if self.outstanding is None else self.outstanding.count(self)
 
     def _followed(self, positions: Indexes) -> AbstractContextManager[None]:
-        """Return a context manager that updates the outstanding unit count for rows changed in its block."""
+        """Return a context manager that updates the number of outstanding units if its block changes the given rows."""
         return _NOT_FOLLOWED if self.outstanding is None else self.outstanding.following(self, positions)
 
     def _count_delivered(self, outstanding: Outstanding, positions: Indexes, *, is_batch: bool) -> None:
-        """Count rows that occupy capacity after their delivery, until the admission frees it."""
+        """Count delivered rows that occupy capacity until the admission frees it."""
         admission, given_back = outstanding.admission, outstanding.admission.given_back
         if given_back != "delivered" and is_batch:
-            # With bounded staleness, a short batch occupies as much capacity as a full global batch.
+            # If staleness is bounded, a short batch occupies as much capacity as a full global batch.
             count = outstanding.units_of(positions) if admission.max_staleness is None else admission.global_batch
             self.delivered_units = (*self.delivered_units, count)
         elif given_back == "published":
             self.done_units += outstanding.units_of(positions)
 
     def reach_end(self, dp_size: int, end: EndCounts) -> None:
-        """Record that all ranks reach the end at the next batch index."""
+        """Record that all ranks have reached the end of the data at the next batch index."""
         self.dp_size = dp_size
         self.end = end
 
     def _lease(self, claim: Claim, positions: Indexes, dropped: Indexes) -> None:
-        """Lease the samples that a claim delivers or drops; immediately consume all its other samples."""
+        """Lease the samples that the claim delivers or drops, and consume the claim's remaining samples immediately."""
         delivered = positions
         if claim.plan.is_reusing:
             is_delivered = np.isin(claim.plan.used, claim.rows)
@@ -766,34 +787,40 @@ class TaskLedger(TaskFacts):
         self._consume(delivered, claim.mark)
 
     def _write_deliveries(self, positions: Indexes, counts: NDArray[np.int32]) -> None:
-        """Write the rows' delivery counts and update `redelivered_count`."""
+        """Write the delivery counts of rows and update `redelivered_count`."""
         before = self.deliveries[positions]
         self.redelivered_count += int(np.count_nonzero(counts > 1)) - int(np.count_nonzero(before > 1))
         self.deliveries.write(positions, counts)
 
     def _count_uses(self, rows: Indexes, by: int) -> None:
-        """Add `by` to each row's use count, once per occurrence of the row; ignore rows that no longer exist."""
+        """Add `by` to the use count of each row. Rows that no longer exist are ignored.
+
+        A row that occurs several times in `rows` is counted several times.
+        """
         positions = self._table.find(rows)
         self.uses.add(positions[positions >= 0], by)
 
     def reach_named_end(self, name: str, end: EndCounts) -> None:
-        """Record that the call with this claim name returned the end."""
+        """Record that the call with this claim name returned the end of the data."""
         self._remember(name, PastName(end=end))
 
     def _lose_name(self, claim: Claim, loss: Loss) -> None:
-        """Record under the claim name that the claim was lost, if the name still refers to the claim."""
+        """Record that the claim was lost, if its claim name still refers to it."""
         if self.names.get(claim.name) == claim.request_id:
             del self.names[claim.name]
             self._remember(claim.name, PastName(loss=loss))
 
     def _remember(self, name: str, past: PastName) -> None:
-        """Record a claim name that no longer refers to a claim; above the limit, drop the oldest such name."""
+        """Record a claim name that no longer refers to a claim. If the limit is exceeded, drop the oldest record."""
         self.past_names[name] = past
         if len(self.past_names) > MOST_PAST_NAMES:
             self.past_names.popitem(last=False)
 
     def _consume(self, positions: Indexes, mark: int) -> None:
-        """Write a mark to the rows' `claim` column and count the rows as consumed or, for `DROPPED`, as dropped."""
+        """Write a mark to the `claim` column of rows, and count the rows as consumed.
+
+        If the mark is `DROPPED`, the rows are counted as dropped instead.
+        """
         if not positions.size:
             return
         self.claim.write(positions, mark)
@@ -804,7 +831,7 @@ class TaskLedger(TaskFacts):
             self.consumed_count += positions.size
 
     def _keep_reusing(self, claim: Claim) -> None:
-        """Keep the record of a claim whose rows can be reused; drop the oldest such records above the limits."""
+        """Keep the record of a claim whose rows can be delivered again; drop the oldest records above the limits."""
         self._reusing[claim.serial] = claim
         self._reusing_row_count += claim.rows.size
         while len(self._reusing) > 1 and (
@@ -816,23 +843,26 @@ class TaskLedger(TaskFacts):
             self._forget(oldest, "forgotten")
 
     def advance(self, trained: int, saved: int) -> None:
-        """Record the trainer's progress, ignoring values below the recorded ones. Saved batches count as trained."""
+        """Record the trainer's progress, which never decreases. Saved batches also count as trained."""
         self.trained, self.saved = max(self.trained, trained, saved), max(self.saved, saved)
         if self.outstanding is not None and self.outstanding.admission.given_back == "trained":
             self._give_back_trained()
 
     def give_back_published(self) -> None:
-        """Free the capacity of all trained or acknowledged units once the version trained on them is published."""
+        """Free the capacity of trained and acknowledged units after the version trained on them is published."""
         self._give_back_trained()
         self.done_units = 0
 
     def unpublished_count(self, trained: int = -1) -> int:
-        """Return the number of trained batches that still occupy capacity; batches up to `trained` count as trained."""
+        """Return the number of trained batches that still occupy capacity.
+
+        Batches up to `trained` count as trained even if they have not been recorded as trained.
+        """
         first_index = self.next_batch_index - len(self.delivered_units)
         return min(max(0, max(self.trained, trained) + 1 - first_index), len(self.delivered_units))
 
     def untrained(self) -> list[Claim]:
-        """Return the recorded batches not yet reported as trained, latest first."""
+        """Return the recorded batches that have not been reported as trained, latest first."""
         return list(takewhile(lambda batch: batch.batch_index > self.trained, reversed(self.batches.values())))
 
     def _give_back_trained(self) -> None:
@@ -851,7 +881,10 @@ class TaskLedger(TaskFacts):
         return held
 
     def ack(self, claim: Claim, positions: Indexes) -> Indexes:
-        """Acknowledge leased rows by consuming or dropping them or counting a use; return the rows claimable again."""
+        """Acknowledge leased rows; return the rows that can be claimed again.
+
+        Each acknowledged row is consumed or dropped, or its use is counted.
+        """
         with self._followed(positions):
             consumed, returned = self._ack(claim, positions)
         if self.outstanding is not None:
@@ -886,10 +919,10 @@ class TaskLedger(TaskFacts):
         return consumed, returned
 
     def nack(self, claim: Claim, positions: Indexes) -> None:
-        """Undo the delivery of rows of a claim; without a lease, `positions` must contain all remaining rows."""
+        """Undo the delivery of a claim's rows. Without a lease, `positions` must contain all remaining rows."""
         count = positions.size
         self._lose_name(claim, "released")
-        if claim.lease is None:  # rows cleared after delivery count as if cleared before delivery
+        if claim.lease is None:  # count rows cleared after delivery as if cleared before delivery
             count = claim.remaining = claim.rows.size if claim.plan.consumed is None else claim.plan.consumed.size
             self.dropped_count -= claim.plan.dropped_count
             self.delivered_count -= claim.rows.size
@@ -903,7 +936,10 @@ class TaskLedger(TaskFacts):
         self._lose(claim, count)
 
     def expire(self, claim: Claim, positions: Indexes, at_seconds: float) -> Indexes:
-        """Expire the lease on rows; dead-letter rows delivered too often, and return the rows claimable again."""
+        """End the expired lease on rows of a claim; return the rows that can be claimed again.
+
+        Rows that have reached the maximum number of deliveries are dead-lettered.
+        """
         most = None if claim.lease is None else claim.lease.max_deliveries
         is_spent = self.deliveries[positions] >= (np.iinfo(np.int32).max if most is None else most)
         reopened, spent = positions[~is_spent], positions[is_spent]
@@ -926,7 +962,7 @@ class TaskLedger(TaskFacts):
         self.backlog += int(np.count_nonzero(is_open(states)))
 
     def _count_leased(self, claim: Claim, count: int) -> None:
-        """Add `count`, which may be negative, to the task's and a claim's number of leased rows."""
+        """Add `count`, which may be negative, to the number of leased rows of the task and of the claim."""
         self.leased_count += count
         claim.leased_count += count
         if not claim.leased_count:
@@ -935,7 +971,7 @@ class TaskLedger(TaskFacts):
             self.leases[claim.request_id] = claim
 
     def _lose(self, claim: Claim, count: int) -> None:
-        """Subtract rows that a claim no longer consumes or leases from the task's and the claim's counts."""
+        """Update the counts of the task and a claim after the claim stops consuming or leasing `count` rows."""
         if claim.lease is not None:
             self._count_leased(claim, -count)
         self.consumed_count -= count
@@ -943,10 +979,10 @@ class TaskLedger(TaskFacts):
         self._on_fewer_rows(claim)
 
     def _on_fewer_rows(self, claim: Claim) -> None:
-        """Drop a claim's record if no rows remain, unless some of the claim's rows can be reused.
+        """Drop the record of a claim without remaining rows, unless its rows can be delivered again.
 
-        The latest few batches in which a rank received no samples are also kept, because that rank may request its part
-        later.
+        If a rank received no samples in a batch, the rank may still request its part. The records of the latest batches
+        of this kind are therefore kept.
         """
         if claim.remaining == 0 and claim.returned is None:
             if not claim.request_id and 0 in claim.plan.sizes:
@@ -988,7 +1024,7 @@ class TaskLedger(TaskFacts):
     # Evicted rows
 
     def note_evicted(self, units: Sequence[EvictedUnit]) -> None:
-        """Record the units that one of the task's claims evicted; above the limit, drop the oldest records."""
+        """Record units evicted by a claim of the task. If the limit is exceeded, drop the oldest records."""
         for unit in units:
             count = f"{unit.reason}_count"
             setattr(self, count, getattr(self, count) + 1)
@@ -996,16 +1032,18 @@ class TaskLedger(TaskFacts):
         self.evicted.extend(units)
 
     def evicted_after(self, serial: int, most: int) -> list[EvictedUnit]:
-        """Return up to `most` recorded evicted units with serials above `serial`, oldest first."""
+        """Return up to `most` recorded evicted units whose serial is above `serial`, oldest first."""
         forgotten_count = self.evicted_count - len(self.evicted)
         start = max(0, serial - forgotten_count)
         return list(islice(self.evicted, start, start + most))
 
     def refill(self, positions: Indexes, most: int) -> tuple[list[RefillOutcome], Indexes]:
-        """Make rows claimable again to replace evicted units; return each row's outcome and the rows now claimable.
+        """Make rows claimable again to replace evicted units.
+
+        Return the outcome for each row, and the positions of the rows that are now claimable.
 
         Args:
-            positions: positions of the rows; -1 for a row that does not exist.
+            positions: positions of the rows. -1 denotes a row that does not exist.
             most: maximum number of refills per row and epoch.
         """
         outcomes: list[RefillOutcome] = []
@@ -1038,7 +1076,7 @@ class TaskLedger(TaskFacts):
         return outcomes, reopened
 
     def _refill(self, position: int, most: int) -> RefillOutcome:
-        """Count one more refill of a row if the limit allows; return the outcome."""
+        """Count a refill of a row, unless the row has reached the limit or cannot be refilled; return the outcome."""
         mark, count = int(self.claim[position]), int(self.refills[position])
         is_skipped = mark == UNCLAIMED and bool(self.skipped[position])
         is_lost = not is_open(self.state[position]) or mark in {DEAD_LETTERED, DROPPED} or is_skipped
@@ -1054,7 +1092,7 @@ class TaskLedger(TaskFacts):
     # Skipped rows
 
     def skip(self, positions: Indexes) -> int:
-        """Mark the given rows that are pending as skipped; return the number of rows marked."""
+        """Mark the pending rows among `positions` as skipped; return the number of marked rows."""
         skipped = positions[self.is_pending(positions)]
         with self._followed(skipped):
             self.skipped.write(skipped, True)
@@ -1063,7 +1101,7 @@ class TaskLedger(TaskFacts):
         return int(skipped.size)
 
     def unskip(self) -> Indexes:
-        """Remove the skipped mark from all rows; return the positions of the rows that were marked."""
+        """Remove all skipped marks; return the positions of the rows that were marked."""
         if not self.skipped_count:
             return np.zeros(0, np.int64)
         positions = np.flatnonzero(self.skipped[: self._table.count])
@@ -1072,7 +1110,7 @@ class TaskLedger(TaskFacts):
         return positions
 
     def _unmark(self, positions: Indexes) -> int:
-        """Remove the skipped mark from rows without adding them to the backlog; return the number of marks removed."""
+        """Remove the skipped mark from rows without adding them to the backlog; return the number of removed marks."""
         if not self.skipped_count:
             return 0
         marked = positions[self.skipped[positions]]
@@ -1081,20 +1119,23 @@ class TaskLedger(TaskFacts):
         return int(marked.size)
 
     def is_left(self, rows: slice | Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the rows, skipped or not, that are unclaimed and live or held."""
+        """Return a mask of the rows that are unclaimed and either live or held. Skipped rows are included."""
         left = is_open(self.state[rows])
         left &= self.claim[rows] == UNCLAIMED
         return left
 
     def is_pending(self, rows: slice | Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the rows that are unclaimed, live or held, and not skipped."""
+        """Return a mask of the rows that are unclaimed, either live or held, and not skipped."""
         pending = self.is_left(rows)
         if self.skipped_count:
             pending &= ~self.skipped[rows]
         return pending
 
     def is_lost(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of rows that the task never receives: failed unclaimed, dead-lettered, dropped or skipped."""
+        """Return a mask of the rows that the task can no longer receive.
+
+        These rows failed before they were claimed, or they are dead-lettered, dropped or skipped.
+        """
         claims = self.claim[positions]
         is_failed = (self.state[positions] == FAILED) & (claims == UNCLAIMED)
         is_given_up = (claims == DEAD_LETTERED) | (claims == DROPPED)
@@ -1104,7 +1145,7 @@ class TaskLedger(TaskFacts):
     # Released rows
 
     def _batches_after(self, index: int) -> list[Claim]:
-        """Return the recorded batches with a batch_index above `index`, latest first."""
+        """Return the recorded batches whose batch_index is above `index`, latest first."""
         found = []
         for batch_index, batch in reversed(self.batches.items()):
             if batch_index <= index:
@@ -1115,31 +1156,34 @@ class TaskLedger(TaskFacts):
     def rows_of_batches(self, index: int, last: int) -> Indexes:
         """Return the positions of the stored samples in the batches from `index + 1` to `last`, inclusive.
 
-        The result includes dropped samples and lists each sample once, even if several batches contain the sample.
+        The result includes dropped samples. A sample that occurs in several batches is returned only once.
         """
         batches = [batch for batch in self._batches_after(index) if batch.batch_index <= last]
         positions = self._table.find(np.concatenate([_NO_ROWS, *(batch.plan.named for batch in batches)]))
         return distinct(positions[positions >= 0], self._table.count)
 
     def is_under_way(self, positions: Indexes, *, until_saved: bool) -> NDArray[np.bool_]:
-        """Return a mask of the rows in batches that are not yet trained or, with `until_saved`, not yet saved."""
+        """Return a mask of the rows in untrained batches or, with `until_saved`, in unsaved batches."""
         claims = self.claim[positions]
         batches = self._batches_after(self.saved if until_saved else self.trained)
         is_under_way = np.isin(claims, [batch.serial for batch in batches])
         for batch in batches:
-            if batch.plan.is_reusing or batch.plan.dropped:  # its rows' marks may not identify the batch
+            if batch.plan.is_reusing or batch.plan.dropped:  # the marks of the rows may not identify the batch
                 is_under_way |= np.isin(self._table.index[positions], batch.plan.named)
         return is_under_way
 
     def is_done(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the rows that are consumed, dropped, failed or skipped; dead-lettered rows are not done."""
+        """Return a mask of the rows that are consumed, dropped, failed or skipped. Dead-lettered rows are excluded."""
         claims = self.claim[positions]
         is_done: NDArray[np.bool_] = (claims > UNCLAIMED) | (claims == DROPPED)
         is_done |= (self.state[positions] == FAILED) | self.skipped[positions]
         return is_done
 
     def note_released(self, positions: Indexes) -> None:
-        """Record which batches the rows being released belong to; ranks can resume only after the last such batch."""
+        """Record the last batch that contains any of the rows to be released.
+
+        Ranks can resume only after this batch.
+        """
         last = int(self.claim[positions].max(initial=UNCLAIMED))
         for batch in reversed(self.batches.values()) if last > LAST_RESERVED else ():
             if batch.serial <= last:
@@ -1147,10 +1191,10 @@ class TaskLedger(TaskFacts):
                 break
 
     def reset(self, *, keep_consumed: bool, open_count: int) -> Indexes:
-        """Start the next epoch; return the positions of rows that were leased, dead-lettered, dropped or skipped.
+        """Start the next epoch; return the positions of the rows that were leased, dead-lettered, dropped or skipped.
 
-        The returned rows become claimable. Without `keep_consumed`, all other rows also become claimable, and the
-        backlog is set to `open_count`, the number of live or held rows.
+        The returned rows become claimable. If `keep_consumed` is false, all other rows also become claimable. In this
+        case, the backlog is set to `open_count`, which is the number of live or held rows.
         """
         self.epoch += 1
         self.dp_size = None
@@ -1183,18 +1227,20 @@ class TaskLedger(TaskFacts):
         return reopened
 
     def restart_ranks(self, dp_size: int, trained: int) -> Indexes:
-        """Start the next epoch for new ranks and undo all batches after `trained`; return the positions of their rows.
+        """Start the next epoch for restarted ranks and undo all batches after `trained`.
+
+        Return the positions of the rows in the undone batches.
 
         Args:
             dp_size: new number of ranks.
-            trained: last trained batch_index; the next planned batch gets index `trained + 1`.
+            trained: batch_index of the last trained batch. The next planned batch gets the index `trained + 1`.
         """
         reopened, dropped_count = [np.zeros(0, np.int64)], self.next_batch_index - trained - 1
         for index in range(trained + 1, self.next_batch_index):
             if (batch := self.batches.get(index)) is not None:
                 reopened.append(self.left(batch))
                 self.nack(batch, reopened[-1])
-                if index in self.batches:  # the record was kept even though the batch has no rows left
+                if index in self.batches:  # the batch has no rows left, but its record was kept
                     self._forget(batch, "cleared")
         self._without_rows = [index for index in self._without_rows if index <= trained]
         recent = [batch for batch in self.recent_batches if batch.batch_index <= trained]
@@ -1209,15 +1255,15 @@ class TaskLedger(TaskFacts):
     # Added and removed rows
 
     def on_rows_added(self, added: slice) -> None:
-        """Add new live or held rows to the backlog and to the outstanding units."""
+        """Add new live or held rows to the backlog and to the number of outstanding units."""
         self.backlog += added.stop - added.start
         if self.outstanding is not None:
             self.outstanding.add(np.arange(added.start, added.stop), 1)
 
     def on_rows_closed(self, positions: Indexes) -> None:
-        """Update the counts after live or held rows have failed or while they are being cleared.
+        """Update the counts when live or held rows fail or are cleared.
 
-        Leased rows among these count as permanently consumed, because no other worker will process them.
+        If any of these rows are leased, they count as permanently consumed, because no other worker will process them.
         """
         claims = self.claim[positions]
         if self.outstanding is not None:
@@ -1234,7 +1280,7 @@ class TaskLedger(TaskFacts):
             self._on_fewer_rows(claim)
 
     def on_rows_cleared(self, positions: Indexes) -> None:
-        """Drop the record of each claim whose last rows are being cleared."""
+        """Drop the records of claims whose last rows are being cleared."""
         if self.redelivered_count:
             self._write_deliveries(positions, np.zeros(positions.size, np.int32))
         serials, counts = count_values(self.claim[positions])
@@ -1245,12 +1291,12 @@ class TaskLedger(TaskFacts):
 
 
 def task_columns(name: str) -> tuple[str, str, str, str, str]:
-    """Return the full names of a task's columns `claim`, `deliveries`, `uses`, `skipped` and `refills`."""
+    """Return the full names of the columns `claim`, `deliveries`, `uses`, `skipped` and `refills` of a task."""
     return f"claim/{name}", f"deliveries/{name}", f"uses/{name}", f"skipped/{name}", f"refills/{name}"
 
 
 def check_epoch(name: str, epoch: int, got: int | None) -> None:
-    """Raise StaleEpochError if a caller expects an epoch other than the task's epoch; None matches any epoch."""
+    """Raise StaleEpochError if the caller's epoch `got` is not the task's current epoch. None matches any epoch."""
     if got is not None and got != epoch:
         raise StaleEpochError(
             f"task {name!r} is at epoch {epoch}, got epoch {got}, because its consumption was reset. Use the epoch "

@@ -1,8 +1,8 @@
-"""The counter of outstanding units (samples, rollouts or groups) of a task with an admission.
+"""The number of outstanding units (samples, rollouts or groups) of a task with an admission.
 
-A unit is outstanding while the task holds the unit and, after delivery, until the admission frees the unit's capacity.
-A task holds its pending units and, unless the admission frees capacity on delivery, its leased units. `TaskLedger`
-changes the status of rows, and this module counts the units.
+A unit is outstanding while the task holds it. After delivery, it remains outstanding until the admission frees its
+capacity. A task holds its pending units. It also holds its leased units, unless the admission frees capacity on
+delivery. `TaskLedger` changes the status of rows, and this module counts the units.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tq_service.state.table import DROPPED, Column, is_open
 
 
 class Held(Protocol):
-    """The part of a `TaskLedger` needed to count outstanding units."""
+    """The attributes of a `TaskLedger` that are needed to count outstanding units."""
 
     backlog: int
     leased_count: int
@@ -36,10 +36,10 @@ class Held(Protocol):
 
 
 class Outstanding:
-    """The counter of one task's outstanding units.
+    """A counter of the outstanding units of one task.
 
     Args:
-        admission: the task's admission.
+        admission: admission of the task.
         groups: groups of the task's partition.
     """
 
@@ -52,11 +52,11 @@ class Outstanding:
         )  # units that the task holds
 
     def bounds_staleness_by(self, policy: str) -> bool:
-        """Return whether the admission bounds staleness in versions of this policy."""
+        """Return whether the admission limits staleness in versions of `policy`."""
         return self.admission.max_staleness is not None and self.admission.policy == policy
 
     def count(self, task: Held) -> int:
-        """Return the number of the task's outstanding units."""
+        """Return the number of outstanding units of the task."""
         if self._held is not None:
             held = self._held.count
         else:
@@ -64,7 +64,7 @@ class Outstanding:
         return held + sum(task.delivered_units) + task.done_units
 
     def units_of(self, positions: Indexes) -> int:
-        """Return the number of distinct units to which rows belong."""
+        """Return the number of distinct units that contain the given rows."""
         return self._groups.count_units(positions, self.admission.unit)
 
     def is_held(self, task: Held, rows: slice | Indexes) -> NDArray[np.bool_]:
@@ -77,7 +77,7 @@ class Outstanding:
 
     @contextlib.contextmanager
     def following(self, task: Held, positions: Indexes) -> Iterator[None]:
-        """Update the count for rows changed within the `with` block; `positions` must not contain duplicates."""
+        """Update the count for rows that change within the `with` block. `positions` must be distinct."""
         if self._held is None or not positions.size:
             yield
             return
@@ -88,12 +88,12 @@ class Outstanding:
         self.add(positions[before & ~after], -1)
 
     def add(self, positions: Indexes, by: int) -> None:
-        """Add rows that the task now holds to the count; if `by` is -1, subtract rows that the task no longer holds."""
+        """Count rows that the task now holds. If `by` is -1, subtract rows that it no longer holds."""
         if self._held is not None and positions.size:
             self._held.add(positions, by)
 
     def recount(self, task: Held, row_count: int) -> None:
-        """Recount the units in all rows."""
+        """Recount the units of all rows."""
         if self._held is not None:
             self._held.clear()
             self._held.add(np.flatnonzero(self.is_held(task, slice(0, row_count))), 1)

@@ -1,6 +1,6 @@
 """A partition: samples with their fields, states, keys, groups and custom_meta, and the tasks that consume them.
 
-This module contains a partition's state and the code that reads the state. The package `machine` changes the state.
+This module contains the state of a partition and the code that reads the state. The package `machine` changes it.
 """
 
 from __future__ import annotations
@@ -48,23 +48,25 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionSettings:
-    """A partition's settings, which are fixed when the partition is created.
+    """The settings of a partition. They cannot change after the partition is created.
 
     Attributes:
-        default_layout: layout of tensor fields for which `fields` does not specify a layout.
-        fields: declared fields, sorted by name so that equal sets compare equal.
-        max_bytes: maximum total bytes of all cells; puts of new samples wait while the limit is exceeded. None: no
-            limit.
-        admissions: limits on the outstanding work of tasks, sorted by task so that equal sets compare equal.
-        tasks: sorted names of the tasks that may consume the partition; empty: any task.
-        samples_per_round: number of samples that complete a round, even without a seal. None: no rounds.
-        release: when samples are cleared automatically; None: never. A release without tasks of its own waits for all
-            `tasks`.
+        default_layout: layout of tensor fields whose layout is not declared in `fields`.
+        fields: declared fields. They are sorted by name, so equal sets of fields compare equal.
+        max_bytes: maximum total size of all cells in bytes. While the limit is exceeded, puts of new samples wait. None
+            means no limit.
+        admissions: limits on the outstanding work of tasks. They are sorted by task, so equal sets of limits compare
+            equal.
+        tasks: sorted names of the tasks that may consume the partition. Empty if any task may consume it.
+        samples_per_round: number of samples that complete a round, even if the partition is not sealed. None means no
+            rounds.
+        release: policy for releasing samples automatically, or None. A release that depends on tasks but names no tasks
+            waits for all `tasks`.
 
     Raises:
         InvalidArgumentError: a number is out of range, a field or task is repeated, an admission or release names a
-            task that is not among `tasks`, the default layout is not for tensors, or a release has no tasks to wait
-            for.
+            task that is not among `tasks`, the default layout is not for tensors, or a release does not specify which
+            tasks to wait for.
     """
 
     expected_samples: int | None = None
@@ -118,7 +120,7 @@ class PartitionSettings:
             self._set_release(self.release)
 
     def _set_release(self, release: Release) -> None:
-        """Store which tasks the release waits for: the tasks that it names or, if it names none, all tasks."""
+        """Store the release with the tasks that it waits for. If it names no tasks, it waits for all tasks."""
         release = release if release.tasks else replace(release, tasks=self.tasks)
         object.__setattr__(self, "release", release)
         if not release.tasks:
@@ -134,47 +136,47 @@ class PartitionSettings:
 
     @property
     def known_tasks(self) -> Iterable[str]:
-        """Names of all tasks in the settings. These tasks exist from the start, so they track every sample."""
+        """Names of all tasks in the settings. These tasks exist from the start and therefore track every sample."""
         admitted = (admission.task_name for admission in self.admissions)
         return dict.fromkeys((*self.tasks, *admitted, *self.releasing_tasks))
 
     @property
     def releasing_tasks(self) -> Sequence[str]:
-        """Tasks that must be done with a sample before it is released; empty if releases do not depend on tasks."""
+        """Tasks that must be done with a sample before it is released. Empty if releases do not depend on tasks."""
         return () if self.release is None else self.release.tasks
 
     @property
     def keeps_until_saved(self) -> bool:
-        """Whether samples are kept until a trainer checkpoint covers their batch, not just until it is trained."""
+        """Whether samples are kept until a trainer checkpoint covers their batch."""
         return self.release is not None and self.release.when == "saved"
 
     def describe_difference(self, other: PartitionSettings) -> str:
-        """Describe the differences between these settings and `other` for an error message."""
+        """Describe the differences from `other` for an error message."""
         return ", ".join(f"{name} is {shown(own)}, got {shown(got)}" for name, own, got in differences(self, other))
 
     @property
     def bounded_admission(self) -> Admission | None:
-        """The admission that sets `max_staleness`, if any."""
+        """The admission that sets `max_staleness`, or None."""
         return next((each for each in self.admissions if each.max_staleness is not None), None)
 
     @property
     def is_bounded(self) -> bool:
-        """Whether any limit can make puts of new samples wait."""
+        """Whether a limit can make puts of new samples wait."""
         return self.max_bytes is not None or bool(self.admissions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionFacts:
-    """A partition's scalar values and specs, without its tables and tasks.
+    """Scalar values and specs of a partition, without its tables and tasks.
 
     Attributes:
-        insert_size_gcd: greatest common divisor of the numbers of new samples in all puts so far.
+        insert_size_gcd: greatest common divisor of the number of new samples in each put.
         next_index: global index of the next new sample.
-        sample_count: number of stored samples, for callers that do not read the tables.
-        has_groups: whether any group or rollout was ever named.
-        meta_kinds: kinds of the values in each custom_meta column, see `CustomMeta.kinds`.
+        sample_count: number of stored samples, for readers that do not load the tables.
+        has_groups: whether any group or rollout has ever been named.
+        meta_kinds: kind of each custom_meta column (see `CustomMeta.kinds`).
         fields: current specs of the fields.
-        former_fields: last specs of fields that lost all cells, see `CellTable.former_specs`.
+        former_fields: last specs of fields that have lost all their cells (see `CellTable.former_specs`).
         released_count: number of samples released because all releasing tasks were done with them.
         expired_count: number of samples released because of their age.
     """
@@ -196,9 +198,10 @@ class PartitionFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionSnapshot:
-    """A partition snapshot, which another thread can write to a file and which can later be restored.
+    """A snapshot of a partition. Another thread can write the snapshot to a file, to be restored later.
 
-    A snapshot omits derived state: scan positions, key indexes, free slots, and the remaining row count of each claim.
+    A snapshot omits derived state, such as scan positions, key indexes, free slots, and the number of remaining rows of
+    each claim.
     """
 
     facts: PartitionFacts
@@ -207,15 +210,15 @@ class PartitionSnapshot:
 
 
 class Listeners(list[Callable[..., object]]):
-    """An event's callbacks, called in the order in which they were added."""
+    """The callbacks of an event, in insertion order."""
 
     def __call__(self, *what: Any) -> None:
-        """Call each callback with the event's arguments."""
+        """Call each callback with the arguments of the event."""
         for notify in self:
             notify(*what)
 
     def discard(self, listener: Callable[..., object]) -> None:
-        """Remove a callback; do nothing if it was not added."""
+        """Remove a callback if it is present."""
         if listener in self:
             self.remove(listener)
 
@@ -224,14 +227,16 @@ class Partition:
     """One incarnation of a partition.
 
     Attributes:
-        on_change: callbacks called after a change that may allow a waiting claim to proceed.
-        on_consumed: callbacks called after the number of samples left for any task has decreased.
-        on_rows: callbacks called while a change is applied, with the global indexes of rows that were written or can be
-            claimed again. The indexes are a range if all rows are new.
-        on_reset: callbacks called while a change is applied, with the name of a task that can claim all rows again.
-        policies: all policies in the service, used by conditions that compare with a published version; set by `State`.
-        all_partitions: all partitions in the service, used by claims that share a lease across partitions; set by
-            `State`.
+        on_change: callbacks for changes that may allow a waiting claim to proceed.
+        on_consumed: callbacks for decreases in the number of samples that any task has left.
+        on_rows: callbacks for rows that were written or can be claimed again. They are called with the global indexes
+            of the rows while a change is applied. If all rows are new, the indexes are a range.
+        on_reset: callbacks for tasks that can claim all rows again. They are called with the name of the task while a
+            change is applied.
+        policies: all policies of the service. Conditions compare values with their published versions. `State` sets
+            this attribute.
+        all_partitions: all partitions of the service, for claims that share a lease across partitions. `State` sets
+            this attribute.
     """
 
     def __init__(self, partition_id: str, settings: PartitionSettings, incarnation: bytes = b"") -> None:
@@ -253,10 +258,10 @@ class Partition:
             for each in settings.admissions
             if each.most_running and each.unit != "sample"
         }
-        self.since = self.table.column("since", np.float64, 0.0)  # when each row was put or became live (ttl)
+        self.since = self.table.column("since", np.float64, 0.0)  # time when each row was put or became live
         self.released_count = self.expired_count = 0
-        self.insert_size_gcd = 0  # greatest common divisor of the numbers of new rows in all puts so far
-        self.row_version = 0  # number of rows written so far; used by claims that wait for a number of rows
+        self.insert_size_gcd = 0  # greatest common divisor of the number of new rows in each put
+        self.row_version = 0  # number of row writes so far; used by claims that wait for a number of rows
         self.state_version = 0  # number of other changes that may allow a waiting claim to proceed
         self.on_change = Listeners()
         self.on_consumed = Listeners()
@@ -269,11 +274,11 @@ class Partition:
 
     @property
     def inserted_count(self) -> int:
-        """Number of samples ever inserted."""
+        """Total number of samples that have been inserted."""
         return self.table.next_index
 
     def check_incarnation(self, incarnation: bytes) -> None:
-        """Raise StaleIncarnationError if a caller refers to another incarnation; empty bytes match any."""
+        """Raise StaleIncarnationError unless `incarnation` is empty or the current incarnation."""
         if incarnation and incarnation != self.incarnation:
             check_passed_on("incarnation", incarnation)
             raise StaleIncarnationError(
@@ -287,7 +292,7 @@ class Partition:
             )
 
     def count_states(self, rows: slice | Indexes, by: int) -> None:
-        """Add rows to the partition's and the groups' counts by state, or subtract the rows if `by` is -1."""
+        """Add rows to the counts by state of the partition and its groups. If `by` is -1, subtract the rows instead."""
         states = self.state[rows]
         counts = np.bincount(states, minlength=len(self.state_counts)).tolist()
         self.state_counts = [known + by * count for known, count in zip(self.state_counts, counts, strict=True)]
@@ -298,14 +303,14 @@ class Partition:
                 held.add(_in_state(rows, states, HELD), by)
 
     def begin_age(self, rows: slice | Indexes, at_seconds: float) -> None:
-        """Record the time from which the age of rows is measured, if the partition releases samples by age."""
+        """Start measuring the age of rows at `at_seconds`, if the partition releases samples by age."""
         if self.settings.release is not None and self.settings.release.ttl_seconds is not None:
             self.since.write(rows, at_seconds)
 
     # Tasks
 
     def open_task(self, name: str) -> TaskLedger:
-        """Open the ledger of a new task."""
+        """Create the ledger of a new task."""
         admission = next((each for each in self.settings.admissions if each.task_name == name), None)
         outstanding = None if admission is None else Outstanding(admission, self.groups)
         task = self.tasks[name] = TaskLedger(
@@ -320,7 +325,7 @@ class Partition:
             self.table.remove_column(column)
 
     def check_task(self, name: str) -> None:
-        """Raise TaskNotFoundError if the partition declares its tasks and this task is not among them."""
+        """Raise TaskNotFoundError if the partition declares its tasks and `name` is not among them."""
         if self.settings.tasks and name not in self.settings.tasks:
             raise TaskNotFoundError(
                 f"partition {self.partition_id!r} was not created for task {name!r}; "
@@ -329,7 +334,11 @@ class Partition:
             )
 
     def known_task(self, name: str) -> TaskLedger:
-        """Return a task's ledger; raise TaskNotFoundError if the task is undeclared and has made no request yet."""
+        """Return the ledger of a task.
+
+        Raises:
+            TaskNotFoundError: the task is not among the declared tasks, or has not made a request yet.
+        """
         self.check_task(name)
         if name not in self.tasks:
             raise TaskNotFoundError(
@@ -341,28 +350,31 @@ class Partition:
 
     @property
     def version(self) -> tuple[int, int]:
-        """Two counters, at least one of which increases with every change that may allow a waiting claim to proceed."""
+        """Two counters. Each change that may allow a waiting claim to proceed increases at least one of them."""
         return self.state_version, self.row_version
 
     @property
     def mark(self) -> tuple[object, ...]:
-        """A value that changes with the version and the row layout; a checked write is valid until it changes."""
+        """A value that changes with the version and the row layout. A checked write is valid until the mark changes."""
         return *self.version, self.table.layout
 
     @property
     def expected_count(self) -> int | None:
-        """Number of samples that all rounds begun so far (at least one) should contain; None without rounds."""
+        """Number of samples that all rounds started so far should contain; None without rounds.
+
+        If no round has started, this is the size of the first round.
+        """
         size = self.settings.samples_per_round
         return None if size is None else max(1, -(-self.inserted_count // size)) * size
 
     @property
     def is_whole(self) -> bool:
-        """Whether the partition is sealed, or the current round is complete and the next has not begun."""
+        """Whether the partition is sealed, or the current round is complete and the next round has not started."""
         return self.sealed or self.inserted_count == self.expected_count
 
     @property
     def may_end_finite(self) -> bool:
-        """Whether `finite` claims may end now, that is, samples have been inserted and no round is incomplete."""
+        """Whether `finite` claims may end now. This requires at least one inserted sample and no incomplete round."""
         return self.inserted_count > 0 and (self.settings.samples_per_round is None or self.is_whole)
 
     @property
@@ -371,16 +383,16 @@ class Partition:
         return self.state_counts[LIVE] + self.state_counts[HELD]
 
     def held_count(self, unit: BatchUnit) -> int:
-        """Return the number of held samples, or of groups or rollouts with at least one held sample.
+        """Return the number of held samples, or the number of groups or rollouts that contain a held sample.
 
-        If no admission sets `most_running` for groups or rollouts, return the number of held samples instead.
+        If no admission sets `most_running` for this unit, return the number of held samples.
         """
         return self._held_units[unit].count if unit in self._held_units else self.state_counts[HELD]
 
     # Reading
 
     def resolved(self, where: Sequence[Condition]) -> tuple[Condition, ...]:
-        """Replace references to published versions in conditions with the currently published versions."""
+        """Return the conditions with the currently published policy versions filled in."""
         return tuple(condition.resolved(self.policies) for condition in where)
 
     def is_leased(self, positions: Indexes) -> NDArray[np.bool_]:
@@ -398,9 +410,9 @@ class Partition:
         return in_use | np.isin(self.table.index[positions], np.concatenate(planned)) if planned else in_use
 
     def in_use_count(self, task: TaskLedger, unit: BatchUnit) -> int:
-        """Return an upper bound on how many of a task's outstanding units are in use; see `in_use`.
+        """Return an upper bound on the number of a task's outstanding units that are in use (see `in_use`).
 
-        Incomplete groups and rollouts and delivered units that still occupy capacity also count as in use.
+        Incomplete groups and rollouts also count as in use, and so do delivered units that still occupy capacity.
         """
         count = self.held_count(unit) + sum(task.delivered_units) + task.done_units
         for each in self.tasks.values():
@@ -412,14 +424,17 @@ class Partition:
         return count
 
     def is_done(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the rows that all releasing tasks are done with; see `TaskLedger.is_done`."""
+        """Return a mask of the rows that all releasing tasks are done with (see `TaskLedger.is_done`)."""
         is_done = np.ones(positions.size, np.bool_)
         for name in self.settings.releasing_tasks:
             is_done &= self.tasks[name].is_done(positions)
         return is_done
 
     def may_release(self, positions: Indexes) -> NDArray[np.bool_]:
-        """Return a mask of the rows that are not held, not leased and not in a batch still to be trained or saved."""
+        """Return a mask of the rows that can be released without affecting a worker or a batch.
+
+        These rows are neither held nor leased, and none of their batches still needs to be trained or saved.
+        """
         is_needed = self.is_leased(positions)
         is_needed |= self.state[positions] == HELD
         until_saved = self.settings.keeps_until_saved
@@ -432,7 +447,7 @@ class Partition:
 
         Raises:
             SampleNotFoundError: a sample does not exist.
-            InvalidArgumentError: a sample is listed twice although `may_repeat` is not set.
+            InvalidArgumentError: a sample is listed twice, and `may_repeat` is not set.
         """
         positions = self.table.find(indexes)
         if bool((positions < 0).any()):
@@ -451,7 +466,7 @@ class Partition:
 
     @property
     def tables(self) -> dict[str, Table]:
-        """The tables of the partition by name."""
+        """Tables of the partition, by name."""
         return {
             "rows": self.table,
             "groups": self.groups.slots,
@@ -461,7 +476,7 @@ class Partition:
 
     @property
     def facts(self) -> PartitionFacts:
-        """A copy of the partition's scalar values and specs, without its tables and tasks."""
+        """A copy of the partition's scalar values and specs."""
         return PartitionFacts(
             partition_id=self.partition_id,
             incarnation=self.incarnation,
@@ -479,7 +494,7 @@ class Partition:
         )
 
     def snapshot(self) -> PartitionSnapshot:
-        """Return a snapshot of the partition in a time that does not depend on the number of samples."""
+        """Return a snapshot of the partition. The time required does not depend on the number of samples."""
         return PartitionSnapshot(
             facts=self.facts,
             tables={name: table.snapshot() for name, table in self.tables.items()},
@@ -488,7 +503,7 @@ class Partition:
 
     @classmethod
     def restore(cls, snapshot: PartitionSnapshot) -> Partition:
-        """Create a partition from a snapshot; the snapshot cannot be used again.
+        """Create a partition from a snapshot. The snapshot cannot be used again.
 
         Raises:
             NewerVersionError: the snapshot contains a table or column that this version does not support.
@@ -540,7 +555,7 @@ class Partition:
                 )
 
     def free(self) -> Iterator[None]:
-        """Release a removed partition's names and objects in steps; its snapshots remain readable."""
+        """Release the names and objects of a removed partition in steps. Its snapshots remain readable."""
         for names in (self.key_index, self.groups.slot_of, self.groups.rollout_slot_of):
             yield from names.free()
         for table in self.tables.values():
@@ -554,13 +569,13 @@ class Partition:
         self.on_rows(indexes)
 
     def forget_listeners(self) -> None:
-        """Remove all callbacks; their references would keep the partition in memory until a full collection."""
+        """Remove all callbacks, whose references would keep the partition in memory until a full collection."""
         for listeners in (self.on_change, self.on_consumed, self.on_rows, self.on_reset):
             listeners.clear()
 
 
 def _in_state(rows: slice | Indexes, states: NDArray[np.uint8], code: int) -> Indexes:
-    """Return the positions of the rows whose state in `states` equals `code`."""
+    """Return the positions of the rows whose state in `states` is `code`."""
     positions: Indexes = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
     found: Indexes = positions[states == code]
     return found

@@ -1,8 +1,8 @@
-"""Claims and plans: a consumer's request, the view that a sampler reads, and the plan that the sampler returns.
+"""Claims and plans: the request of a consumer, the view that a sampler reads, and the plan that the sampler returns.
 
-The definitions up to and including `Sampler` are public API, exported by `tq_service.samplers`, because users write
-their own samplers as subclasses of `Sampler`. The remaining definitions describe a claim: its conditions, its order,
-the arguments that all ranks must agree on, and the call itself.
+All definitions up to and including `Sampler` are public. `tq_service.samplers` exports them, because users write their
+own samplers as subclasses of `Sampler`. The remaining definitions describe a claim: its conditions, its order, the
+arguments that all ranks must agree on, and the call itself.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ from tq_service.state.policies import Policies
 MAX_LEASE_SECONDS: Final = 86_400.0
 MOST_RANKS: Final = 65_536
 TOTAL_LENGTHS: Final = "total_lengths"
-"""Default custom_meta column for samples' token counts; a sampler can specify a different column."""
+"""Default custom_meta column for the token counts of samples. A sampler can use a different column."""
 _MOST_BATCHES: Final = 64  # maximum number of batches per call
 _MOST_SUMS: Final = 4  # maximum number of summed columns in the totals of a batch
 
 Indexes = NDArray[np.int64]
 TotalsOfStep: TypeAlias = tuple[int, int, int, int | None, tuple[float, ...]]
-"""A step's totals: sample, rollout, group and token counts, and column sums; see `StepTotals`."""
+"""Totals of a step: number of samples, rollouts, groups and tokens, and column sums (see `StepTotals`)."""
 
 _NO_ROWS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthSource:
-    """The source of a sample's token count: a custom_meta column or a row length.
+    """The source of a sample's token count: a custom_meta column or the length of a row.
 
     Attributes:
-        key: custom_meta column that contains the count; None: `total_lengths`.
-        field: field whose row length is used if the column has no value for the sample. If None and `key` is None, the
-            sample's longest sequence in the requested fields is used; if None and `key` is set, no field is used. A
-            sequence is a one-dimensional row of a field that is not declared as dense.
+        key: custom_meta column that contains the token count. None means `total_lengths`.
+        field: field whose row length is used if the column has no value for the sample. If neither `field` nor `key` is
+            set, the sample's longest sequence in the requested fields is used. If only `key` is set, the column is the
+            only source. A sequence is a one-dimensional row of a field that is not declared as dense.
     """
 
     key: str | None = None
@@ -69,28 +69,29 @@ class LengthSource:
 
     @property
     def column(self) -> str:
-        """Name of the custom_meta column that contains the count."""
+        """Name of the custom_meta column that contains the token count."""
         return TOTAL_LENGTHS if self.key is None else self.key
 
     @property
     def is_longest_sequence(self) -> bool:
-        """Whether the token count of a sample without a column value is the length of its longest sequence."""
+        """Whether the length of the longest sequence is used for samples without a column value."""
         return self.key is None and self.field is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """A request to a sampler for one plan.
+    """A request for one plan, as passed to a sampler.
 
     Attributes:
-        batch_size: number of samples, rollouts or groups (see `batch_unit`) per rank.
-        min_size: minimum number of units over all ranks. A sampler returns None if fewer units are ready. The planner
-            lowers this value to 1 when no more units can become ready, so samplers need not handle the end of the data.
+        batch_size: number of units (samples, rollouts or groups, see `batch_unit`) per rank.
+        min_size: minimum number of units, summed over all ranks. If fewer units are ready, a sampler returns None. When
+            no more units can become ready, the planner lowers this value to 1, so samplers do not need to handle the
+            end of the data.
         batch_unit: unit of `batch_size` and `min_size`.
         rank_count: number of ranks; 1 for a queue worker.
-        ranked: whether trainer ranks, rather than a queue worker, made the request.
-        micro_batch_size: samples per micro-batch, or None. If the sampler returns no steps, the planner splits the
-            batch into micro-batches of this size.
+        ranked: whether the request comes from trainer ranks. False for a queue worker.
+        micro_batch_size: number of samples per micro-batch, or None. If the sampler returns no steps, the planner
+            splits the batch into micro-batches of this size.
         data_fields: names of the requested fields.
     """
 
@@ -110,14 +111,14 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """Samples in groups: `rows` lists the members group by group, and `sizes` contains the size of each group."""
+    """Samples in groups. `rows` lists the members of one group after another, and `sizes` the size of each group."""
 
     rows: Indexes
     sizes: Indexes
 
     @property
     def starts(self) -> Indexes:
-        """Position in `rows` of each group's first member."""
+        """Position in `rows` of the first member of each group."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes)[:-1]]) if self.sizes.size else self.sizes
 
     def __len__(self) -> int:
@@ -129,9 +130,9 @@ class Pack:
     """The samples of one forward/backward pass.
 
     Attributes:
-        positions: positions of the samples in the rank's `rows`.
-        lengths: the samples' token counts, or None if the sampler did not determine them.
-        padding_tokens: number of tokens added to pad the pack.
+        positions: positions of the samples in `RankPlan.rows`.
+        lengths: token counts of the samples, or None if the sampler did not determine them.
+        padding_tokens: number of padding tokens added to the pack.
     """
 
     positions: Indexes
@@ -141,15 +142,16 @@ class Pack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """One rank's part of a plan.
+    """The part of a plan for one rank.
 
     Attributes:
-        rows: global indexes, in batch order.
-        steps: packs of each optimizer step; if empty, the planner creates one step that consists of micro-batches.
-        dropped: global indexes of ready rows that the batch permanently excludes, such as overlong rows; disjoint from
-            `rows`. The task never receives these rows. They are counted in `EndCounts.overlong_count`.
-        totals: totals of each step over all ranks; set by the service.
-        summed: names of the custom_meta columns whose sums `totals` contains.
+        rows: global indexes of the samples, in batch order.
+        steps: packs of each optimizer step. If `steps` is empty, the planner creates a single step that consists of
+            micro-batches.
+        dropped: global indexes of ready rows that the batch permanently excludes, such as overlong rows. They must not
+            occur in `rows`. The task never receives these rows, and `EndCounts.overlong_count` includes them.
+        totals: totals of each step, summed over all ranks. The service sets this attribute.
+        summed: names of the custom_meta columns that `totals` sums.
     """
 
     rows: Indexes
@@ -161,13 +163,14 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A sampler's decision for one batch, with one part per rank.
+    """The plan that a sampler returns for one batch. It has one part per rank.
 
     Attributes:
-        ranks: each rank's part.
-        consumed: rows that the batch consumes, each listed once. If None, the batch delivers each row once and consumes
-            it. If `consumed` is given, a row may be delivered more than once. Delivered rows that are not consumed stay
-            ready for later batches (sampling with replacement), and consumed rows that are not delivered are dropped.
+        ranks: part of each rank.
+        consumed: rows that the batch consumes, without duplicates. If None, the batch must deliver each row once, and
+            consumes all of them. Otherwise, a row may be delivered more than once. Rows that are delivered but not
+            consumed stay ready for later batches (sampling with replacement). Rows that are consumed but not delivered
+            are discarded.
     """
 
     ranks: tuple[RankPlan, ...]
@@ -175,7 +178,7 @@ class Plan:
 
     @classmethod
     def of(cls, parts: Sequence[Indexes], consumed: Indexes | None = None) -> Plan:
-        """Return a plan without steps that assigns the rows `parts[rank]` to each rank."""
+        """Create a plan without steps that assigns the rows `parts[rank]` to each rank."""
         return cls(
             ranks=tuple(RankPlan(rows=np.asarray(part, dtype=np.int64)) for part in parts),
             consumed=None if consumed is None else np.asarray(consumed, dtype=np.int64),
@@ -183,16 +186,21 @@ class Plan:
 
 
 class View(Protocol):
-    """A sampler's view of a partition on behalf of one task.
+    """The view of a partition that a sampler reads on behalf of one task.
 
-    Rows are identified by their global index. A row is ready if it is live, has all requested fields, is not consumed
-    by the task, satisfies the request's `where`, and has a known length if the sampler needs lengths. A sampler's
-    thread may read the view while the partition changes. If rows in the resulting plan have since been cleared, the
-    batch is planned again.
+    Rows are identified by global index. A row is ready if all of the following are true:
+
+    - It is live and has all requested fields.
+    - The task has not consumed it.
+    - It satisfies the `where` condition of the request.
+    - Its length is known, or the sampler does not need lengths.
+
+    A sampler may read the view on its own thread while the partition changes. If rows in the resulting plan have been
+    cleared in the meantime, the batch is planned again.
 
     Attributes:
-        plan_count: number of plans recorded for the task so far, in all epochs. Use this number as a random seed, since
-            everything else in the view may be identical for two batches.
+        plan_count: number of plans recorded for the task so far, in all epochs. Use this number as a random seed,
+            because everything else in the view may be identical for two batches.
     """
 
     @property
@@ -201,7 +209,7 @@ class View(Protocol):
         ...
 
     def ready(self, limit: int | None = None) -> Indexes:
-        """Return up to `limit` ready rows in index order, or in the order given by the request's `order_by`."""
+        """Return up to `limit` ready rows, in index order or in the order given by `order_by` of the request."""
         ...
 
     def ready_groups(
@@ -216,105 +224,117 @@ class View(Protocol):
         """Return the groups whose members are all ready, in the order of their first members.
 
         Args:
-            limit: maximum number of units; the group that would exceed this number and all later groups are omitted.
-                None: no limit.
+            limit: maximum number of units. The group that would exceed the limit is omitted, and so are all later
+                groups. None means no limit.
             unit: unit of `limit`. With "rollout", each rollout counts as a group, and so does each sample without a
                 rollout.
             block_size: size at which a group without a declared size is complete. If the partition has no named groups,
-                each block of `block_size` consecutive indexes is a group; with None, each sample is a group.
-            take_incomplete: whether to deliver the remaining members of a group after members failed or were cleared,
-                rather than skip them.
+                each block of `block_size` consecutive indexes is a group. If `block_size` is None, each sample is a
+                group.
+            take_incomplete: whether to return the remaining members of a group after other members have failed or been
+                cleared. If false, such groups are skipped.
             blocks: "aligned" if blocks begin at multiples of `block_size`, or "anywhere". With "anywhere", any
                 `block_size` ready rows with consecutive indexes form a group, starting with the earliest rows.
 
         Raises:
-            InvalidArgumentError: blocks are aligned, and a put inserted a number of rows that is not a multiple of
-                `block_size`.
+            InvalidArgumentError: blocks are aligned, and the number of rows in a put is not a multiple of `block_size`.
         """
         ...
 
     def left(self, limit: int | None = None) -> Indexes:
-        """Return up to `limit` rows that the task may still consume, ready or not, in index order.
+        """Return up to `limit` rows that the task can still consume, in index order. The rows need not be ready.
 
-        These rows are live or held, neither consumed nor leased, and not excluded by the request's `where`.
+        The rows are live or held, neither consumed nor leased, and not excluded by the `where` condition of the
+        request.
         """
         ...
 
     def lengths(self, rows: Indexes) -> Indexes:
-        """Return each row's token count from the sampler's `length` source, of shape `(n,)`; -1 if unknown."""
+        """Return the token count of each row, of shape `(n,)`, from the sampler's `length` source; -1 if unknown."""
         ...
 
     def field_lengths(self, field: str, rows: Indexes) -> Indexes:
-        """Return each row's length in a field, of shape `(n,)`; -1 for missing cells, scalars and objects.
+        """Return the length of each row in a field, of shape `(n,)`; -1 for missing cells, scalars and objects.
 
-        The length is a row's size in the first dimension that varies between rows, or in dimension 0 if none varies.
+        The length of a row is its size in the first dimension that varies between rows, or in dimension 0 if all rows
+        have equal shapes.
         """
         ...
 
     def values(self, column: str, rows: Indexes) -> tuple[NDArray[np.generic], NDArray[np.bool_]]:
-        """Return custom_meta column values of shape `(n,)` and a mask of rows with a value (all False if unknown)."""
+        """Return the values of a custom_meta column, of shape `(n,)`, and a mask of the rows that have a value.
+
+        If the column does not exist, the mask is False for all rows.
+        """
         ...
 
     def group_names(self, rows: Indexes) -> list[str | None]:
-        """Return the name of each row's group; None for a row without a named group."""
+        """Return the name of each row's group, or None for a row without a named group."""
         ...
 
     def rollout_names(self, rows: Indexes) -> list[str | None]:
-        """Return the name of each row's rollout; None for a row without a rollout."""
+        """Return the name of each row's rollout, or None for a row without a rollout."""
         ...
 
     def use_counts(self, rows: Indexes) -> Indexes:
-        """Return how often each row was delivered without being consumed, of shape `(n,)`; see `claim(max_uses=)`."""
+        """Return how often each row was delivered without being consumed, of shape `(n,)`.
+
+        See `claim(max_uses=)`.
+        """
         ...
 
     def states(self, rows: Indexes) -> list[str]:
-        """Return each row's state, or "cleared" for a row that no longer exists."""
+        """Return the state of each row, or "cleared" if the row no longer exists."""
         ...
 
     def rows(self) -> Indexes:
-        """Return all rows of the partition, ready or not, except cleared rows."""
+        """Return all rows of the partition that have not been cleared, whether or not they are ready."""
         ...
 
 
 class MustBeAwaited(BaseException):
-    """Signal that a plan must be awaited, because its sampler is a coroutine function or runs on a thread.
+    """Raised if a plan must be awaited, because its sampler is a coroutine function or runs on a thread.
 
-    A view also raises this signal through its sampler if a scan would block the event loop for too long. The signal is
-    not a subclass of `Exception`, so samplers do not catch it by mistake.
+    A view also raises this exception, through its sampler, if a scan would block the event loop for too long. The
+    exception is not a subclass of `Exception`, so samplers do not catch it by mistake.
     """
 
 
 class Sampler(ABC):
-    """Decides which ready samples form a batch and how the samples are distributed over the ranks.
+    """Base class of samplers. A sampler selects the ready samples of a batch and distributes them over the ranks.
 
-    A sampler's only state is its options, which are its constructor's keyword arguments. A frozen dataclass works well.
-    The constructor raises ValueError for invalid options. Equal views and requests must lead to equal plans.
+    The only state of a sampler is its options, which are the keyword arguments of its constructor. A frozen dataclass
+    works well. The constructor raises ValueError for invalid options. For equal views and requests, a sampler must
+    return equal plans.
     """
 
     name: ClassVar[str] = ""
     plans_below_min_size: ClassVar[bool] = False
-    """Whether `plan` may return a batch of fewer than `request.min_size` units even though more units may become ready.
+    """Whether `plan` may return fewer than `request.min_size` units even if more units may become ready.
 
-    Such a sampler is called after each change of the partition. Other samplers are called only when enough rows are
-    ready.
+    Samplers with this attribute are called after each change to the partition. Other samplers are called only when
+    enough rows are ready.
     """
 
     def __init_subclass__(cls, **kwargs: object) -> None:
-        """Use the class name as the default `name` in messages."""
+        """Use the class name as the default for `name`, which appears in messages."""
         super().__init_subclass__(**kwargs)
         if not cls.name:
             cls.name = cls.__name__
 
     @property
     def length(self) -> LengthSource | None:
-        """Source of the sample length. A sample is ready only if its length is known; None: no length is needed."""
+        """Source of the sample length; None if the sampler needs no lengths.
+
+        If a source is set, a sample is ready only if its length is known.
+        """
         return None
 
     def check(self, request: PlanRequest) -> None:  # noqa: B027  (optional hook)
-        """Raise InvalidArgumentError if a sampler with these options cannot serve the request."""
+        """Raise InvalidArgumentError if the sampler cannot serve the request with its options."""
 
     def runs_inline(self, request: PlanRequest) -> bool:
-        """Return whether `plan` is fast enough (well under 1 ms) to run on the event loop rather than on a thread."""
+        """Return whether `plan` is fast enough to run on the event loop (well under 1 ms) instead of on a thread."""
         return False
 
     @abstractmethod
@@ -322,22 +342,22 @@ class Sampler(ABC):
         """Return the plan for one batch, or None if fewer than `request.min_size` units are ready."""
 
 
-# As the published version increases, more (or fewer) samples satisfy these comparisons.
+# When the published version increases, more samples satisfy the first set of comparisons, and fewer the second.
 _GROWING: Final = frozenset({"<", "<="})
 _SHRINKING: Final = frozenset({">", ">="})
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A condition on a custom_meta column; a sample without a value in the column does not satisfy the condition.
+    """A condition on a custom_meta column. Samples without a value in the column do not satisfy it.
 
     Attributes:
-        published: policy whose published version replaces `values` in the comparison. The version is read when samples
-            are examined.
+        published: policy whose published version is compared with the column, instead of `values`. The version is read
+            each time samples are examined.
 
     Raises:
-        InvalidArgumentError: an argument is missing, the values have different types, or there are more values than the
-            operator accepts.
+        InvalidArgumentError: an argument is missing, the values have different types, or the operator does not accept
+            the number of values.
     """
 
     column: str
@@ -377,7 +397,10 @@ class Condition:
             )
 
     def resolved(self, policies: Policies) -> Condition:
-        """Replace a reference to a published version with that version; if none exists, the result never holds."""
+        """Return the condition with the published version filled in.
+
+        If the policy has no published version, no value satisfies the returned condition.
+        """
         if self.published is None:
             return self
         policy = policies.get(self.published.policy)
@@ -385,12 +408,12 @@ class Condition:
         return Condition(self.column, self.operator, (version,))
 
     def may_hold_later(self, policies: Policies) -> bool:
-        """Return whether values that do not satisfy the condition now may do so after another version is published."""
+        """Return whether values that do not satisfy the condition now may satisfy it after a later publication."""
         published = self.published
         return published is not None and (self.operator in _GROWING or published.policy not in policies)
 
     def holds(self, data: NDArray[Any]) -> NDArray[np.bool_]:
-        """Return a mask of the values that satisfy the condition; `data` must not contain missing values."""
+        """Return a mask of the values in `data` that satisfy the condition. `data` must not contain missing values."""
         kind = data.dtype.kind
         for value in self.values:
             is_text = isinstance(value, str)
@@ -403,7 +426,7 @@ class Condition:
         if kind == "O":
             if self.operator == "in":  # np.isin would compare each string with each value
                 return np.fromiter(map(frozenset(self.values).__contains__, data), np.bool_, data.size)
-            # Compare strings as objects. In an array with a string dtype, each string would be padded to the longest.
+            # Compare strings as objects. A string dtype would pad each string to the length of the longest string.
             other = np.array(self.values[0], dtype=np.object_)
             return np.asarray(_COMPARE[self.operator](data, other), dtype=np.bool_)
         if kind == "b":
@@ -422,11 +445,11 @@ _INT64: Final = np.iinfo(np.int64)
 
 
 def _neighbours(value: float, kind: str) -> tuple[float, float]:
-    """Return the largest number of a kind that is at most `value`, and the smallest that is at least `value`.
+    """Return the largest number up to `value` and the smallest number from `value` that the kind can represent.
 
-    The two numbers are equal if the kind can represent the value. They allow integers and floats to be compared
-    exactly. numpy instead converts integers to floats, which cannot represent 2**53 + 1. A number outside the int64
-    range is replaced by infinity, which is compared as a float. For NaN, both results are NaN.
+    The two numbers are equal if the kind can represent `value` itself. They make exact comparisons of integers with
+    floats possible. numpy alone would convert integers to floats, which cannot represent 2**53 + 1. A number outside
+    the int64 range is replaced by infinity, which is compared as a float. For NaN, both results are NaN.
     """
     if kind == "f":
         try:
@@ -459,7 +482,7 @@ _COMPARE: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A custom_meta column by which ready samples are sorted; samples without a value come last."""
+    """A custom_meta column used to sort ready samples. Samples without a value come last."""
 
     column: str
     descending: bool = False
@@ -467,10 +490,10 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refill:
-    """The task that regenerates evicted units. In the task's partition, a sample's key is the unit's name.
+    """The task that regenerates evicted units. In its partition, the key of each sample is the name of a unit.
 
     Attributes:
-        max_refills: maximum number of times per epoch that a sample is made claimable again.
+        max_refills: maximum number of times that a sample is made claimable again in an epoch.
 
     Raises:
         InvalidArgumentError: a name is invalid, or `max_refills` is less than 1.
@@ -488,17 +511,17 @@ class Refill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSpec:
-    """The claim arguments that must be equal for all ranks in a batch. The first plan for a batch_index fixes them.
+    """The claim arguments that must be equal for all ranks of a batch. The first plan for a batch_index fixes them.
 
-    GetMeta documents the attributes that are not listed here.
+    See GetMeta for the attributes that are not listed here.
 
     Attributes:
         max_uses: number of deliveries after which a sample is consumed.
-        unmatched: whether samples that `where` excludes wait or are evicted.
-        least_members: minimum number of members left in a group; a smaller group is evicted. 0: no minimum.
-        refill: task that regenerates evicted units, if any.
+        unmatched: whether samples that `where` excludes stay claimable or are evicted.
+        least_members: minimum number of remaining members in a group. Smaller groups are evicted. 0 means no minimum.
+        refill: task that regenerates evicted units, or None.
         held: whether to deliver held samples instead of live samples.
-        totals: custom_meta columns whose sums are part of the totals that ranks receive.
+        totals: custom_meta columns to sum in the totals that each rank receives.
 
     Raises:
         InvalidArgumentError: the micro-batch size or `max_uses` is out of range, `order_by` or `totals` has an empty or
@@ -554,19 +577,19 @@ class BatchSpec:
         return self.unmatched != "wait"
 
     def disagreement(self, other: BatchSpec) -> tuple[str, object, object] | None:
-        """Return the name and both values of the first argument that differs, or None if all are equal."""
+        """Return the name and both values of the first argument that differs, or None if all arguments are equal."""
         return None if self is other else next(differences(self, other), None)
 
 
 def differences(one: Any, other: Any) -> Iterator[tuple[str, object, object]]:
-    """Yield the name and both values of each field in which two instances of the same dataclass differ."""
+    """Yield the name and both values of each field that differs between two instances of a dataclass."""
     for name in (each.name for each in fields(one)):
         if getattr(one, name) != getattr(other, name):
             yield name, getattr(one, name), getattr(other, name)
 
 
 def shown(value: object) -> str:
-    """Format a claim argument or a setting for an error message, independent of the client's language."""
+    """Format a claim argument or a setting for an error message, without language-specific syntax."""
     match value:
         case None:
             return "unset"
@@ -607,7 +630,7 @@ def shown(value: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """Identifies the part of a batch that a trainer rank requests.
+    """A trainer rank's request for its part of a batch.
 
     Raises:
         InvalidArgumentError: a number is out of range.
@@ -624,7 +647,7 @@ class Rank:
 
     @classmethod
     def of(cls, **numbers: int | None) -> Rank | None:
-        """Create a rank from `dp_rank`, `dp_size` and `batch_index`; return None if all of them are None.
+        """Create a rank from `dp_rank`, `dp_size` and `batch_index`; return None if none of them is given.
 
         Raises:
             InvalidArgumentError: only some of the numbers are None, or a number is out of range.
@@ -645,16 +668,17 @@ class LeaseTerms:
     """The terms of a queue worker's lease on samples.
 
     Attributes:
-        seconds: time after which other workers can claim samples that were not acknowledged.
-        max_deliveries: number of unacknowledged deliveries after which a sample is dead-lettered; None: no limit.
-        group_block_size: groups whose samples are acknowledged, released and redelivered together. 0: named groups;
-            `KEPT_ROLLOUTS`: rollouts; a positive number: blocks of that many consecutive indexes. None: samples are
-            handled one by one.
-        blocks: whether blocks of consecutive indexes begin at multiples of their length or anywhere.
-        on_lost: for a claim on slots, what happens to slots that are still held when the lease expires; slots released
-            without data are removed. None: the claim is on existing samples.
-        shared_with: partition of the other claim that shares the lease, with the same task and request id. The claim on
-            prompts refers to the partition of their slots, and vice versa. Empty: the lease is not shared.
+        seconds: time in seconds after which other workers can claim samples that have not been acknowledged.
+        max_deliveries: number of unacknowledged deliveries after which a sample is dead-lettered. None means no limit.
+        group_block_size: kind of groups whose samples are acknowledged, released and redelivered together. 0 means
+            named groups, `KEPT_ROLLOUTS` means rollouts, and a positive number means blocks of that many consecutive
+            indexes. None means that samples are handled individually.
+        blocks: whether blocks of consecutive indexes begin at multiples of their length or at any index.
+        on_lost: for a claim on slots, the action on slots that are still held when the lease expires. Slots without
+            data are removed when they are released. None for a claim on existing samples.
+        shared_with: partition of the second claim that shares this lease. Both claims have equal task names and request
+            ids. For a claim on prompts, this is the partition of the slots, and vice versa. Empty if the lease is not
+            shared.
 
     Raises:
         InvalidArgumentError: a number is out of range.
@@ -681,7 +705,7 @@ class LeaseTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasedClaim:
-    """Identifies a claim whose lease a caller must still hold to change samples.
+    """The identity of a claim. To change its samples, a caller must still have a lease on them.
 
     Raises:
         InvalidArgumentError: the task name or the request id is malformed.
@@ -697,16 +721,16 @@ class LeasedClaim:
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimSpec:
-    """The claim arguments that are the same for all ranks and all batches of a task.
+    """The claim arguments that are equal for all ranks and all batches of a task.
 
     Calls with equal specs share plans.
 
     Attributes:
-        data_fields: fields whose cells the answer locates; `batch_spec.data_fields` contains the same names in an order
-            shared by all ranks.
-        min_batch_size: minimum batch size of a queue worker; 0: the full `batch_size`.
+        data_fields: fields whose cell locations are returned. `batch_spec.data_fields` contains these names in an order
+            that is equal for all ranks.
+        min_batch_size: minimum batch size of a queue worker. 0 means `batch_size`.
         dp_size: number of ranks; None for queue workers.
-        admit: the slots, if any, that a rollout worker receives along with its prompts.
+        admit: slots that a rollout worker receives along with its prompts, or None.
 
     Raises:
         InvalidArgumentError: a size is out of range, or a field name is empty or repeated.
@@ -739,7 +763,7 @@ class ClaimSpec:
 
     @cached_property
     def plan_request(self) -> PlanRequest:
-        """Request to the sampler; its `min_size` is a full batch for ranks or a queue worker's minimum batch size."""
+        """Request to the sampler. `min_size` is a full batch for ranks and the minimum size for a queue worker."""
         batch_spec, rank_count = self.batch_spec, self.dp_size or 1
         return PlanRequest(
             batch_size=batch_spec.batch_size,
@@ -752,7 +776,7 @@ class ClaimSpec:
         )
 
     @cached_property
-    def _hash(self) -> int:  # cached, since `where` may contain thousands of values
+    def _hash(self) -> int:  # cached because `where` may contain thousands of values
         return hash((self.batch_spec, self.min_batch_size, self.dp_size, self.admit))
 
     def __hash__(self) -> int:
@@ -760,7 +784,7 @@ class ClaimSpec:
 
 
 def check_data_fields(names: Sequence[str]) -> None:
-    """Raise InvalidArgumentError if `names` is empty, or contains an empty or repeated field name."""
+    """Raise InvalidArgumentError if `names` is empty or contains an empty or repeated name."""
     if not names:
         raise InvalidArgumentError("data_fields is empty; name at least one field", field="data_fields")
     if "" in names:
@@ -770,7 +794,7 @@ def check_data_fields(names: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotBefore:
-    """The policy version that must have been published before a batch is planned."""
+    """The policy version that must be published before a batch is planned."""
 
     policy: str
     version: int
@@ -782,18 +806,18 @@ class NotBefore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimRequest:
-    """The arguments to a GetMeta call.
+    """The arguments of a GetMeta call.
 
     Attributes:
-        rank: the calling rank, with the same `dp_size` as `spec`; None for a queue worker.
-        epoch: the epoch that the caller expects; None: any epoch.
-        lease: a queue worker's lease terms; None: the samples are done on delivery.
-        claim_name: name of a queue worker's claim; later calls with the same name return the same claim. Empty:
-            unnamed.
-        not_before: policy version that must be published first, if any.
-        batch_count: maximum number of batches for a rank, starting with `rank.batch_index`.
-        make_slots: function that creates the slots in `spec.admit` for a plan's prompts, in the same step that claims
-            the prompts. If the function raises an exception, the prompts are not claimed.
+        rank: the rank that makes the request, with a `dp_size` equal to `spec.dp_size`; None for a queue worker.
+        epoch: epoch that the caller expects. None accepts any epoch.
+        lease: lease terms of a queue worker. None means that the delivery is not acknowledged.
+        claim_name: name of a queue worker's claim. Later calls with this name return the existing claim. Empty for an
+            unnamed claim.
+        not_before: policy version that must be published first, or None.
+        batch_count: maximum number of batches to return to a rank, starting with `rank.batch_index`.
+        make_slots: function that creates the slots in `spec.admit` for the prompts of a plan, atomically with the claim
+            on the prompts. If the function raises an exception, the prompts are not claimed.
 
     Raises:
         InvalidArgumentError: the request id or a name is invalid, a rank requests a lease or a named claim, or a queue
@@ -853,7 +877,7 @@ class ClaimRequest:
                 )
 
     def _check_admit(self) -> None:
-        """Raise InvalidArgumentError unless the claim leases live prompts one by one, each for a single use."""
+        """Raise InvalidArgumentError unless the claim leases live prompts individually, each for a single use."""
         spec = self.batch_spec
         for name, got, expected in (
             ("lease", "unset" if self.lease is None else "set", "set"),
@@ -876,22 +900,22 @@ class ClaimRequest:
 
     @property
     def policy(self) -> str | None:
-        """Policy whose version `where` refers to or, if none, that `not_before` requires; None if neither applies."""
+        """Policy that `where` or `not_before` refers to, or None. `where` takes precedence."""
         compared = (each.published.policy for each in self.batch_spec.where if each.published is not None)
         return next(compared, None if self.not_before is None else self.not_before.policy)
 
     @property
     def plan_request(self) -> PlanRequest:
-        """The request for one plan, as passed to the sampler."""
+        """Request for one plan, as passed to the sampler."""
         return self.spec.plan_request
 
     @property
     def batch_index(self) -> int:
-        """Index of the first batch that a rank requests; -1 for a queue worker."""
+        """Index of the first batch that the rank requests; -1 for a queue worker."""
         return -1 if self.rank is None else self.rank.batch_index
 
     def following(self) -> Iterator[ClaimRequest]:
-        """Yield a separate request for each requested batch after the first."""
+        """Yield a separate request for each requested batch except the first."""
         if self.rank is not None:
             for index in range(self.rank.batch_index + 1, self.rank.batch_index + self.batch_count):
                 yield replace(self, rank=replace(self.rank, batch_index=index), batch_count=1)

@@ -9,11 +9,11 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """A policy's published version.
+    """A policy and its published version.
 
     Attributes:
-        name: policy name, prefixed with the publishing client's namespace like a partition id.
-        version: version number of the published weights.
+        name: name of the policy. Like a partition id, it is prefixed with the namespace of the publishing client.
+        version: version of the published weights.
         published_at: time of publication, in seconds since 1970.
     """
 

@@ -1,35 +1,35 @@
-"""Tables: columns of equal length, each declared once by name, dtype and fill value.
+"""Tables of columns with equal length. Each column is declared once, with its name, dtype and fill value.
 
-Growth, compaction, snapshots, restores and test comparisons iterate over the declared columns, so a new column needs
-only a declaration.
+Growth, compaction, snapshots, restores and test comparisons iterate over the declared columns. A new column therefore
+only needs to be declared.
 
-A column that exists in every table of a kind is named by a plain word without a slash, such as `state`. A column for a
-user-named object is called `KIND/NAME`, such as `cell/tokens`, `meta/reward` or `claim/update_actor`. KIND is a plain
-word, and NAME is the unchanged user-given name, which may contain slashes. User-given names therefore cannot collide
-with other column names.
+The name of a column that exists in every table of a kind is a plain word without a slash, such as `state`. The name of
+a column for a user-named object is `KIND/NAME`, such as `cell/tokens`, `meta/reward` or `claim/update_actor`. KIND is a
+plain word. NAME is the user's name, unchanged, and may contain slashes. User-given names therefore cannot collide with
+other column names.
 
-Taking a column snapshot copies no values. While the snapshot is being read, any change to the column first saves the
-blocks that it modifies. Each block contains a few thousand values, regardless of the column's length.
+A column snapshot does not copy any values. While a snapshot is being read, each change to the column first saves the
+blocks that it modifies. A block contains a few thousand values, regardless of the length of the column.
 
-A `RowTable` contains rows in order of their global index. A removed row leaves a gap. When gaps outnumber rows, each
-step that adds or removes rows also moves other rows forward, which closes the gaps. A step examines at least a few
-thousand positions, or twice the number of rows added or removed. Every step is therefore short, and the gaps are closed
-before the table grows much. A gap keeps its index, so rows around it can still be found by binary search. Positions
-vacated by moved rows get the index -1. Rows are not moved while a reader on another thread needs stable positions
-(`pinned`). If there are many gaps (`has_many_gaps`), a new reader first waits until the other readers have finished.
-Otherwise, overlapping readers could prevent gaps from ever being closed. A reader that yields control between slices
-does not pin the table (`slices`).
+A `RowTable` contains rows in order of their global index. Removing a row leaves a gap. When there are more gaps than
+rows, each step that adds or removes rows also closes some gaps by moving rows forward. Such a step examines a few
+thousand positions or twice the number of added or removed rows, whichever is larger. Every step is therefore short, and
+the gaps are closed before the table grows much. A gap keeps its index, so the rows around it can still be found by
+binary search. The old position of a moved row gets the index -1. A reader on another thread can pin the rows (`pinned`)
+to keep them from moving while it reads. If there are many gaps (`has_many_gaps`), a new reader first waits until all
+current readers have finished. Otherwise, overlapping readers could prevent gaps from ever being closed. A reader that
+yields control between slices does not pin the table (`slices`).
 
-Large numbers of rows are added in two phases. First, `reserve_capacity` reserves capacity and creates the columns that
-the rows need, in several steps between which other work can run. A single step then adds the rows, which only writes
-their values.
+A large number of rows is added in two phases. First, `reserve_capacity` reserves capacity and creates the columns for
+the new rows. It works in several steps, and other work can run between the steps. After that, a single step adds the
+rows and only needs to write their values.
 
 A `SlotTable` allocates slots for transient objects and reuses free slots.
 
-Long columns grow in place, without copying. Numbers are stored in reserved memory, whose pages Linux allocates on first
-write. A reservation far larger than needed therefore uses only address space, and readers' views remain valid when a
-column grows. numpy cannot reserve memory for objects, so a long column of objects consists of chunks (`ObjectChunks`),
-and growth adds a chunk.
+Long columns grow in place without copying. Numbers are stored in reserved memory, and Linux allocates its pages when
+they are first written. A reservation can therefore be far larger than needed, because it uses only address space. Views
+of a column remain valid when the column grows. numpy cannot reserve memory for objects, so a long column of objects is
+stored in chunks (`ObjectChunks`) and grows by adding chunks.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ from tq_service.state.plan import Indexes
 
 CLEARED, LIVE, HELD, FAILED = 0, 1, 2, 3
 STATE_NAMES = ("cleared", "live", "held", "failed")
-# Reserved values in a task's `claim` column; all other values are claim serials, see `ledger.py`.
-UNCLAIMED = 0  # zero, so the time to add a task does not depend on the number of rows
+# Reserved values in the `claim` column of a task. All other values are serials of claims (see `ledger.py`).
+UNCLAIMED = 0  # zero, so that the time to add a task does not depend on the number of rows
 CONSUMED_EARLIER = 1
 DEAD_LETTERED = -1
 DROPPED = -2
-LAST_RESERVED = 2  # serials are larger, so the negative marks on leased rows are below all other values
+LAST_RESERVED = 2  # serials are larger, so negated serials (leased rows) are the lowest values
 _GROWTH: Final = 1 << 14  # minimum growth of a long column, in values
 _CAPACITY_STEP: Final = 1 << 16  # rows for which capacity is reserved per step
 _FIRST_CAPACITY = 64
 _LEAST_GAPS = 1024
-_MANY_GAPS = 1 << 13  # gaps count as many if they exceed this number plus two per row
+_MANY_GAPS = 1 << 13  # there are many gaps if their number exceeds this value plus two per row
 _FEW = 64
 _MARKED_SHARE = 16
 _NO_INDEX = -1  # index of a position vacated while gaps are being closed
@@ -73,25 +73,25 @@ _CLOSED_SHARE = 2  # number of positions examined per row that the step adds or 
 
 BLOCK_SHIFT: Final = 12
 BLOCK_ROWS: Final = 1 << BLOCK_SHIFT
-"""Number of column values per block. Blocks are the units in which values are saved for snapshots."""
+"""Number of column values per block. Snapshots save values in blocks."""
 RESERVED_FROM: Final = 1 << 16  # minimum number of values in a column that grows in place
-_RESERVED: Final = 1 << 26  # number of values for which a column reserves memory; a longer column reserves four times
+_RESERVED: Final = 1 << 26  # number of values to reserve memory for; a longer column reserves four times its length
 _OVERCOMMIT: Final = Path("/proc/sys/vm/overcommit_memory")
 _NEVER: Final = "2"
 _MAP_NORESERVE: Final = 0x4000  # the value on Linux; missing in the mmap module of Python 3.11
 _HUGE_PAGE_BYTES: Final = 2 << 20
-_HUGE_PAGES_FROM: Final = 4 << 20  # from this size on, a mostly unused huge page is a small share of the memory
-_offsets = itertools.count(0, 83)  # in pages; columns that grow together thus need huge pages at different times
+_HUGE_PAGES_FROM: Final = 4 << 20  # above this size, the unused part of a huge page is relatively small
+_offsets = itertools.count(0, 83)  # in pages; columns that grow together then need huge pages at different times
 _CHUNK_SHIFT: Final = 16
 _CHUNK_MASK: Final = (1 << _CHUNK_SHIFT) - 1
 Where = slice | Indexes | int
 
 
 class ObjectChunks:
-    """An array of objects stored in chunks, which are allocated on first write; growth does not move objects.
+    """An array of objects that is stored in chunks. Chunks are allocated on first write, and growth moves no objects.
 
     Attributes:
-        size: number of elements; an element that was never written contains the fill.
+        size: number of elements. Elements that have not been written contain the fill.
     """
 
     __slots__ = ("_chunks", "_fill", "size")
@@ -115,7 +115,7 @@ class ObjectChunks:
         return found
 
     def assign(self, where: Where, values: Any) -> None:
-        """Write one object per position, or the same object to all positions."""
+        """Write one object to each position. If `values` is a single object, write it to all positions."""
         if isinstance(where, int | np.integer):
             self._chunk(int(where) >> _CHUNK_SHIFT)[int(where) & _CHUNK_MASK] = values
             return
@@ -131,7 +131,7 @@ class ObjectChunks:
                 self._chunk(number)[there] = values if is_one else given[here]
 
     def _reset(self, number: int, there: Any) -> None:
-        """Reset elements of a chunk to the fill; free the chunk if all its elements are reset."""
+        """Reset elements of a chunk to the fill. If all elements are reset, free the chunk."""
         if isinstance(there, slice) and there.stop - there.start > _CHUNK_MASK:
             self._chunks.pop(number, None)
         elif number in self._chunks:
@@ -144,7 +144,11 @@ class ObjectChunks:
         return chunk
 
     def _parts(self, where: Any) -> tuple[int, Iterable[tuple[int, Any, Any]]]:
-        """Return the number of positions and, per chunk, its number, the positions inside, and their offsets."""
+        """Return the number of positions, and the positions split by chunk.
+
+        For each chunk, the iterable contains the chunk number, the offsets in the selection, and the offsets in the
+        chunk.
+        """
         if isinstance(where, slice):
             start, stop, step = where.indices(self.size)
             if step == 1:
@@ -154,7 +158,7 @@ class ObjectChunks:
 
 
 def blocks_of(where: Where, size: int) -> Iterable[int]:
-    """Return the numbers of the blocks that contain the positions or the mask's rows, ignoring rows from `size` on."""
+    """Return the numbers of the blocks that contain the selected positions below `size`."""
     if isinstance(where, int | np.integer):
         return (int(where) >> BLOCK_SHIFT,) if where < size else ()
     if not isinstance(where, slice):
@@ -187,7 +191,10 @@ def _parts_of_positions(positions: Indexes) -> Iterator[tuple[int, Any, Indexes]
 
 
 def zeros(count: int, dtype: np.dtype[Any], fill: Any) -> NDArray[Any] | ObjectChunks:
-    """Allocate at least `count` zeros in untouched memory; for dtype object, allocate None or the fill instead."""
+    """Allocate at least `count` zeros in memory that has not been touched.
+
+    If the dtype is object, the values are None or the fill.
+    """
     if count < RESERVED_FROM:
         return np.zeros(count, dtype) if dtype.kind != "O" else np.empty(count, dtype)
     if dtype.kind == "O":
@@ -197,7 +204,7 @@ def zeros(count: int, dtype: np.dtype[Any], fill: Any) -> NDArray[Any] | ObjectC
 
 
 def reserved_zeros(count: int, dtype: DTypeLike) -> NDArray[Any] | None:
-    """Return `count` zeros that use memory only after they are written, or None if the system cannot reserve memory.
+    """Return `count` zeros that use memory only after they are written, or None if memory cannot be reserved.
 
     The memory is freed together with the last array that refers to it.
     """
@@ -219,14 +226,14 @@ def reserved_zeros(count: int, dtype: DTypeLike) -> NDArray[Any] | None:
 
 
 def reserved_memory(values: NDArray[Any] | ObjectChunks) -> mmap.mmap | None:
-    """Return the reserved memory that contains the values, or None if the values are in ordinary memory."""
+    """Return the reserved memory that contains the values, or None if they are in ordinary memory."""
     base: Any = getattr(values, "base", None)
     base = base.obj if isinstance(base, memoryview) else base
     return base if isinstance(base, mmap.mmap) else None
 
 
 def release_pages(values: NDArray[Any], memory: mmap.mmap, start: int, stop: int) -> None:
-    """Return the full pages within values `start` to `stop` to the kernel; the values in these pages become zeros."""
+    """Release the memory pages that lie entirely within values `start` to `stop`. Their values become zero."""
     offset = values.ctypes.data - np.frombuffer(memory, np.uint8).ctypes.data
     first = -(-(offset + start * values.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
     end = offset + stop * values.itemsize
@@ -236,7 +243,10 @@ def release_pages(values: NDArray[Any], memory: mmap.mmap, start: int, stop: int
 
 @cache
 def _can_reserve() -> bool:
-    """Return whether reserving memory costs nothing; a system that never overcommits counts reserved memory as used."""
+    """Return whether memory can be reserved without using it.
+
+    A system that never overcommits counts reserved memory as used.
+    """
     if sys.platform != "linux":
         return False
     try:
@@ -249,22 +259,22 @@ STATE_CODES = {SampleState.LIVE: LIVE, SampleState.HELD: HELD, SampleState.FAILE
 
 
 def is_open(states: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    """Return a mask of the states that are live or held, whose rows can be claimed now or later."""
+    """Return a mask of the states that are live or held. Rows in these states can be claimed now or later."""
     mask: NDArray[np.bool_] = states == LIVE
     mask |= states == HELD
     return mask
 
 
 NewColumn: TypeAlias = tuple[str, DTypeLike, Any]
-"""Name, dtype and fill value for a column to be declared."""
+"""Name, dtype and fill value of a column to declare."""
 
 
 class ColumnSnapshot:
-    """A column's first `size` values at snapshot time, which can be read once, in order, on any thread.
+    """The first `size` values of a column when the snapshot was taken. They can be read once, in order, on any thread.
 
-    The column's thread saves a block before changing it. The reader first copies the block from the column and then
-    looks for a saved block. If no saved block exists, the column had not started to change the block while it was
-    copied.
+    The thread of the column saves a block before it changes the block. The reader first copies the block from the
+    column and only afterwards looks for a saved block. If there is no saved block, the column had not started to change
+    the block when it was copied.
     """
 
     __slots__ = ("__weakref__", "_array", "_kept", "_next_block", "size")
@@ -298,7 +308,7 @@ class ColumnSnapshot:
         return values
 
     def keep(self, where: Where) -> None:
-        """Save the unread blocks at positions about to change. The column calls this method before each write."""
+        """Save the unread blocks that contain positions to be changed. The column calls this before each write."""
         for number in blocks_of(where, self.size):
             if number >= self._next_block and number not in self._kept:
                 self._kept[number] = self._block(number)
@@ -310,13 +320,13 @@ class ColumnSnapshot:
 
 
 class Column:
-    """A table column, with one value per row or slot.
+    """A column of a table. It has one value per row or slot.
 
     Attributes:
-        data: read-only array of the values up to the capacity, replaced when the column grows or is compacted. An array
-            obtained earlier still refers to the column's memory, unless the column has moved to new memory.
-        fill: value at positions that were never written.
-        is_blank: whether the column was never written and thus contains only the fill.
+        data: read-only array of all values up to the capacity. It is replaced when the column grows or is compacted. An
+            older array still refers to the memory of the column unless the column has moved to new memory.
+        fill: value of positions that have not been written.
+        is_blank: whether the column has never been written. All its values then equal the fill.
     """
 
     __slots__ = ("_array", "_memory", "_snapshots", "data", "fill", "is_blank")
@@ -336,7 +346,7 @@ class Column:
         return self.data[where]
 
     def write(self, where: Where, values: Any) -> None:
-        """Write values to positions, which must be unique and not negative."""
+        """Write values to positions, which must be unique and non-negative."""
         if self._snapshots:
             self._keep(where)
         if isinstance(self._memory, ObjectChunks):
@@ -351,16 +361,17 @@ class Column:
             self.write(where, self.fill)
 
     def add(self, where: Indexes, by: int) -> None:
-        """Add `by` to the values at positions, once per occurrence of a position."""
+        """Add `by` to the values at positions. A position that occurs several times is incremented several times."""
         if self._snapshots:
             self._keep(where)
         np.add.at(self._array, where, by)
         self.is_blank = False
 
     def resize(self, capacity: int) -> None:
-        """Grow or shrink to `capacity` values; added values equal the fill, and removed values must equal the fill.
+        """Grow or shrink the column to `capacity` values.
 
-        Values are not copied if the column's memory is large enough or, when shrinking, is reserved memory.
+        Added values equal the fill, and removed values must equal the fill. Values are not copied if the memory of the
+        column is large enough or, when shrinking, is reserved memory.
         """
         memory, size = self._memory, self.data.size
         reserved = reserved_memory(memory)
@@ -383,13 +394,16 @@ class Column:
         self.write(slice(0, old.size), old)
 
     def snapshot(self, size: int) -> ColumnSnapshot:
-        """Return a snapshot of the first `size` values in constant time."""
+        """Return a snapshot of the first `size` values. This takes constant time."""
         snapshot = ColumnSnapshot(self._array, size)
         self._snapshots.append(weakref.ref(snapshot))
         return snapshot
 
     def restore(self, snapshot: ColumnSnapshot) -> None:
-        """Copy a snapshot's values; if the column was never written, skip blocks that contain only the fill."""
+        """Copy the values of a snapshot into the column.
+
+        If the column has never been written, blocks that contain only the fill are skipped.
+        """
         start, is_new = 0, self.is_blank
         for block in snapshot.blocks():
             if not is_new or block.dtype.kind in "fO" or not bool((block == self.fill).all()):  # -0.0 == 0.0
@@ -404,14 +418,14 @@ class Column:
             self._snapshots = [weakref.ref(snapshot) for snapshot in readers]
 
     def _move(self, capacity: int, dtype: np.dtype[Any]) -> None:
-        """Switch to new memory for `capacity` values; existing snapshots still use the old memory."""
+        """Switch to new memory for `capacity` values. Existing snapshots continue to use the old memory."""
         self._memory = zeros(capacity, dtype, self.fill)
         self._snapshots = []
         self.is_blank = True
         self._use(0, capacity)
 
     def _use(self, start: int, capacity: int) -> None:
-        """Set the column's capacity and initialize the values from `start` on to the fill."""
+        """Set the capacity of the column, and set the values from `start` on to the fill."""
         self.data: NDArray[Any]
         if isinstance(self._memory, ObjectChunks):
             self._memory.size = capacity
@@ -425,7 +439,10 @@ class Column:
 
 
 def grown(capacity: int, least: int) -> int:
-    """Return the next capacity for at least `least` values; large columns grow in place and thus in small steps."""
+    """Return the next capacity for at least `least` values.
+
+    Large columns grow in place, so their capacity increases in small steps.
+    """
     if least < RESERVED_FROM:
         return max(least, 2 * capacity, _FIRST_CAPACITY)
     return -(-least // _GROWTH) * _GROWTH
@@ -433,18 +450,18 @@ def grown(capacity: int, least: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSnapshot:
-    """A table snapshot: column snapshots by name, each with `size` values."""
+    """A snapshot of a table. It contains a snapshot of each column by name, each with `size` values."""
 
     size: int
     columns: Mapping[str, ColumnSnapshot]
 
 
 class Table:
-    """A set of columns of equal length, which grow together.
+    """A set of columns that have equal length and grow together.
 
     Attributes:
         columns: columns by name, in order of declaration.
-        count: length of each column, that is, the number of rows or slots including gaps and free slots.
+        count: length of each column: the number of rows or slots, including gaps and free slots.
     """
 
     __slots__ = ("_capacity", "_spare", "_unsaved", "columns", "count")
@@ -457,7 +474,7 @@ class Table:
         self._capacity = _FIRST_CAPACITY
 
     def column(self, name: str, dtype: DTypeLike, fill: Any) -> Column:
-        """Declare a column whose values are `fill` until written; see the module docstring for column names.
+        """Declare a column whose values equal `fill` until they are written. See the module docstring for names.
 
         Raises:
             ValueError: a column with this name already exists.
@@ -470,24 +487,24 @@ class Table:
         return column
 
     def unsaved_column(self, name: str, dtype: DTypeLike, fill: Any) -> Column:
-        """Declare a column whose values are specific to this process and omitted from snapshots."""
+        """Declare a column that snapshots omit, because its values are specific to this process."""
         self._unsaved.add(name)
         return self.column(name, dtype, fill)
 
     def remove_column(self, name: str) -> None:
-        """Remove a column from the table without affecting current readers of the column or its snapshots."""
+        """Remove a column from the table. Current readers of the column or its snapshots are not affected."""
         del self.columns[name]
 
     def snapshot(self) -> TableSnapshot:
-        """Return a snapshot of all columns in a time that does not depend on the number of rows."""
+        """Return a snapshot of all columns. The time required does not depend on the number of rows."""
         saved = (item for item in self.columns.items() if item[0] not in self._unsaved)
         columns = {name: column.snapshot(self.count) for name, column in saved}
         return TableSnapshot(size=self.count, columns=columns)
 
     def restore(self, snapshot: TableSnapshot) -> Sequence[str]:
-        """Copy the rows of a snapshot into an empty table, matching columns by name.
+        """Copy the rows of a snapshot into an empty table. Columns are matched by name.
 
-        Return the names of columns that are missing from the snapshot; their rows contain the fill.
+        Return the names of the columns that are missing from the snapshot. These columns contain the fill.
 
         Raises:
             NewerVersionError: a column in the snapshot is not declared or has a different dtype.
@@ -507,7 +524,7 @@ class Table:
         return [name for name in self.columns if name not in snapshot.columns]
 
     def free_objects(self) -> Iterator[None]:
-        """Release all objects in steps; afterwards, only readers of snapshots may use the table."""
+        """Release all objects in steps. Afterwards, the table may be used only to read its snapshots."""
         for column in self.columns.values():
             if column.data.dtype.hasobject:
                 for start in range(0, self.count, _CAPACITY_STEP):
@@ -521,11 +538,11 @@ class Table:
 
 
 class RowTable(Table):
-    """A table of rows in order of insertion, with lookup by global index.
+    """A table of rows in insertion order. Rows can be found by global index.
 
     Attributes:
-        index: each row's global index, including future rows within the capacity.
-        state: each row's state, or `CLEARED` for a gap.
+        index: global index of each row, including future rows within the capacity.
+        state: state of each row, or `CLEARED` for a gap.
     """
 
     __slots__ = (
@@ -543,7 +560,11 @@ class RowTable(Table):
         self._number(0)
 
     def rebuild(self, next_index: int) -> None:
-        """Rebuild the counters from restored columns; the next row to be added gets the global index `next_index`."""
+        """Recompute the counters after the columns have been restored.
+
+        Args:
+            next_index: global index of the next row to be added.
+        """
         self.next_index = next_index
         self.present_count = int(np.count_nonzero(self.state[: self.count]))
         left = np.flatnonzero(self.index[: self.count] == _NO_INDEX)
@@ -552,7 +573,7 @@ class RowTable(Table):
         self._number(self.count)
 
     def append(self, count: int, state: int = LIVE) -> slice:
-        """Add rows and return their positions."""
+        """Add `count` rows; return their positions."""
         end = self.count + count
         if end > self._capacity:
             self._grow(end)
@@ -564,10 +585,10 @@ class RowTable(Table):
         return added
 
     def reserve_capacity(self, count: int, columns: Iterable[NewColumn] = ()) -> Iterator[None]:
-        """Reserve capacity for `count` more rows in steps; the table may change between the steps.
+        """Reserve capacity for `count` more rows in steps. The table may change between the steps.
 
-        After the last step, these rows' indexes are written. The columns in `columns` are created in advance, so
-        `column` can then declare them quickly.
+        After the last step, the indexes of the new rows have been written. The given columns are created in advance,
+        which makes it fast to declare them with `column`.
         """
         while (end := self.count + count) > self._capacity:
             self._grow(min(end, self._capacity + _CAPACITY_STEP))
@@ -579,7 +600,7 @@ class RowTable(Table):
                 yield
 
     def return_capacity(self) -> None:
-        """Free memory that was reserved for rows but is unused."""
+        """Free unused memory that was reserved for rows."""
         self._spare.clear()
         if self._capacity > 2 * self.count + _CAPACITY_STEP:
             self._resize(grown(0, self.count))
@@ -590,12 +611,12 @@ class RowTable(Table):
         self._number(start)
 
     def _number(self, start: int) -> None:
-        """Write the global indexes of future rows at positions from `start` up to the capacity."""
+        """Write the global indexes of future rows, from position `start` up to the capacity."""
         first = self.next_index - self.count
         self.index.write(slice(start, self._capacity), np.arange(first + start, first + self._capacity))
 
     def remove(self, positions: Indexes) -> None:
-        """Remove the given distinct rows. Other rows may move to new positions to close gaps."""
+        """Remove the rows at distinct positions. Remaining rows may move to close gaps."""
         where = as_slice(positions)
         for column in self.columns.values():
             if column is not self.index:
@@ -604,9 +625,13 @@ class RowTable(Table):
         self.close_gaps(positions.size)
 
     def close_gaps(self, changed_count: int) -> None:
-        """Close some gaps if there are many, in proportion to `changed_count`, the number of rows added or removed.
+        """If there are many gaps, close some of them. The amount of work is proportional to `changed_count`.
 
-        Rows may move to new positions, so call this method when a step no longer uses positions. `remove` calls it.
+        Rows may move to new positions, so call this method only when a step no longer uses positions. `remove` calls
+        this method itself.
+
+        Args:
+            changed_count: number of rows that the step added or removed.
         """
         if self.pin_count:
             return
@@ -645,7 +670,7 @@ class RowTable(Table):
 
     @property
     def has_many_gaps(self) -> bool:
-        """Whether there are so many gaps that a reader should wait before it pins the table."""
+        """Whether the number of gaps requires new readers to wait before they pin the table."""
         return self.gap_count > _MANY_GAPS + 2 * self.present_count
 
     @contextlib.contextmanager
@@ -658,10 +683,10 @@ class RowTable(Table):
             self.pin_count -= 1
 
     def slices(self, count: int) -> Iterator[slice]:
-        """Yield slices of at most `count` positions that together cover all present rows in order.
+        """Yield slices of at most `count` positions that together contain all present rows in order.
 
-        A slice is valid only until control returns to other code, which may add, remove or move rows before the next
-        slice.
+        A slice is valid only until the caller yields control, because rows may be added, removed or moved before the
+        next slice.
         """
         end_index, index = self.next_index, 0
         while (start := self.position_from(index)) < (end := self.position_from(end_index)):
@@ -675,7 +700,7 @@ class RowTable(Table):
             return np.full(indexes.size, -1, np.int64)
         if self._is_gapless:
             positions: Indexes = indexes - self.index.data[0]
-            if positions.view(np.uint64).max() < self.count:  # as unsigned integers, negative positions are huge
+            if positions.view(np.uint64).max() < self.count:  # negative positions are huge as unsigned integers
                 if self.present_count == self.count:
                     return positions
                 found = self.state.data[positions] != CLEARED
@@ -686,7 +711,7 @@ class RowTable(Table):
 
     @property
     def _is_gapless(self) -> bool:
-        """Whether no gap was closed between the first and last row, so positions can be computed from indexes."""
+        """Whether no gaps have been closed between the first and the last row. Indexes then determine positions."""
         return self._closing is None and self.next_index - int(self.index.data[0]) == self.count
 
     @property
@@ -696,7 +721,7 @@ class RowTable(Table):
 
     @property
     def removed_count(self) -> int:
-        """Number of rows that were ever removed."""
+        """Total number of rows that have been removed."""
         return self.next_index - self.present_count
 
     def position_from(self, index: int) -> int:
@@ -710,7 +735,7 @@ class RowTable(Table):
         return int(self._search(np.array([index]))[0])
 
     def _search(self, indexes: Indexes) -> Indexes:
-        """Return, for each index, the position of the first row or gap whose index is at least as large."""
+        """For each index, return the position of the first row or gap whose index is not smaller."""
         index = self.index.data
         if self._closing is None:
             return np.searchsorted(index[: self.count], indexes)
@@ -723,7 +748,7 @@ class RowTable(Table):
         return np.flatnonzero(self.state[: self.count] != CLEARED)
 
     def present_from(self, index: int, count: int) -> Indexes:
-        """Return the positions of up to `count` rows, in order, whose global index is at least `index`."""
+        """Return the positions of up to `count` rows whose global index is at least `index`, in order."""
         start = self.position_from(index)
         found: list[Indexes] = []
         while count > 0 and start < self.count:
@@ -735,10 +760,10 @@ class RowTable(Table):
 
 
 class SlotTable(Table):
-    """A table of slots that can be allocated and freed; every column stores one value per slot.
+    """A table of slots that can be allocated and freed. Each column has one value per slot.
 
     Attributes:
-        occupants: column of the objects that use the slots; None for a free slot.
+        occupants: column of the objects that occupy the slots; None for a free slot.
     """
 
     __slots__ = ("_free", "occupants")
@@ -750,11 +775,11 @@ class SlotTable(Table):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no slot is in use."""
+        """Whether all slots are free."""
         return self.count == len(self._free)
 
     def allocate(self, count: int) -> Sequence[int]:
-        """Allocate `count` slots, at least one."""
+        """Allocate `count` slots. `count` must be at least 1."""
         slots = self._free[-count:]
         del self._free[-count:]
         first, self.count = self.count, self.count + count - len(slots)
@@ -764,20 +789,20 @@ class SlotTable(Table):
         return [*slots, *new] if slots else new
 
     def free_slots(self, slots: Indexes) -> None:
-        """Free the given distinct slots and clear their values in all columns."""
+        """Free the given distinct slots and reset their values in all columns."""
         for column in self.columns.values():
             column.clear(slots)
         self._free += slots.tolist()
 
     def rebuild(self) -> None:
-        """Find the free slots in restored columns."""
+        """Find the free slots after the columns have been restored."""
         self._free = [slot for slot, each in enumerate(self.occupants.data[: self.count].tolist()) if each is None]
 
 
 def distinct(values: Indexes, bound: int) -> Indexes:
-    """Return the distinct integers in ascending order; each is between 0 and `bound` - 1.
+    """Return the distinct values in ascending order. All values must be between 0 and `bound` - 1.
 
-    If there are many values compared with `bound`, they are marked in an array of that size; otherwise, they are
+    If `values` is large compared with `bound`, the values are marked in an array of size `bound`. Otherwise, they are
     sorted.
     """
     if values.size < 2 or bool((values[1:] > values[:-1]).all()):
@@ -791,7 +816,10 @@ def distinct(values: Indexes, bound: int) -> Indexes:
 
 
 def count_values(values: Indexes) -> tuple[Indexes, Indexes]:
-    """Return the distinct values in ascending order, and their counts; fast if most adjacent values are equal."""
+    """Return the distinct values in ascending order and the count of each value.
+
+    This is fast if most adjacent values are equal.
+    """
     if values.size == 0:
         return values, values
     heads = np.r_[0, np.flatnonzero(np.diff(values)) + 1]
@@ -803,7 +831,10 @@ def count_values(values: Indexes) -> tuple[Indexes, Indexes]:
 
 
 def as_slice(positions: slice | Indexes) -> slice | Indexes:
-    """Return many consecutive positions as a slice, so numpy copies instead of gathering; return others unchanged."""
+    """Convert many consecutive positions to a slice, because numpy copies slices faster than it gathers.
+
+    All other positions are returned unchanged.
+    """
     if isinstance(positions, slice):
         return positions
     size = positions.size
