@@ -723,7 +723,8 @@ class Write:
         group_size: number of members in a complete group.
         ends_rollouts: whether to close the rollouts of the samples.
         state: new state of the samples.
-        fenced: whether to refuse the write if samples of a leased claim are no longer leased to the worker.
+        fenced: whether to reject the write if the samples come from a leased claim and the worker no longer holds the
+            lease.
         ack: whether to acknowledge the samples in the same change.
         append_at: lengths of the cells before the append; (): cells are replaced.
         of_groups: whether rows belong to groups instead of samples.

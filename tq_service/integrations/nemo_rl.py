@@ -129,7 +129,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         Args:
             partition_id: the partition.
             task_name: the task that consumes the samples.
-            required_fields: fields that a sample must have to be ready.
+            required_fields: fields that a sample must have before it can be claimed.
             batch_size: maximum number of samples in the batch.
             dp_rank: ignored, since NeMo-RL shards the batch itself.
             blocking: whether to wait for a full batch. False: claim the samples that are ready now, possibly none.

@@ -293,7 +293,7 @@ class AsyncBase:
 
         Args:
             kind: the response type, which determines the call and its request type.
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
             batch: a batch whose partition the call refers to. None: `partition_id`, if passed, is a name in the
                 client's namespace.
             **arguments: fields of the request; see `request_of`.

@@ -123,7 +123,7 @@ class AsyncFetchCalls(AsyncBase):
             mask: whether to add, for each padded field, a bool field `<name>_mask` of shape `(n, length)` that is True
                 for values and False for padding.
             truncate: whether the storage service truncates rows longer than `length` to their first `length` items.
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Returns:
             A TensorDict with batch size `[n]`, or `[]` with `expand=False`. A jagged field is a nested tensor, or a

@@ -86,7 +86,7 @@ class AsyncPartitionCalls(AsyncBase):
                 Samples are then created by `acquire`; see `Admission`. None: unlimited.
             global_batch: with `max_staleness`: number of units that all ranks of the task consume per version.
             batch_unit: unit of `global_batch`: "sample", "rollout" or "group", the same as in the ranks' claims.
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Returns:
             The incarnation of the partition (16 bytes).
@@ -126,8 +126,8 @@ class AsyncPartitionCalls(AsyncBase):
 
         Args:
             partition_id: the partition.
-            incarnation: expected incarnation of the partition; empty: any.
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            incarnation: expected incarnation of the partition. An empty value accepts any incarnation.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Returns:
             The number of samples inserted since the partition was created.
@@ -151,9 +151,9 @@ class AsyncPartitionCalls(AsyncBase):
 
         Args:
             partition_id: the partition.
-            incarnation: expected incarnation of the partition; empty: any.
+            incarnation: expected incarnation of the partition. An empty value accepts any incarnation.
             missing_ok: whether to return 0 instead of raising PartitionNotFoundError or StaleIncarnationError.
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Returns:
             The number of samples removed.
@@ -208,8 +208,8 @@ class AsyncPartitionCalls(AsyncBase):
     async def list_partitions(self, prefix: str = "", *, timeout: float | None = None) -> PartitionList:
         """Return the partitions whose names begin with `prefix`, sorted by name.
 
-        Large results are read in pages, so partitions created or cleared during the call may or may not be included.
-        Pass the `revision` of the list to `watch` to receive later changes.
+        Large results are read in pages. Partitions created or cleared during the call may or may not be included. Pass
+        the `revision` of the list to `watch` to receive later changes.
         """
         request = request_of(pb.ListPartitionsRequest, prefix=self._namespace.prefix + prefix)
         pages = self._pages(pb.ListPartitionsResponse, request, self._deadline(timeout))
@@ -247,14 +247,14 @@ class AsyncPartitionCalls(AsyncBase):
     async def status(self, prefix: str = "", *, explain: bool = True, timeout: float | None = None) -> ServiceStatus:
         """Return the service's state: storage services, partitions, and waiting claims with the reasons for their wait.
 
-        Large results are read in pages, so partitions created or cleared during the call may or may not be included.
+        Large results are read in pages. Partitions created or cleared during the call may or may not be included.
 
         Args:
             prefix: prefix of the partition names; it also selects partitions that do not exist yet but that clients
                 wait for.
             explain: whether to include the reasons why claims wait. The service then scans all samples of each
                 partition that claims wait for.
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
         """
         full_prefix = self._namespace.prefix + prefix
         answer = await self._ask(pb.GetStatusResponse, timeout, prefix=full_prefix, explain=explain)

@@ -37,7 +37,7 @@ class AsyncPolicyCalls(AsyncBase):
                 task_name), as in `advance`.
             rewind: whether to accept a version lower than the published one, because the trainer resumed from a
                 checkpoint.
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Raises:
             VersionError: a higher version has been published, and `rewind` is False.
@@ -83,7 +83,7 @@ class AsyncPolicyCalls(AsyncBase):
             at_least: version to wait for; None: any version. If it is not published in time, the call returns a lower
                 version.
             max_wait: seconds to wait for the version.
-            timeout: seconds beyond `max_wait` until the call fails; None: the client's `timeout`.
+            timeout: seconds until the call fails, in addition to `max_wait`. Defaults to the client's `timeout`.
 
         Raises:
             PolicyNotFoundError: no version of the policy was published in time.
@@ -111,10 +111,10 @@ class AsyncPolicyCalls(AsyncBase):
         Args:
             policy: name of the policy, in the client's namespace.
             missing_ok: whether to return False instead of raising an error if the policy does not exist.
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Raises:
-            PolicyNotFoundError: no version of the policy has been published, unless `missing_ok`.
+            PolicyNotFoundError: no version of the policy has been published and `missing_ok` is False.
         """
         name = self._namespace.full_name(policy)
         return (await self._ask(pb.RemovePolicyResponse, timeout, policy=name, missing_ok=missing_ok)).removed
@@ -139,9 +139,9 @@ class AsyncPolicyCalls(AsyncBase):
             saved: index of the last batch covered by a checkpoint of the trainer; all earlier batches count as covered,
                 and all covered batches as trained. None: unchanged. If the partition has a matching `Release`, samples
                 that a resume no longer needs are released.
-            incarnation: expected incarnation of the partition; empty: any.
+            incarnation: expected incarnation of the partition. An empty value accepts any incarnation.
             epoch: expected epoch of the task; None: any.
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Raises:
             InvalidArgumentError: a batch was never planned, or neither `trained` nor `saved` is given.
@@ -184,11 +184,11 @@ class AsyncPolicyCalls(AsyncBase):
             dp_size: number of restarted ranks.
             trained: index of the last trained batch; all earlier batches also count as trained. -1: no batch was
                 trained. None: the index recorded by `advance`.
-            incarnation: expected incarnation of the partition; empty: any.
+            incarnation: expected incarnation of the partition. An empty value accepts any incarnation.
             epoch: epoch of the previous ranks. If it is given, every new rank may make this call: until the new ranks
                 have trained their first batch, only the first call restarts the task. None: every call restarts the
                 task.
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Raises:
             InvalidArgumentError: the batch at index `trained` was never planned, or `dp_size` is out of range.

@@ -179,7 +179,7 @@ class AsyncWorkCalls(AsyncClaimCalls, AsyncFetchCalls, AsyncSampleCalls):
         Args:
             partition_id: the partition.
             task_name: the task that consumes the samples.
-            data_fields: fields that a sample must have to be ready.
+            data_fields: fields that a sample must have before it can be claimed.
             fetch: fields to fetch; None: `data_fields`.
             timeout: seconds until the claim (beyond its `max_wait`) or the fetch fails; None: the client's `timeout`.
             **options: arguments of `claim`, such as `batch_size`; all except `batch_count`.
@@ -234,7 +234,7 @@ class AsyncWorkCalls(AsyncClaimCalls, AsyncFetchCalls, AsyncSampleCalls):
         Args:
             partition_id: the partition. The iterator waits for the partition if it does not exist yet.
             task_name: the task that consumes the samples; all workers of a task share its samples.
-            data_fields: fields that a sample must have to be ready.
+            data_fields: fields that a sample must have before it can be claimed.
             batch_size: maximum number of samples (rollouts or groups, see `batch_unit`) per item. Ready samples are
                 delivered at once, without waiting for a full item.
             batch_unit: unit of `batch_size`: "sample", "rollout" or "group".
