@@ -545,8 +545,7 @@ class BatchMeta:
 
     @property
     def produced(self) -> dict[str, NDArray[np.bool_]]:
-        """By field name, a bool array of shape `(size,)`, True for samples that had the field when the call was
-        processed.
+        """By field, a bool array of shape `(size,)`, True for samples that had the field at the time of the call.
 
         The arrays are available for claims, whose samples have all fields, for results of `lookup_samples` and
         `put(return_meta="all")`, and for batches selected or concatenated from these batches. Other fields, such as

@@ -32,7 +32,7 @@ def find_fault(address: str, tls: Tls | None) -> str | None:
 
     Args:
         address: the address in gRPC syntax; an address without both host and port is not checked.
-        tls: TLS settings of the client; None: plaintext.
+        tls: TLS settings of the client, or None for plaintext.
     """
     targets: dict[tuple[str, int], str] = {}  # host names by address
     for host, port in hosts_and_ports(address):

@@ -866,7 +866,7 @@ def _given_names(name: str, names: GroupColumn | None) -> list[Any] | None:
 
 
 def _check_names(name: str, names: Sequence[Any] | None, row_count: int) -> None:
-    """Raise InvalidArgumentError if there are too few or too many names, or if a name is not a string."""
+    """Raise InvalidArgumentError if names are missing, there are too many names, or a name is not a string."""
     if names is None:
         return
     check_named_rows(name, len(names))

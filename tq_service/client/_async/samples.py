@@ -873,8 +873,8 @@ class AsyncSampleCalls(AsyncBase):
                 may still need these samples.
             where: conditions `(column, operator, value)` on custom_meta. Only samples that satisfy all conditions are
                 removed. If there is no other selection, the conditions apply to all samples of the partition.
-            task_name: a task. If set, the call affects only samples that this task has not consumed and that are not
-                leased to a worker of any task.
+            task_name: a task. If set, the call affects only samples that this task can still receive and that are not
+                leased to any worker.
             missing_ok: whether to return 0 instead of raising an error if the partition does not exist.
             fenced: whether to reject the call if the samples come from a leased claim and this worker no longer holds
                 the lease.
@@ -945,8 +945,8 @@ class AsyncSampleCalls(AsyncBase):
             rollouts: names of rollouts, to clear the fields of all their samples; can be combined with `groups`.
             skipped_by: a task, to clear the fields of all samples that the task will never get.
             where: conditions on custom_meta. Only the fields of samples that satisfy all conditions are cleared.
-            task_name: a task. If set, the call affects only samples that this task has not consumed and that are not
-                leased to a worker of any task.
+            task_name: a task. If set, the call affects only samples that this task can still receive and that are not
+                leased to any worker.
             missing_ok: whether to return 0 instead of raising an error if the partition or a field does not exist.
             fenced: whether to reject the call if the samples come from a leased claim and this worker no longer holds
                 the lease.
@@ -1011,8 +1011,8 @@ class AsyncSampleCalls(AsyncBase):
             rollouts: names of rollouts, to mark all of their samples; can be combined with `groups`.
             where: conditions `(column, operator, value)` on custom_meta. Only samples that satisfy all conditions are
                 marked as failed. If there is no other selection, the conditions apply to all samples of the partition.
-            task_name: a task. If set, the call affects only samples that this task has not consumed and that are not
-                leased to a worker of any task.
+            task_name: a task. If set, the call affects only samples that this task can still receive and that are not
+                leased to any worker.
             fenced: whether to reject the call if the samples come from a leased claim and this worker no longer holds
                 the lease.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
