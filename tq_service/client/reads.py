@@ -242,7 +242,7 @@ def merge_answers(
 
 
 def _check_parts(reads: Sequence[StorageRead], answers: Sequence[Sequence[Received]]) -> None:
-    """Raise InternalError if a storage service returned full rows instead of parts, as older versions do not slice."""
+    """Raise InternalError if a storage service returned full rows because its version cannot slice rows."""
     for read, answer in zip(reads, answers, strict=True):
         sliced = {name for part in read.request.slices for name in part.field_names}
         for column, _ in answer:

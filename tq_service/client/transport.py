@@ -136,9 +136,7 @@ _LONGEST_TRY_SECONDS: Final = 1e9  # gRPC treats a deadline that overflows 64 bi
 LONGEST_PAUSE_SECONDS: Final = 0.5
 _REFUSED_SECONDS: Final = 10.0
 LONGEST_CLUSTER_PAUSE_SECONDS: Final = 0.2
-"""Shorter than for a single controller. Each attempt calls the next controller, and the leader may be the last of
-three.
-"""
+"""Shorter than for a single controller, because finding the leader may take up to three attempts."""
 
 _GRPC_MESSAGE: Final = "grpc_message"
 _FINDING: Final = "finding"
