@@ -346,8 +346,8 @@ class BatchMeta:
         partition_id: name of the partition in `namespace`.
         namespace: the namespace of `partition_id`; empty if there is no namespace. Clients of any namespace can use the
             batch.
-        incarnation: incarnation of the partition, 16 random bytes. It changes if the partition is cleared and created
-            again.
+        incarnation: incarnation of the partition, 16 random bytes. The value changes if the partition is cleared and
+            created again.
         epoch: epoch of the task. Each reset increments the epoch. 0 for batches without a task.
         indexes: global indexes of the samples, a read-only int64 array of shape `(size,)`.
         dropped_indexes: int64 global indexes of samples that the sampler dropped from this rank's batch, for example

@@ -178,8 +178,7 @@ class AsyncPartitionCalls(AsyncBase):
     async def close_groups(
         self, partition_id: str, groups: Iterable[str], *, incarnation: bytes = b"", timeout: float | None = None
     ) -> None:
-        """Close groups, so that no further members can join. A closed group is complete when all of its rollouts are
-        closed.
+        """Close groups to further members. A closed group is complete when all of its rollouts are closed.
 
         Raises:
             PartitionNotFoundError: the partition does not exist.
