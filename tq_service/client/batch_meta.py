@@ -1,8 +1,8 @@
 """`BatchMeta`: the samples of a batch, with cell locations, optimizer steps and packs.
 
-This module also defines the parts of a BatchMeta: the namespace of the partition, the cell locations, the steps, and
-the columns with one value per sample (custom_meta, keys, groups, rollouts). Each column is declared once, and all
-columns are selected, concatenated and overwritten by the same code.
+This module also defines the parts of a BatchMeta: the namespace, the cell locations, the steps, and the columns with
+one value per sample (custom_meta, keys, groups, rollouts). Each column is declared once, and all columns are selected,
+concatenated and overwritten by the same code.
 """
 
 from __future__ import annotations
@@ -321,7 +321,7 @@ class MetaColumns(SampleColumn):
 
 
 class Numbers(SampleColumn):
-    """An array with one number per sample, or None if any of the numbers is unknown."""
+    """An array with one number per sample, or None if any number is unknown."""
 
     def concat(self, columns: Sequence[NDArray[Any] | None], sizes: Sequence[int]) -> NDArray[Any] | None:
         """Return the concatenated numbers of several batches."""
@@ -864,7 +864,7 @@ def overwritten(old: BatchMeta, new: object) -> dict[str, Any]:
 
 
 def check_is_batch(metadata: BatchMeta) -> None:
-    """Raise InvalidArgumentError if the batch has status "not_yet" or "end", since it then contains no samples."""
+    """Raise InvalidArgumentError if the batch has status "not_yet" or "end", and therefore contains no samples."""
     if metadata.status != "batch":
         raise InvalidArgumentError(
             f"metadata has status {metadata.status!r}, expected 'batch'. Check the status before you use the samples",

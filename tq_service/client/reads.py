@@ -72,7 +72,7 @@ class StorageRead:
             batch, or of an extent among all extents of the batch's cells.
         request: the request for the cells.
         owners: for each row, its sample if rows are extents, or its first sample if samples share rows; of shape
-            `(n,)`. None: each row belongs to the sample at its position.
+            `(n,)`. If None, each row belongs to the sample at its position.
         order: if samples share rows, the row of each sample in the batch; otherwise None.
     """
 

@@ -79,7 +79,7 @@ CLUSTER_CHANNEL_OPTIONS: Final = cluster_options(CHANNEL_OPTIONS)
 
 
 class Method(NamedTuple):
-    """A method of one of the services.
+    """A gRPC method of the controller or storage service.
 
     Attributes:
         name: full name of the method.

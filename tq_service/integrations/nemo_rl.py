@@ -33,12 +33,11 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
 
     ::
 
-        register_partition ──> create_partition: with its tasks, and the fields of `enums` as text
-        put_samples        ──> put: sample_ids are keys, tags are custom_meta
-        claim_meta         ──> claim as a queue worker: waits at the service, without polling
-        get_samples        ──> get_data: rows of equal shape are returned as dense tensors, others as jagged ones
-        list_sample_ids    ──> lookup_samples
-        clear_samples      ──> clear_samples: the named samples, or those put by this process
+        register_partition ──> create_partition: with its tasks, and the fields of `enums` as text put_samples
+        ──> put: sample_ids are keys, tags are custom_meta claim_meta         ──> claim as a queue worker: waits at the
+        service, without polling get_samples        ──> get_data: rows of equal shape are returned as dense tensors,
+        others as jagged ones list_sample_ids    ──> lookup_samples clear_samples      ──> clear_samples: the named
+        samples, or all samples put by this process
 
     Args:
         cfg: section `data_plane` of NeMo-RL's configuration. `controller_address` is the service's address,
@@ -85,8 +84,8 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
     ) -> None:
         """Create a partition that only the given tasks can consume.
 
-        If the partition exists with other settings but is empty, it is cleared and created again, so that later steps
-        can reuse the name with new settings.
+        If the partition exists with other settings but is empty, it is cleared and created again. Later steps can
+        therefore reuse the name with new settings.
 
         Args:
             partition_id: name of the partition.
@@ -163,7 +162,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         )
 
     def get_data(self, meta: KVBatchMeta, select_fields: list[str] | None = None) -> TensorDict:
-        """Return the data of a batch: `select_fields` if given, otherwise `meta.fields`.
+        """Return the data of a batch. Without `select_fields`, return the fields in `meta.fields`.
 
         Raises:
             ValueError: neither argument names fields.

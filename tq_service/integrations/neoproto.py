@@ -50,7 +50,8 @@ class StoredValue:
     Attributes:
         namespace: namespace of the client that put the value.
         partition_id: partition of the value, within the namespace.
-        incarnation: incarnation of the partition, which distinguishes the value from later values with the same name.
+        incarnation: incarnation of the partition. It distinguishes the value from values in a later partition with this
+            name.
         first_index: index of the value's first sample.
         row_count: number of samples that store the value: the number of rows if `is_split`, otherwise 1.
         field: name of the field that stores the value.
@@ -192,8 +193,8 @@ class TqServiceStorageEngine:
     def put_many(self, values: Iterable[Any], *, key_hint: str | None = None, spec: Any = None) -> list[Ref]:
         """Store values and return refs to them, in order. If a value cannot be stored, no value is stored.
 
-        Large values are stored individually as the iterable yields them, so that not all values need to be in memory.
-        Small values with equal dtype share a put.
+        Large values are stored individually as the iterable yields them, so they need not all be in memory. Small
+        values with equal dtype share a put.
         """
         stored: dict[int, StoredValue] = {}
         described: list[tuple[str, tuple[int, ...] | None]] = []
@@ -325,12 +326,12 @@ class TqServiceStorageEngine:
     def consolidate(self, old_engine: Any, refs: Sequence[Ref]) -> Ref:
         """Join the values of refs along the first dimension, and store the result as one value. The refs remain valid.
 
-        Tensors and arrays without dimensions are stacked, and objects form an array of objects. The result is stored
-        together, so that one call can fetch data that was distributed over several puts and storage services.
+        Tensors and arrays without dimensions are stacked, and objects form an array of objects. One call can then fetch
+        data that was previously distributed over several puts and storage services.
 
         Args:
             old_engine: the engine that stores the values of the refs. Defaults to this engine.
-            refs: the refs, in the order in which to join their rows. At least one ref is required.
+            refs: the refs, at least one. Rows are joined in the order of the refs.
 
         Raises:
             ValueError: there are no refs, a ref is None, or the values differ in dtype or row shape.
@@ -373,7 +374,7 @@ class TqServiceStorageEngine:
     # Cleanup
 
     def clear(self) -> None:
-        """Free all values in the partition, including those put by other processes."""
+        """Free all values in the partition, including values put by other processes."""
         client = self.client
         client.clear_partition(self.partition_id, missing_ok=True)
         self._create_partition(client)
@@ -460,7 +461,7 @@ def apply_slice(value: Any, spec: Sequence[Any]) -> Any:
 
 
 def _selector(dim: Any, length: int) -> Any:
-    """Convert the selector of an axis to a form that torch and numpy accept. Composed selectors become a single list."""
+    """Convert an axis selector to a form that torch and numpy accept. A composed selector becomes a single list."""
     if dim is None:
         return slice(None)
     if isinstance(dim, (int, np.integer)):
@@ -507,7 +508,7 @@ def _column_of(value: Any, partition_id: str) -> _Column:
     shape = tuple(value.shape) if form != "object" else ()
     if form == "object" or not all(shape):  # a put needs at least one row
         stored = StoredValue("", partition_id, b"", 0, 1, _OBJECTS, "object", (), is_split=False)
-        return _Column(stored, [{_VALUE: value}], size_bytes)  # in a dict, because a list of numbers would become an array
+        return _Column(stored, [{_VALUE: value}], size_bytes)  # in a dict: a list of numbers would become numeric
     is_split = len(shape) > 1 and 1 < shape[0] <= _MOST_ROWS and size_bytes >= _LEAST_ROW_BYTES * shape[0]
     field = f"{dtype}.{len(shape) - is_split}"
     stored = StoredValue("", partition_id, b"", 0, shape[0] if is_split else 1, field, form, shape, is_split=is_split)
@@ -586,7 +587,7 @@ def _value_of(ref: Ref) -> StoredValue:
 
 
 def install(engine: TqServiceStorageEngine | None = None, *, clear_at_exit: bool = False) -> TqServiceStorageEngine:
-    """Make an engine the default of verl in this process, so that NeoProto stores its values in the service.
+    """Make an engine the default of verl in this process. NeoProto then stores its values in the service.
 
     Processes that only receive refs need not call `install`. Unpickling a ref creates an engine for `TQ_ADDRESS`.
 
@@ -619,8 +620,8 @@ def _register(engine: TqServiceStorageEngine | None) -> None:
 
     If `engine` is None, register a new engine for `TQ_ADDRESS`, unless an engine is already registered.
 
-    verl looks up engines in a dict. The function with which it releases refs supports only verl's own backends, so it
-    is replaced here.
+    verl looks up engines in a dict. Its function for releasing refs supports only verl's own backends, so it is
+    replaced here.
     """
     from verl.experimental.neoproto import neo  # noqa: PLC0415  (verl's module imports the engine module)
     from verl.experimental.neoproto.storage import default  # noqa: PLC0415  (as above)

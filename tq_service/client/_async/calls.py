@@ -153,7 +153,7 @@ class AsyncCalls:
         return endpoint
 
     def _here(self) -> dict[tuple[str, tuple[Signature, bool]], AsyncEndpoint]:
-        """Return this event loop's or process's channels. On first use, drop those of ended loops and processes."""
+        """Return this event loop's or process's channels. On first use, drop channels of ended loops."""
         home = async_current_home()
         channels = self._channels.get(home)
         if channels is None:

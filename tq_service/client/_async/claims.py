@@ -213,9 +213,9 @@ class AsyncClaimCalls(AsyncBase):
                 failed or been cleared. Smaller groups are evicted too. Requires `unmatched="fail"` or `"clear"`. By
                 default, there is no minimum.
             refill: `(partition_id, task_name)` of the task that regenerates evicted units, for example the rollout task
-                and its partition of prompts. When a group or sample is evicted, the sample whose key is the name of the
-                group or the key of the sample becomes claimable again for this task. `take_evicted` returns the
-                outcome.
+                and its partition of prompts. Every eviction makes a sample claimable again for this task. The key of
+                this sample is the name of the evicted group, or the key of the evicted sample. `take_evicted` returns
+                the outcome.
             max_refills: maximum number of times that each sample becomes claimable again in one epoch of the
                 regenerating task.
             totals: for ranks, up to 4 numeric custom_meta columns to sum over the batches of all ranks. Every sample in
@@ -429,7 +429,7 @@ class AsyncClaimCalls(AsyncBase):
             policy: the policy whose published version is stored as `start_version` in the custom_meta of the slots.
                 Defaults to the policy of the admission with a `max_staleness`. If there is no such admission,
                 `start_version` is not set.
-            holding: samples from one of this worker's leased claims, such as the prompt for the slots, or the rollout
+            holding: samples from one of this worker's leased claims, such as the prompt of the slots, or the rollout
                 turn that the slots continue. If the worker has lost its lease on these samples, no slots are created.
             ack: whether to acknowledge the samples of `holding` atomically with creating the slots. Use this if, for
                 example, a prompt is done once it has slots.

@@ -182,7 +182,7 @@ class AsyncPartitionCalls(AsyncBase):
 
         Raises:
             PartitionNotFoundError: the partition does not exist.
-            NotFoundError: one of the groups does not exist in the partition.
+            NotFoundError: a group does not exist in the partition.
         """
         await self._ask(
             pb.CloseGroupsResponse,
@@ -199,7 +199,7 @@ class AsyncPartitionCalls(AsyncBase):
 
         Raises:
             PartitionNotFoundError: the partition does not exist.
-            NotFoundError: one of the rollouts does not exist in the partition.
+            NotFoundError: a rollout does not exist in the partition.
         """
         await self._ask(
             pb.CloseGroupsResponse,

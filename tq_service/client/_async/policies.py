@@ -28,14 +28,14 @@ class AsyncPolicyCalls(AsyncBase):
     ) -> None:
         """Record that a version of a policy's weights is in use.
 
-        Publishing the same version again has no effect, so several ranks may publish it.
+        Publishing a version again has no effect, so several ranks may publish it.
 
         Args:
             version: version number of the weights, at least 0.
             policy: name of the policy, in the client's namespace. A new name creates a policy.
             trained: the batches on which this version was trained, as a mapping of (partition_id, task_name) to the
                 last batch_index. See `advance`.
-            rewind: whether to accept a version lower than the published one, because the trainer resumed from a
+            rewind: whether to accept a version lower than the published version, because the trainer resumed from a
                 checkpoint.
             timeout: seconds until the call fails. Defaults to the client's `timeout`.
 

@@ -162,8 +162,8 @@ class AsyncSampleCalls(AsyncBase):
 
         Returns:
             The samples with the given fields, keys, groups, rollouts and custom_meta. With `return_meta="all"`, the
-            batch has the form returned by `lookup_samples`: `fields` contains every field that at least one sample has,
-            and `produced` shows which samples have each field. Pass the batch to `get_data` to read the data.
+            batch has the form returned by `lookup_samples`: `fields` contains every field of at least one sample, and
+            `produced` shows which samples have each field. Pass the batch to `get_data` to read the data.
 
         Raises:
             InvalidArgumentError: row counts differ, keys are repeated, or the put is empty. Also raised with `ack` if
@@ -172,7 +172,8 @@ class AsyncSampleCalls(AsyncBase):
                 these rows.
             UnsupportedObjectError: a Python object could only be stored by pickling, which is not supported. Nothing
                 was sent.
-            KeyNotFoundError, AlreadyExistsError: `key_mode` does not allow one of the keys.
+            KeyNotFoundError, AlreadyExistsError: a key does not exist, or already exists, and `key_mode` does not allow
+                this.
             PartitionSealedError: the partition is sealed, and the put adds new samples or upserts columns that existing
                 samples already have, perhaps from another run. To overwrite these columns, set `key_mode="existing"`.
             LeaseExpiredError: samples of a leased claim are no longer leased to this worker, and this worker has not
@@ -279,7 +280,7 @@ class AsyncSampleCalls(AsyncBase):
             InvalidArgumentError: a field is not declared with group scope, or a group name is repeated or empty.
             FieldMismatchError: a field has another dtype, number of dimensions or layout.
             PartitionNotFoundError: the partition does not exist.
-            PartitionSealedError: the partition is sealed, and one of the groups does not exist in it.
+            PartitionSealedError: the partition is sealed, and a group does not exist in the partition.
             NotFoundError: `existing` is set, and a group has no samples. Nothing is written.
             AlreadyExistsError: a field is write-once, and a group already has a value.
             QuotaExceededError: no capacity became available in time, or the put is larger than the quota.
@@ -578,8 +579,8 @@ class AsyncSampleCalls(AsyncBase):
         Fill in the columns, and put all of them together, in the same order, into the same partition. This put only
         sends a commit, and the columns become the stored data. Do not write to the columns afterwards; allocate new
         columns instead. The columns are copied if they are put in any other way: only some of them, in another order,
-        or into another partition. If the service does not share memory with this process, or stores puts elsewhere
-        (data directory, mirror), the columns are in ordinary memory and the put copies them. The initial contents are
+        or into another partition. The columns are in ordinary memory, and are copied by the put, if the service does
+        not share memory with this process or stores puts elsewhere (data directory, mirror). The initial contents are
         undefined. A forked child process must not use the columns.
 
         The capacity is reserved until the put is cleared. If the columns are not put within the service's
@@ -957,7 +958,7 @@ class AsyncSampleCalls(AsyncBase):
 
         Raises:
             PartitionNotFoundError: the partition does not exist.
-            FieldNotFoundError: one of the fields has never been put for any sample.
+            FieldNotFoundError: a field has never been put for any sample.
             StaleIncarnationError: the partition was cleared and created again after the metadata was returned.
             LeaseExpiredError: samples of a leased claim are no longer leased to this worker. No value is cleared.
             TaskNotFoundError: the task named by `skipped_by` or `task_name` has not claimed samples from the partition
