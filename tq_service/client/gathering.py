@@ -69,7 +69,7 @@ def seconds_without_capacity(refusal: TqError) -> float | None:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Put:
-    """A put made by one call.
+    """The put made by a single call.
 
     Attributes:
         kind: the response type, which determines the RPC: Commit (sent within a put if there are columns) or Insert.
@@ -134,7 +134,7 @@ class JointPut:
     Attributes:
         kind: response type of the call.
         columns: columns of all puts; empty if the puts contain only metadata.
-        header: the put header, including the commit. If there are no columns, only the commit is set.
+        header: the put header, including the commit. Without columns, only the commit is set.
         request: the commit or insert request.
     """
 
@@ -235,13 +235,13 @@ class Member:
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """A group of puts that are sent in one call.
+    """A batch of puts that are sent in one call.
 
     Attributes:
         members: puts of the batch, in row order.
         waiting: members whose callers are still waiting.
         joint: wire form of the puts; None until the batch is sent.
-        answered: the response; None if the service rejected the batch, so that each put must be sent separately.
+        answered: the response. If None, the service rejected the batch, and each put must be sent separately.
         is_over: whether the batch's outcome is known.
         may_be_made: whether the outcome of an earlier attempt is unknown.
     """

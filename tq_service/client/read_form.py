@@ -51,10 +51,10 @@ class ReadForm:
         return cls(slices, padding)
 
     def check_rows_stay(self) -> None:
-        """Check that samples can be omitted from the result.
+        """Check that the slices allow samples to be omitted from the result.
 
         Raises:
-            InvalidArgumentError: slices are set per row, so that omitting a sample would shift them to the wrong rows.
+            InvalidArgumentError: slices are set per row. If a sample were omitted, they would apply to the wrong rows.
         """
         if self.slices is not None and self.slices.is_by_row:
             raise InvalidArgumentError(

@@ -1,7 +1,7 @@
 """Slices of rows to fetch: arguments of calls, requests to storage services, and processing in the client.
 
-Storage services slice the rows. The client adds fill values, so that all shares have equal length, and the positions of
-the items.
+Storage services slice the rows. The client adds fill values, so that all shares have equal length. It also adds the
+positions of the items.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Slices:
 
     @property
     def is_by_row(self) -> bool:
-        """Whether ranges are set per row, so that a repeated sample may have two different slices."""
+        """Whether ranges are set per row. If so, a repeated sample may have two different slices."""
         return any(cut.range_counts.size for cut in self.cuts.values())
 
     def with_heads(self, lengths: Mapping[str, int]) -> Slices:

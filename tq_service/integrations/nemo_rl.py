@@ -33,11 +33,12 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
 
     ::
 
-        register_partition ──> create_partition: with its tasks, and the fields of `enums` as text put_samples
-        ──> put: sample_ids are keys, tags are custom_meta claim_meta         ──> claim as a queue worker: waits at the
-        service, without polling get_samples        ──> get_data: rows of equal shape are returned as dense tensors,
-        others as jagged ones list_sample_ids    ──> lookup_samples clear_samples      ──> clear_samples: the named
-        samples, or all samples put by this process
+        register_partition ──> create_partition: with its tasks, and the fields of `enums` as text
+        put_samples        ──> put: sample_ids are keys, tags are custom_meta
+        claim_meta         ──> claim as a queue worker: waits at the service, without polling
+        get_samples        ──> get_data: rows of equal shape become dense tensors, other rows jagged tensors
+        list_sample_ids    ──> lookup_samples
+        clear_samples      ──> clear_samples: the named samples, or all samples put by this process
 
     Args:
         cfg: section `data_plane` of NeMo-RL's configuration. `controller_address` is the service's address,

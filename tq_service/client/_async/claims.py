@@ -37,7 +37,7 @@ from tq_service.wire.messages import read_message, read_seconds, to_duration, to
 DEFAULT_MAX_WAIT_SECONDS: Final = 30.0
 RELEASE_SECONDS: Final = 5.0
 
-# After one of these errors, the server may have recorded a claim although the client received no answer.
+# After one of these errors, the server may have recorded a claim although the client received no response.
 _UNKNOWN_OUTCOMES: Final = (CallCancelledError, DeadlineError, InternalError, UnavailableError)
 
 

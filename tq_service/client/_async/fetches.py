@@ -114,9 +114,9 @@ class AsyncFetchCalls(AsyncBase):
                 `RowSlice`, which supports further forms. The storage service slices the rows and sends only the
                 selected bytes. A dense field remains dense if all slices have the same length; otherwise it becomes
                 jagged.
-            padded: whether to return jagged fields as dense tensors of shape `(n, longest, ...)`. True excludes fields
-                that are ragged in several dimensions. Pass a list of fields to pad only these fields. The list may
-                include dense fields, which are padded in the first dimension.
+            padded: whether to return jagged fields as dense tensors of shape `(n, longest, ...)`. Fields that are
+                ragged in several dimensions are not padded. To pad only some fields, pass a list of fields. The list
+                may include dense fields, which are padded in the first dimension.
             pad_value: fill value for the rest of each row, or a dict of fill values by field.
             length: row length of padded fields, or a dict of lengths by field. Defaults to the length of the longest
                 fetched row. Longer rows raise an error unless `truncate` is set.

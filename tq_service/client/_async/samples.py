@@ -135,8 +135,8 @@ class AsyncSampleCalls(AsyncBase):
                 `NonTensorData` is a single value shared by all rows, as in tensordict's `tolist()`. If None, only
                 metadata or state is written.
             keys: `n` unique keys, as a list or an array of strings; at most 16,384 per call.
-            key_mode: "upsert" (default) updates the sample with the key, or creates it. "new" requires that no sample
-                has any of the keys. "existing" requires that every key belongs to a sample.
+            key_mode: "upsert" (default) updates the sample with the key, or creates the sample. "new" requires that no
+                sample has any of the keys. "existing" requires that every key belongs to a sample.
             groups: the group of each new sample, for at most 16,384 samples per call. For a sample without a group,
                 pass None in a list, or "" in an array of strings.
             group_size: number of members in a complete group. A member is either a rollout or a sample without a
@@ -172,8 +172,8 @@ class AsyncSampleCalls(AsyncBase):
                 these rows.
             UnsupportedObjectError: a Python object could only be stored by pickling, which is not supported. Nothing
                 was sent.
-            KeyNotFoundError, AlreadyExistsError: a key does not exist, or already exists, and `key_mode` does not allow
-                this.
+            KeyNotFoundError, AlreadyExistsError: a key is missing with `key_mode="existing"`, or already exists with
+                `key_mode="new"`.
             PartitionSealedError: the partition is sealed, and the put adds new samples or upserts columns that existing
                 samples already have, perhaps from another run. To overwrite these columns, set `key_mode="existing"`.
             LeaseExpiredError: samples of a leased claim are no longer leased to this worker, and this worker has not
@@ -187,7 +187,7 @@ class AsyncSampleCalls(AsyncBase):
             check_ack(metadata, fenced=fenced)
         if metadata is not None:
             check_is_batch(metadata)
-            if not metadata.size:  # make no call for an empty batch, so that all ranks can run the same program
+            if not metadata.size:  # make no call for an empty batch, so that all ranks can run identical code
                 if data is not None and any(len(column) for column in data.values()):
                     raise InvalidArgumentError(
                         "data has rows, but metadata names no samples; put one row per sample", field="data"
@@ -231,12 +231,12 @@ class AsyncSampleCalls(AsyncBase):
                 known |= await self._held_fields(full_name, deadline)
             put, alone = await async_unless_light(encode, data, keys, groups, rollouts, custom_meta)
             if refused is not None and refused_specs == [column.spec for column in put.columns]:
-                raise refused  # the lists are encoded as before, so the service would refuse them again
+                raise refused  # the lists are encoded as before, so the service would reject them again
             began_at = time.perf_counter()
             try:
                 written = await self._write(put, alone, deadline)
             except FieldMismatchError as error:
-                # The service knows the layout of the field: get it, then encode the lists again.
+                # The service knows the layout of the field, so get the layout and encode the lists again.
                 if knows_held or not has_lists(data):
                     raise
                 refused, refused_specs = error, [column.spec for column in put.columns]
@@ -269,9 +269,8 @@ class AsyncSampleCalls(AsyncBase):
             partition_id: the partition.
             data: one row per group, in the forms accepted by `put`. Existing values are replaced completely.
             groups: `n` distinct group names, as a list or an array of strings; at most 16,384 per call.
-            existing: whether to require that all groups already have samples. Such a put may use the capacity reserved
-                for columns of existing samples, so that consumers can finish and free memory even if the service is
-                full.
+            existing: whether to require that all groups already have samples. A put with `existing` may use the
+                capacity reserved for columns of existing samples, so a full service can still be drained.
             timeout: seconds until the call fails. Defaults to the client's `timeout`. The timeout includes the time
                 spent waiting for capacity in the storage services. The put does not wait for the limits of the
                 partition. However, its bytes count towards these limits and may delay new samples.
@@ -999,7 +998,8 @@ class AsyncSampleCalls(AsyncBase):
         fenced: bool = True,
         timeout: float | None = None,
     ) -> int:
-        """Mark samples as failed. All tasks treat them as done, and their bytes are freed. This cannot be undone.
+        """Mark samples as failed. All tasks treat failed samples as done, and their bytes are freed. This cannot be
+        undone.
 
         The samples keep their keys, groups, rollouts and custom_meta. Rollouts with a failed sample are closed. Samples
         that do not exist or have already failed are ignored.
