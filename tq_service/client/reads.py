@@ -68,11 +68,11 @@ class StorageRead:
 
     Attributes:
         storage: the storage service instance to read from.
-        positions: ascending positions of the rows to read, of shape `(n,)`. A position is that of a sample in the
-            batch, or of an extent among all extents of the batch's cells.
+        positions: ascending positions of the rows to read, of shape `(n,)`. Positions refer to samples of the batch, or
+            to extents in the list of all extents of the batch's cells.
         request: the request for the cells.
-        owners: for each row, its sample if rows are extents, or its first sample if samples share rows; of shape
-            `(n,)`. If None, each row belongs to the sample at its position.
+        owners: the sample of each row, of shape `(n,)`. If samples share rows, it is the first sample of the row. If
+            None, each row belongs to the sample at its position.
         order: if samples share rows, the row of each sample in the batch; otherwise None.
     """
 
@@ -128,7 +128,8 @@ def plan_reads(
         data_fields: names of the fields.
         cuts: by field, the requested part of each row. Cells with extents in several storage services are read in full,
             because none of these services can determine the total length of the cell.
-        joined: other fields whose extents the storage service joins. It can do so only if it stores all extents.
+        joined: other fields whose extents the storage service should join. It can only join extents if it stores all of
+            them.
     """
     cuts = cuts or {}
     numbers: dict[StorageRef, int] = {}
@@ -413,7 +414,7 @@ def to_batch(
 ) -> TensorDict:
     """Return received columns as a TensorDict. If torch or tensordict is not installed, return a dict.
 
-    Without torch, columns are numpy arrays or lists of numpy arrays. `layout` has the same meaning as in `get_data`;
+    Without torch, columns are numpy arrays or lists of numpy arrays. `layout` has the same meaning as in `get_data`.
     None leaves the layout unchanged. The batch size of the TensorDict is `[row_count]`, or `[]` if `row_count` is None.
     `arrange` converts the decoded columns to the columns of the result.
 

@@ -102,7 +102,7 @@ def request_of(kind: type[Request], **arguments: Any) -> Request:
 
     Args:
         kind: the request type.
-        **arguments: values of the fields; None leaves an enum, list or optional field unset.
+        **arguments: values of the fields. None leaves an enum, list or optional field unset.
 
     Raises:
         InvalidArgumentError: an argument is not valid for its field.
@@ -221,7 +221,7 @@ def listed(name: str, values: Any) -> list[Any]:
 
 
 def named_samples(**names: Iterable[Any] | BatchMeta | None) -> tuple[str | None, Sequence[Any] | Indexes]:
-    """Return the name of the argument that is not None, and its names. A batch counts as a list of global indexes."""
+    """Return the keyword that is not None, and its names. A batch counts as a list of global indexes."""
     given = [name for name, value in names.items() if value is not None]
     if len(given) > 1:
         raise InvalidArgumentError(

@@ -417,7 +417,7 @@ def unless_light(work: Callable[[], T], *_inputs: Any) -> T:
 
 
 def are_light(values: Iterable[Any]) -> bool:
-    """Estimate from a few of the values whether all values are quick to process."""
+    """Return whether values are quick to process. This is estimated from a few of the values."""
     return _left_after(values, _MOST_VALUES) > 0
 
 
@@ -715,8 +715,8 @@ def logging_failure() -> Iterator[None]:
         _log.warning(LogMessage("a background call failed", error=error))
 
 
-# Id of the process that opened an asyncio channel. If a process forked from it opened a channel, it would hang or
-# abort.
+# Id of the process that opened an asyncio channel. A forked child of this process would hang or abort if it opened a
+# channel.
 _async_process_id: int | None = None
 
 

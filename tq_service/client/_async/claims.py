@@ -190,7 +190,7 @@ class AsyncClaimCalls(AsyncBase):
                 claimed. The operators are ==, !=, <, <=, >, >= and "in" (with a list of values). The value for <, <=, >
                 and >= can also be a `Published`.
             order_by: custom_meta columns by which to sort the ready samples. "-column" sorts in descending order.
-            finite: whether to return the status "end" once all samples inserted so far are consumed, even if the
+            finite: whether to return the status "end" when all samples inserted so far are consumed, even if the
                 partition is not sealed.
             incarnation: expected incarnation of the partition. An empty value accepts any incarnation.
             epoch: expected epoch of the task. Each reset starts a new epoch. If None, any epoch is accepted.
@@ -254,8 +254,8 @@ class AsyncClaimCalls(AsyncBase):
             PartitionNotFoundError, PolicyNotFoundError, AdmissionLimitError, AlreadyExistsError: raised with `admit`,
                 for the reasons documented in `acquire`. AlreadyExistsError is also raised if a group already has the
                 name of a prompt. No prompt is claimed.
-            BatchForgottenError: the batch is too old. The service stores only the latest batches that did not consume
-                their samples.
+            BatchForgottenError: the batch is too old. Of batches that do not consume their samples, the service stores
+                only the latest.
             TaskNotFoundError: the task is not in the list of tasks with which the partition was created.
             SamplerError: the sampler failed.
             SamplerTimeoutError: the sampler did not return in time.

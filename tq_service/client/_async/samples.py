@@ -998,8 +998,7 @@ class AsyncSampleCalls(AsyncBase):
         fenced: bool = True,
         timeout: float | None = None,
     ) -> int:
-        """Mark samples as failed. All tasks treat failed samples as done, and their bytes are freed. This cannot be
-        undone.
+        """Mark samples as failed. All tasks treat them as done, and their bytes are freed. This cannot be undone.
 
         The samples keep their keys, groups, rollouts and custom_meta. Rollouts with a failed sample are closed. Samples
         that do not exist or have already failed are ignored.
