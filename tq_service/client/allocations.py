@@ -1,4 +1,4 @@
-"""Columns that a program fills in place. They are in memory that a storage service reserves for a later put.
+"""Columns that a program fills in place, in memory that a storage service reserves for a later put.
 
 allocate: shapes -> a put to be filled later -> arrays in its region -> put of exactly these arrays: Commit
                                                                     -> put of anything else: an ordinary put
@@ -26,17 +26,17 @@ _LAYOUTS: Final = (None, Layout.AUTO)
 
 
 def column_shapes(fields: Iterable[FieldSpec], row_count: int, lengths: Mapping[str, ArrayLike]) -> list[ColumnShape]:
-    """Return the shapes of columns that contain `row_count` rows for numeric fields.
+    """Return the shapes of columns with `row_count` rows for numeric fields.
 
     Args:
-        fields: the fields, each with dtype and row shape.
+        fields: the fields. Each field must have a dtype and a row shape.
         row_count: number of rows.
-        lengths: for each jagged field, the size of each row in the ragged dimension: an array of shape `(n,)`, or
-            `(n, dims)` for several ragged dimensions.
+        lengths: for each jagged field, the size of each row in the ragged dimension, as an array of shape `(n,)`, or
+            `(n, dims)` if several dimensions are ragged.
 
     Raises:
-        InvalidArgumentError: a field lacks a dtype or row shape, or contains objects; or lengths are missing,
-            superfluous or negative.
+        InvalidArgumentError: a field lacks a dtype or row shape, or contains objects. Also raised if lengths are
+            missing, superfluous or negative.
     """
     shapes = [_column_shape(spec, row_count, lengths.get(spec.name)) for spec in fields]
     names = [shape.spec.name for shape in shapes]
@@ -55,7 +55,7 @@ def _column_shape(spec: FieldSpec, row_count: int, lengths: ArrayLike | None) ->
         )
     if spec.layout in _LAYOUTS:
         spec = replace(spec, layout=Layout.JAGGED if spec.ragged_dims else Layout.DENSE)
-    if spec.write_once or spec.scope is not FieldScope.ROW:  # properties of the field that columns do not have
+    if spec.write_once or spec.scope is not FieldScope.ROW:  # columns do not have these properties of a field
         spec = replace(spec, write_once=False, scope=FieldScope.ROW)
     if spec.layout is Layout.DENSE:
         if lengths is not None:
@@ -80,11 +80,11 @@ def _column_shape(spec: FieldSpec, row_count: int, lengths: ArrayLike | None) ->
 
 
 class Allocation:
-    """Memory allocated for one put. It exists while any array refers to it.
+    """Memory allocated for a put. It exists while any array refers to it.
 
     Attributes:
         header: header of the put.
-        allocated: the put's memory, and the answer from its storage service.
+        allocated: the memory of the put, and the response from its storage service.
     """
 
     def __init__(self, header: PutHeader, shapes: Sequence[ColumnShape], allocated: Allocated) -> None:
@@ -94,7 +94,7 @@ class Allocation:
         self._starts, _ = place_columns(shape.value_bytes for shape in shapes)
 
     def received(self) -> list[Received]:
-        """Return the columns with their bytes; these bytes keep the allocation alive."""
+        """Return the columns with their bytes. The bytes keep the allocation alive."""
         mapping = self.allocated.mapping
         return [
             (shape, mapping.array(start, shape.value_bytes, self))
@@ -102,7 +102,7 @@ class Allocation:
         ]
 
     def holds(self, columns: Sequence[SourceColumn]) -> bool:
-        """Return whether these columns are exactly the put's columns, stored in its memory."""
+        """Return whether these columns are exactly the columns of the allocation, stored in its memory."""
         return len(columns) == len(self._shapes) and all(
             column.spec == shape.spec
             and column.row_count == shape.row_count
@@ -117,7 +117,7 @@ def _extents(shape: ColumnShape) -> Any:
 
 
 def _address(column: SourceColumn) -> int | None:
-    """Return the address of a column's bytes, or None if the bytes are in several pieces or on a device."""
+    """Return the address of a column's bytes. Return None if the bytes are in several pieces or on a device."""
     match [chunk for chunk in column.chunks if len(chunk)]:
         case [memoryview() as view]:
             return np.frombuffer(view, np.uint8).ctypes.data
@@ -129,7 +129,7 @@ Allocations: TypeAlias = "WeakValueDictionary[int, Allocation]"
 
 
 def take_allocation(allocations: Allocations, partition_id: str, columns: Sequence[SourceColumn]) -> Allocation | None:
-    """Remove and return the allocation that consists of exactly these columns, or None if there is none."""
+    """Remove and return the allocation that consists of exactly these columns. Return None if there is no match."""
     address = _address(columns[0])
     allocation = None if address is None else allocations.get(address)
     if address is None or allocation is None:
@@ -140,5 +140,5 @@ def take_allocation(allocations: Allocations, partition_id: str, columns: Sequen
 
 
 def ordinary(shapes: Sequence[ColumnShape]) -> list[Received]:
-    """Return columns in ordinary memory, newly allocated in this process."""
+    """Allocate columns in ordinary memory of this process, and return them."""
     return [(shape, BLOCKS.take(shape.value_bytes)) for shape in shapes]

@@ -1,8 +1,8 @@
-"""BatchMeta: a batch's samples, the locations of their cells, and the optimizer steps and packs that use them.
+"""`BatchMeta`: the samples of a batch, with cell locations, optimizer steps and packs.
 
-This module also defines the parts of a BatchMeta: the namespace of the partition, the cell locations, the steps, and
-the columns with one value per sample (custom_meta, keys, groups, rollouts). Each such column is declared once; select,
-concat and overwrite then handle it like every other column.
+This module also defines the parts of a BatchMeta: the namespace, the cell locations, the steps, and the columns with
+one value per sample (custom_meta, keys, groups, rollouts). Each column is declared once, and all columns are selected,
+concatenated and overwritten by the same code.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ _NO_INDEXES.setflags(write=False)
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """A prefix of a client's partition names on the service, which lets several runs share the service.
+    """A prefix for the names of a client's partitions. It allows several runs to share a service.
 
-    Partition "train" in the namespace "run-7" is the service's partition "run-7/train". That partition is separate from
-    "train" and "run-8/train", has its own `max_bytes`, and is accessible to tokens with the prefix "run-7/".
+    On the service, the partition "train" of the namespace "run-7" is named "run-7/train". It is separate from "train"
+    and "run-8/train", has its own `max_bytes`, and is accessible to tokens with the prefix "run-7/".
 
     Attributes:
-        name: name of the namespace, such as "run-7"; empty: names are not changed.
+        name: name of the namespace, such as "run-7". If empty, partition names are not changed.
     """
 
     name: str = ""
 
     @classmethod
     def of(cls, given: str | Literal[False] | None) -> Namespace:
-        """Return the namespace given as an argument. None: the value of `TQ_NAMESPACE`; False: no namespace.
+        """Return the namespace for a `namespace` argument. None reads `TQ_NAMESPACE`, and False means no namespace.
 
         Raises:
             InvalidArgumentError: the name is not allowed in partition names.
@@ -82,7 +82,7 @@ class Namespace:
 
     @property
     def prefix(self) -> str:
-        """Prefix of full partition names in this namespace."""
+        """Prefix of the full names of partitions in this namespace."""
         return self.name + SEPARATOR if self.name else ""
 
     def full_name(self, partition_id: str) -> str:
@@ -92,7 +92,7 @@ class Namespace:
         )
 
     def own_name(self, full_name: str) -> str:
-        """Return a partition's name within this namespace, or its full name if it is in another namespace."""
+        """Return the name of a partition within this namespace. Names in other namespaces are returned unchanged."""
         return full_name.removeprefix(self.prefix)
 
     def holds(self, full_name: str) -> bool:
@@ -100,7 +100,7 @@ class Namespace:
         return full_name.startswith(self.prefix)
 
     def explain(self, failure: TqError) -> TqError:
-        """Convert full names in an error's metadata to names in this namespace. The message keeps the full names."""
+        """Convert full names in the metadata of an error to names in this namespace. The message is not converted."""
         if self.name:
             for named in {"partition_id", "policy"} & failure.metadata.keys():
                 failure.metadata[named] = self.own_name(failure.metadata[named])
@@ -118,7 +118,7 @@ class StorageRef(NamedTuple):
     Attributes:
         storage_id: name of the storage service.
         boot_id: id of the instance.
-        address: address of the instance; empty: the address of the controller.
+        address: address of the instance. If empty, it is the address of the controller.
         is_away: whether the instance's current address is unknown to the controller.
     """
 
@@ -137,7 +137,7 @@ class PutRef(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CellLocations:
-    """The locations of a batch's cells: for each located field, one cell per sample, in batch order.
+    """The cell locations of a batch: for each located field, one cell per sample, in batch order.
 
     A cell consists of one row of a put, or of several rows if data was appended to it (`CellRuns.extent_counts`).
     """
@@ -160,15 +160,15 @@ class CellLocations:
         return {name for runs in self.runs for name in runs.field_names}
 
     def covers(self, field_names: Iterable[str]) -> bool:
-        """Return whether the locations of all these fields are known."""
+        """Return whether the locations of all given fields are known."""
         return self.field_names.issuperset(field_names)
 
     def select(self, positions: Indexes) -> CellLocations:
-        """Return the locations of the samples at `positions`, in this order."""
+        """Return the locations of the samples at `positions`, in the order of `positions`."""
         return CellLocations(puts=self.puts, runs=tuple(runs.select(positions) for runs in self.runs))
 
     def select_fields(self, field_names: Sequence[str]) -> CellLocations:
-        """Return the locations restricted to these fields."""
+        """Return the locations, restricted to the given fields."""
         selected = [
             replace(runs, field_names=names)
             for runs in self.runs
@@ -178,7 +178,7 @@ class CellLocations:
 
     @staticmethod
     def concat(parts: Sequence[CellLocations]) -> CellLocations:
-        """Return the concatenated locations of several batches, restricted to the fields located by all of them."""
+        """Concatenate the locations of several batches, restricted to the fields that all batches locate."""
         puts: dict[PutRef, int] = {}
         per_part: list[dict[str, _Rows]] = []
         for part in parts:
@@ -203,7 +203,7 @@ class CellLocations:
 
 
 class _Rows(NamedTuple):
-    """The cells of one field as individual rows: for each row, its put and its position in the put. See `CellRuns`."""
+    """The cells of a field as individual rows, each with its put and its position in the put. See `CellRuns`."""
 
     puts: Indexes
     rows: Indexes
@@ -211,7 +211,7 @@ class _Rows(NamedTuple):
     lengths: Indexes
 
     def with_counts(self) -> _Rows:
-        """Return these cells with an explicit number of extents per cell."""
+        """Return the cells with an explicit number of extents per cell."""
         if self.counts.size:
             return self
         return self._replace(counts=np.ones_like(self.rows), lengths=np.full_like(self.rows, WHOLE_EXTENT))
@@ -234,7 +234,7 @@ class Pack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The packs of one optimizer step. All ranks that share a batch have the same number of packs."""
+    """The packs of one optimizer step. All ranks that share a batch have equally many packs."""
 
     packs: tuple[Pack, ...]
 
@@ -255,17 +255,17 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class SampleColumn:
-    """A batch attribute with one value per sample: a tuple, or () if no sample has a value.
+    """A batch attribute with one value per sample, stored as a tuple, or as () if no sample has a value.
 
-    All operations on the samples of a batch apply to every such attribute. To add an attribute, it is sufficient to
-    declare it in `BatchMeta`.
+    Operations on the samples of a batch apply to all of these attributes. To add an attribute, declare it in
+    `BatchMeta`.
 
     Attributes:
-        message_field: the message field that contains the column, and the property that returns one value per sample;
-            empty: none.
+        message_field: name of the message field that contains the column, and of the property that returns one value
+            per sample; empty if there is no such field.
         blank: value that stands in for a missing value.
-        is_of_sample: whether the value is part of the sample and is set by writes. False: it is a task's record about
-            the sample.
+        is_of_sample: whether the value is part of the sample and is set by writes. If False, it is a task's record
+            about the sample.
     """
 
     message_field: str = ""
@@ -293,7 +293,7 @@ class SampleColumn:
 
 
 class MetaColumns(SampleColumn):
-    """A batch's custom_meta: a tuple of columns, each with values for some or all of the samples."""
+    """The custom_meta of a batch, as a tuple of columns, each with values for some or all samples."""
 
     def decode(self, values: Iterable[pb.MetaColumn], size: int) -> tuple[MetaColumn, ...]:
         """Decode the custom_meta in a message that describes `size` samples."""
@@ -312,7 +312,7 @@ class MetaColumns(SampleColumn):
         )
 
     def overwrite(self, old: Sequence[MetaColumn], new: Sequence[MetaColumn]) -> tuple[MetaColumn, ...]:
-        """Return the custom_meta after a write: new values replace old ones, and removed values are dropped."""
+        """Return the custom_meta after a write. New values replace old values, and removed values are dropped."""
         merged = {column.name: column for column in old}
         for column in new:
             before = merged.get(column.name)
@@ -321,7 +321,7 @@ class MetaColumns(SampleColumn):
 
 
 class Numbers(SampleColumn):
-    """An array with one number per sample, or None if any of the numbers is unknown."""
+    """An array with one number per sample, or None if any number is unknown."""
 
     def concat(self, columns: Sequence[NDArray[Any] | None], sizes: Sequence[int]) -> NDArray[Any] | None:
         """Return the concatenated numbers of several batches."""
@@ -338,37 +338,40 @@ class BatchMeta:
     """A sequence of samples from one partition, with their metadata. Immutable, comparable and picklable.
 
     Two batches are equal if they have the same samples with the same metadata, fields and steps. The comparison ignores
-    locations, and the information on which samples have which fields.
+    `locations` and `produced`.
 
     Attributes:
-        status: "batch"; "not_yet": no batch was available in time, so call again; or "end": there are no further
-            batches.
+        status: "batch"; "not_yet" if no batch was available in time, so that the caller should try again; or "end" if
+            there are no further batches.
         partition_id: name of the partition in `namespace`.
-        namespace: the namespace of `partition_id`; empty: none. Clients of any namespace can use the batch.
-        incarnation: incarnation of the partition, 16 random bytes. It changes if the partition is cleared and created
-            again.
-        epoch: epoch of the task, incremented by each reset; 0 for batches without a task.
+        namespace: the namespace of `partition_id`; empty if there is no namespace. Clients of any namespace can use the
+            batch.
+        incarnation: incarnation of the partition, 16 random bytes. The value changes if the partition is cleared and
+            created again.
+        epoch: epoch of the task. Each reset increments the epoch. 0 for batches without a task.
         indexes: global indexes of the samples, a read-only int64 array of shape `(size,)`.
         dropped_indexes: int64 global indexes of samples that the sampler dropped from this rank's batch, for example
-            with the option `overlong="drop"`. They are not in `indexes`. Every part of the batch contains all dropped
-            indexes, and `clear_samples`, `ack` and `release` of any part also apply to them.
-        fields: specs of fields. For a claim, the requested fields; for a put, the fields written; for results of
-            `lookup_samples` and `put(return_meta="all")`, the fields that at least one sample has.
-        steps: the optimizer steps and packs in which to use the samples; plain micro-batches form one step.
-        totals: for a rank's batch, the sums over all ranks for each of its steps, identical on all ranks; for a
-            loader's micro-batch, the sums for its step; otherwise ().
-        end: with status "end", counts of all samples by outcome; otherwise None.
-        locations: cell locations known to the client; `get_data` queries the locations of the remaining fields.
+            because of the option `overlong="drop"`. They are not in `indexes`. Every part of the batch contains all
+            dropped indexes. If `clear_samples`, `ack` or `release` is called with a part, the call also applies to the
+            dropped samples.
+        fields: specs of fields. A claim has the requested fields, and a put has the written fields. Results of
+            `lookup_samples` and `put(return_meta="all")` have the fields that at least one sample has.
+        steps: the optimizer steps and packs in which to use the samples. Plain micro-batches form a single step.
+        totals: for a rank's batch, the sums over all ranks for each step, which are equal on all ranks. For a loader's
+            micro-batch, the sums for its step. Otherwise ().
+        end: number of samples per outcome if the status is "end"; otherwise None.
+        locations: cell locations known to the client. `get_data` queries the locations of other fields.
         claim_id: id of the queue worker's claim, used by `ack`, `extend` and `release`; otherwise empty.
         task_name: the task that claimed the batch; empty if it was not claimed.
-        lease_seconds: remaining lease time when the service answered; None if the samples are not leased.
-        delivery_counts: for leased samples, how often each was delivered to the task, including this delivery.
+        lease_seconds: remaining lease time at the time of the response, in seconds; None if the samples are not leased.
+        delivery_counts: for leased samples, the number of times that each sample was delivered to the task, including
+            this delivery.
         consumption: for a look-up with a task, each sample's state for the task, a uint8 array of `SampleConsumption`
             values with shape `(size,)`; otherwise None. See `consumed`.
-        waiting_for: with status "not_yet", the reason for the wait; None if the call did not request the reason (see
-            `explain` of `claim`).
-        revision: for a look-up, its revision, from which `watch` can start; otherwise None.
-        admitted: for prompts claimed with `admit`, their slots, ordered by prompt; otherwise None.
+        waiting_for: the reason for the wait if the status is "not_yet"; None if the call did not request the reason.
+            See `explain` in `claim`.
+        revision: for a look-up, the revision from which `watch` can continue; otherwise None.
+        admitted: for prompts claimed with `admit`, the slots of the prompts, ordered by prompt; otherwise None.
     """
 
     status: Status = "batch"
@@ -397,7 +400,7 @@ class BatchMeta:
     group_column: tuple[str, ...] = field(default=(), metadata={"column": SampleColumn("groups")})
     rollout_column: tuple[str, ...] = field(default=(), metadata={"column": SampleColumn("rollouts")})
     meta_columns: tuple[MetaColumn, ...] = field(default=(), metadata={"column": MetaColumns("custom_meta")})
-    # One array per entry of `fields`: whether each sample has the field. Empty if unknown.
+    # For each entry of `fields`, an array that shows which samples have the field. Empty if unknown.
     produced_columns: tuple[NDArray[np.bool_], ...] = ()
 
     def __post_init__(self) -> None:
@@ -417,11 +420,11 @@ class BatchMeta:
         revision: Revision | None = None,
         admitted: BatchMeta | None = None,
     ) -> BatchMeta:
-        """Return the batch described by a message to a client with this namespace.
+        """Return the batch contained in a message to a client with the given namespace.
 
         Do not modify the message afterwards.
 
-        Steps, locations and columns are decoded on first access, since few callers need all of them.
+        Steps, locations and columns are decoded on first access, because few callers need all of these attributes.
         """
         indexes = read_indexes(message)
         unread: dict[str, Any] = {
@@ -463,7 +466,7 @@ class BatchMeta:
 
     @property
     def leased_claim(self) -> pb.LeasedClaim | None:
-        """The claim against which writes to the samples are checked; None unless they belong to one leased claim."""
+        """The leased claim of the samples, or None if the samples do not belong to a single leased claim."""
         if self.lease_seconds is None or not self.claim_id:
             return None
         return pb.LeasedClaim(task_name=self.task_name, claim_request_id=self.claim_id)
@@ -512,7 +515,7 @@ class BatchMeta:
 
     @property
     def handled_indexes(self) -> NDArray[np.int64]:
-        """Indexes of the samples and the dropped samples, as used by `clear_samples`, `ack` and `release`."""
+        """Indexes of the samples and of the dropped samples, for use by `clear_samples`, `ack` and `release`."""
         return np.concatenate([self.indexes, self.dropped_indexes]) if self.dropped_indexes.size else self.indexes
 
     @property
@@ -532,7 +535,7 @@ class BatchMeta:
 
     @property
     def custom_meta(self) -> list[dict[str, Any]]:
-        """The custom_meta of each sample, with JSON null as None; built anew on every access."""
+        """The custom_meta of each sample, with JSON null as None. The list is rebuilt on every access."""
         return meta_columns_to_rows(self.meta_columns, self.size)
 
     @property
@@ -542,11 +545,11 @@ class BatchMeta:
 
     @property
     def produced(self) -> dict[str, NDArray[np.bool_]]:
-        """Bool arrays of shape `(size,)`, by field name: whether each sample had the field when the service answered.
+        """By field, a bool array of shape `(size,)`, True for samples that had the field at the time of the call.
 
-        This is known for claims, whose samples have all fields; for results of `lookup_samples` and
-        `put(return_meta="all")`; and for batches selected or concatenated from these. Fields for which it is unknown,
-        such as those just written by a put, are omitted.
+        The arrays are available for claims, whose samples have all fields, for results of `lookup_samples` and
+        `put(return_meta="all")`, and for batches selected or concatenated from these batches. Other fields, such as
+        fields just written by a put, are omitted.
         """
         if self.produced_columns:
             return dict(zip(self.data_fields, self.produced_columns, strict=True))
@@ -555,11 +558,11 @@ class BatchMeta:
 
     @property
     def micro_batches(self) -> list[list[int]]:
-        """Positions of each pack's samples, for the packs of all steps in order; empty for packs without samples."""
+        """Positions of the samples in each pack, for the packs of all steps in order."""
         return [list(pack.positions) for step in self.steps for pack in step.packs]
 
     def select_samples(self, positions: Sequence[int] | NDArray[Any]) -> BatchMeta:
-        """Return a batch with only the samples at `positions`, in this order; its steps contain only these samples.
+        """Return a batch with only the samples at `positions`, in this order. Its steps contain only these samples.
 
         The new batch belongs to the same claim. A part of a leased claim can be acknowledged or released separately.
 
@@ -599,7 +602,7 @@ class BatchMeta:
         )
 
     def select_fields(self, data_fields: Iterable[str]) -> BatchMeta:
-        """Return the batch with only these fields, in this order.
+        """Return a batch with only the given fields, in the given order.
 
         Raises:
             InvalidArgumentError: a field is not in the batch.
@@ -621,7 +624,7 @@ class BatchMeta:
         )
 
     def chunk(self, count: int) -> list[BatchMeta]:
-        """Return `count` batches of adjacent samples, as equal in size as possible; some are empty if `count` > `size`.
+        """Split the batch into `count` batches of adjacent samples. Batch sizes differ by at most one sample.
 
         Raises:
             InvalidArgumentError: `count` is less than 1.
@@ -632,16 +635,16 @@ class BatchMeta:
 
     @staticmethod
     def concat(parts: Sequence[BatchMeta]) -> BatchMeta:
-        """Return the concatenation of several batches.
+        """Concatenate several batches.
 
-        Concatenated parts of one claim form a part of that claim. A batch concatenated from several claims belongs to
-        none of them, so acknowledge or release its parts separately. A field that is dense in one part and jagged in a
-        later part becomes jagged. The same sample may occur several times, as it does in batches drawn with
+        Concatenated parts of one claim form a part of that claim. A batch concatenated from several claims does not
+        belong to any claim, so acknowledge or release its parts separately. A field that is dense in one part and
+        jagged in a later part becomes jagged. A sample may occur several times, for example in batches drawn with
         replacement.
 
         Raises:
-            InvalidArgumentError: there are no parts; the parts have different partitions, incarnations, epochs or
-                fields; or the status of a part is not "batch".
+            InvalidArgumentError: there are no parts, the parts have different partitions, incarnations, epochs or
+                fields, or a part does not have the status "batch".
         """
         if not parts:
             raise InvalidArgumentError("parts is empty; expected at least one batch", field="parts")
@@ -685,7 +688,7 @@ class BatchMeta:
             self._identity() == other._identity()
             and np.array_equal(self.indexes, other.indexes)
             and np.array_equal(self.dropped_indexes, other.dropped_indexes)
-            # Compared as JSON text, in which 1, 1.0 and true differ and NaN equals NaN.
+            # Compare the values as JSON text, in which 1, 1.0 and true differ and NaN equals NaN.
             and json.dumps(self._own_values(), sort_keys=True) == json.dumps(other._own_values(), sort_keys=True)
         )
 
@@ -715,7 +718,7 @@ OWN_COLUMNS: Final = [name for name, column in SAMPLE_COLUMNS.items() if column.
 
 
 class _ReadOnce:
-    """An attribute of `BatchMeta` that is decoded on first access; racing threads get equal values."""
+    """An attribute of `BatchMeta` that is decoded on first access. Racing threads get equal values."""
 
     def __init__(self, slot: Any) -> None:
         self._slot = slot
@@ -744,7 +747,7 @@ def _read_totals(totals: Iterable[pb.StepTotals]) -> tuple[StepTotals, ...]:
 
 
 def _select_steps(steps: Sequence[Step], new_position: NDArray[np.int64]) -> dict[int, Step]:
-    """Return the steps, restricted to a selection of the samples, by step number in the original batch.
+    """Restrict steps to a selection of samples, and return them by step number in the original batch.
 
     A pack that loses samples also loses its padding. Packs and steps that lose all samples are omitted.
 
@@ -788,9 +791,10 @@ def _samples_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
 
 
 def _fields_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
-    """Return the merged fields of several batches and, if known for all batches, which samples have each field.
+    """Merge the fields of several batches, and return them with the samples that have each field (if known).
 
-    If this is known, a field is included if any batch has it; otherwise, only if all batches have it.
+    If it is known for all batches which samples have each field, the fields of any batch are included. Otherwise, only
+    fields common to all batches are included.
     """
     found: dict[str, list[FieldSpec]] = {}
     for part in parts:
@@ -808,7 +812,7 @@ def _fields_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
 
 
 def _spec_of_all(specs: Sequence[FieldSpec]) -> FieldSpec:
-    """Return a field's current spec, merged from its specs in several batches.
+    """Merge the specs that a field has in several batches, and return its current spec.
 
     The field may have become jagged between two batches. If the field was dropped and created again with another spec,
     earlier batches are ignored.
@@ -821,7 +825,7 @@ def _spec_of_all(specs: Sequence[FieldSpec]) -> FieldSpec:
 
 
 def joined(parts: Sequence[BatchMeta]) -> BatchMeta:
-    """Return the samples of several pages as one batch, with merged field specs.
+    """Join the samples of several pages into one batch, and merge the field specs.
 
     Raises:
         StaleIncarnationError: the partition was cleared and created again between two pages.
@@ -844,7 +848,7 @@ def joined(parts: Sequence[BatchMeta]) -> BatchMeta:
 
 
 def select(values: Any, positions: Indexes) -> Any:
-    """Return the values at `positions` from a tuple or array with one value per sample; an empty tuple stays empty."""
+    """Return the values at `positions` from a tuple or array with one value per sample. () is returned unchanged."""
     if isinstance(values, np.ndarray):
         return values[positions]
     return tuple(values[position] for position in positions.tolist()) if values else values
@@ -855,12 +859,12 @@ def _names(column: tuple[str, ...], size: int) -> list[str | None]:
 
 
 def overwritten(old: BatchMeta, new: object) -> dict[str, Any]:
-    """Return the state of a batch's sample columns after a write; `new` has the written columns as attributes."""
+    """Return the sample columns of a batch after a write. `new` has the written columns as attributes."""
     return {name: SAMPLE_COLUMNS[name].overwrite(getattr(old, name), getattr(new, name)) for name in OWN_COLUMNS}
 
 
 def check_is_batch(metadata: BatchMeta) -> None:
-    """Raise InvalidArgumentError if the batch has status "not_yet" or "end", since it then contains no samples."""
+    """Raise InvalidArgumentError if the batch has status "not_yet" or "end", and therefore contains no samples."""
     if metadata.status != "batch":
         raise InvalidArgumentError(
             f"metadata has status {metadata.status!r}, expected 'batch'. Check the status before you use the samples",
@@ -869,6 +873,6 @@ def check_is_batch(metadata: BatchMeta) -> None:
 
 
 def in_parts(names: Sequence[Any] | Indexes) -> Iterator[Sequence[Any] | Indexes]:
-    """Split sample names into parts small enough for one call, and yield them; there is at least one part."""
+    """Split sample names into parts small enough for one call, and yield the parts. Yield at least one part."""
     for start in range(0, max(1, len(names)), NAMED_AT_ONCE):
         yield names[start : start + NAMED_AT_ONCE]

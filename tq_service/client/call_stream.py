@@ -1,11 +1,11 @@
-"""Calls made in one event loop and multiplexed in one stream, each with a separate result.
+"""Calls from one event loop, multiplexed in a stream.
 
     sent -> answered or failed, each call with a separate status
          -> the stream breaks: UNAVAILABLE, so that the caller retries with the same request id
          -> the stream is refused: `RefusedError`, so that the caller makes a separate call at once
 
-A call that is cancelled or reaches its deadline is not sent; if it was already sent, it is cancelled at the service. A
-stream ends after some seconds without calls.
+If a call is cancelled or reaches its deadline, it is not sent, or is cancelled at the service if it has already been
+sent. A stream ends after a few seconds without calls.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BROKEN: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
 
 
 class RefusedError(Exception):
-    """The stream was refused or ended normally, so its calls must be made separately."""
+    """The stream was rejected or ended normally, so its calls must be made separately."""
 
 
 class CallStream:
@@ -44,9 +44,9 @@ class CallStream:
 
     Attributes:
         token: authorization metadata sent with the calls.
-        is_over: whether the stream accepts no further calls.
+        is_over: whether the stream has ended and accepts no further calls.
         is_refused: whether the service ended the stream with a permanent error.
-        ended_at: time when the stream ended, on the clock `time.monotonic`.
+        ended_at: time when the stream ended, on the `time.monotonic` clock.
     """
 
     def __init__(self, channel: Any, name: str, token: Metadata | None) -> None:
@@ -75,7 +75,7 @@ class CallStream:
         return len(self._waiting) < MOST_BATCHED_CALLS
 
     async def make(self, method: str, request: bytes, seconds: float, trace: Metadata) -> bytes:
-        """Make a call on the stream, and return its serialized answer.
+        """Make a call on the stream, and return the serialized response.
 
         Args:
             method: name of the method, such as "GetMeta".
@@ -104,7 +104,7 @@ class CallStream:
             self._used_at = time.monotonic()
 
     def _drop(self, call_id: int) -> None:
-        """Remove a call that was not sent yet, or cancel it at the service."""
+        """Remove a call that has not been sent yet, or cancel it at the service."""
         for place, asked in enumerate(self._next.calls):
             if asked.call_id == call_id:
                 del self._next.calls[place]
@@ -113,7 +113,7 @@ class CallStream:
         self._has_more.set()
 
     async def _write_all(self) -> None:
-        with suppress(grpc.RpcError, asyncio.InvalidStateError):  # the stream has ended; the reader reports the reason
+        with suppress(grpc.RpcError, asyncio.InvalidStateError):  # the stream has ended; the reader reports why
             while not self.is_over:
                 await self._has_more.wait()
                 self._has_more.clear()
@@ -154,7 +154,7 @@ class CallStream:
         answered.set_exception(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailers, details=status.message))
 
     def _end(self, end: Callable[[asyncio.Future[bytes]], object]) -> None:
-        """End the stream, and complete each waiting call with the function `end`."""
+        """End the stream, and call `end` with the future of each waiting call."""
         self.is_over, self.ended_at = True, time.monotonic()
         self._writer.cancel()
         self._timer.cancel()
@@ -163,7 +163,7 @@ class CallStream:
                 end(answered)
 
     def _end_if_idle(self) -> None:
-        """End the stream if it has been idle for long enough, otherwise check again later."""
+        """End the stream if it has been idle for long enough. Otherwise, check again later."""
         left = self._used_at + _IDLE_SECONDS - time.monotonic()
         if self._waiting or left > 0:
             self._timer = self._loop.call_later(max(left, _IDLE_SECONDS / 2), self._end_if_idle)
@@ -185,7 +185,7 @@ def _expire(answered: asyncio.Future[bytes]) -> None:
 
 
 def _copied(failure: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
-    """Return a copy of an error. Each call gets its own copy, since each adds its own traceback."""
+    """Return a copy of an error. Each call needs its own copy, because raising an error adds a traceback."""
     return grpc.aio.AioRpcError(
         failure.code(),
         failure.initial_metadata(),

@@ -1,4 +1,4 @@
-"""Diagnosis of unreachable addresses. gRPC only reports the failure of the last address that it tried.
+"""Diagnosis of unreachable addresses, because gRPC reports only the failure of the last address that it tried.
 
 For example, "localhost" has two addresses, ::1 and 127.0.0.1. If the service at the second address uses TLS and the
 client does not, gRPC reports "connection refused", because ::1 was tried last and refused the connection.
@@ -14,7 +14,7 @@ from tq_service.addresses import cause_of, hosts_and_ports
 from tq_service.wire.connection import CA_VARIABLE, Tls
 
 _EXPIRED: Final = 10  # OpenSSL's X509_V_ERR_CERT_HAS_EXPIRED
-_STEP_SECONDS: Final = 0.5  # time limit for connecting; the same limit applies to the answer
+_STEP_SECONDS: Final = 0.5  # time limit for connecting, and for the response
 _MOST_ADDRESSES: Final = 4
 
 # The HTTP/2 connection preface with an empty SETTINGS frame; see RFC 9113, sections 3.4 and 6.5.
@@ -24,15 +24,15 @@ _SETTINGS_FRAME: Final = 4
 
 
 def find_fault(address: str, tls: Tls | None) -> str | None:
-    """Diagnose the first address that accepts connections.
+    """Diagnose the first address that accepts connections, and return its fault.
 
-    Return its fault, or None if there is no such address or no fault.
+    Return None if no address accepts connections, or if there is no fault.
 
-    The diagnosis takes up to two seconds per address of the name, so call it in a thread.
+    Call this function in a thread, because it takes up to two seconds per address of the host name.
 
     Args:
-        address: the address in gRPC syntax; an address without both host and port is not checked.
-        tls: TLS settings of the client; None: plaintext.
+        address: the address in gRPC syntax. An address without a host or without a port is not checked.
+        tls: TLS settings of the client, or None for plaintext.
     """
     targets: dict[tuple[str, int], str] = {}  # host names by address
     for host, port in hosts_and_ports(address):
@@ -48,7 +48,7 @@ def find_fault(address: str, tls: Tls | None) -> str | None:
         except OSError:
             continue
         try:
-            with first:  # close the connection even if it is reset before anything is sent
+            with first:  # close the connection even if it is reset before any data is sent
                 return _fault_of(first, shown, host, tls)
         except TimeoutError:
             return f"{shown} accepts connections but does not answer"
@@ -64,7 +64,7 @@ def _fault_of(first: ssl.SSLSocket, shown: str, host: str, tls: Tls | None) -> s
     if speaks_tls:
         if tls is None:
             return f"{shown} speaks TLS and this client does not; pass tls=, or set {CA_VARIABLE}"
-        # This process cannot load the CA certificates that gRPC uses by default.
+        # The CA certificates that gRPC uses by default cannot be loaded here.
         return None if tls.ca is None else _fault_of_certificate(target, host, tls)
     try:
         answer = _greet(socket.create_connection(target, _STEP_SECONDS))
@@ -110,18 +110,19 @@ def _speaks_tls(connection: ssl.SSLSocket) -> bool:
 
 def _any_service() -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # no data is sent
     context.set_alpn_protocols(["h2"])
     return context
 
 
 def _connected(context: ssl.SSLContext, target: tuple[str, int], host: str | None = None) -> ssl.SSLSocket:
-    """Return a connection whose TLS handshake has not started.
+    """Connect, and return the connection before its TLS handshake.
 
     The handshake checks `host` if the context requires it.
     """
     family = socket.AF_INET6 if ":" in target[0] else socket.AF_INET
-    # Wrap the socket before connecting: `wrap_socket` does not close a connection that is reset during the call.
+    # Wrap the socket before connecting, because `wrap_socket` does not close a connection that is reset during the
+    # call.
     secured = context.wrap_socket(socket.socket(family), server_hostname=host, do_handshake_on_connect=False)
     try:
         secured.settimeout(_STEP_SECONDS)
@@ -133,7 +134,7 @@ def _connected(context: ssl.SSLContext, target: tuple[str, int], host: str | Non
 
 
 def _greet(connection: socket.socket) -> bytes:
-    """Return the header of the server's first frame to an HTTP/2 client; shorter if the connection ends early."""
+    """Greet the server as an HTTP/2 client. Return the header of its first frame, or less if the connection ends."""
     with connection, connection.makefile("rb") as answers:
         connection.sendall(_HTTP2_HELLO)
         return answers.read(_FRAME_HEADER_BYTES)

@@ -1,22 +1,23 @@
-"""Combination of a client's small puts into one call: which puts are combined, and which caller sends the call.
+"""Combination of small puts from one client into a single call.
 
-Puts that can be combined wait in the same line. If fewer than two calls of a line are in flight, the caller of a new
-put sends it at once. Otherwise the put waits, and the next call includes all puts waiting at that moment, so no timer
-is needed.
+Puts that can be combined are added to the same line. If fewer than two calls of a line are in flight, the caller of a
+new put sends it immediately. Otherwise, the put waits, and is sent with all other waiting puts in the next call.
+Therefore, no timer is needed.
 
     waiting -- the leading caller takes it and sends a batch --> sent -- answered --> each caller gets its part
                                                                       | refused: nothing was written
                                                                       v
                                                               each put is sent separately
 
-One caller leads each batch: it sends the batch under its own deadline. If the leader times out or is cancelled before
-the outcome is known, another caller becomes the leader and sends the same bytes again under the same id.
+Each batch is led by one of the callers, which sends the batch with its own deadline. If the leader times out or is
+cancelled before the outcome is known, another caller becomes the leader. It sends identical bytes again, with the
+original request id.
 
-Puts in a line never wait for capacity at the service, since they would delay the other puts in the line. If capacity is
-lacking, the service refuses them; each is then sent separately and waits at the service, outside the line.
+Puts in a line never wait for capacity at the service, because they would delay the other puts in the line. If capacity
+is lacking, the service rejects the batch. Each put is then sent separately, and waits for capacity at the service.
 
-asyncio and threads share this module. Each `Lines` object belongs to one event loop or process and is guarded by its
-own lock. The lock is never held during a wait, and a forked child never uses it.
+The sync and async clients share this module. Each `Lines` object belongs to one event loop or process, and has its own
+lock. The lock is never held during a wait, and is never used by a forked child.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ _MOST_UNDER_WAY: Final = 2
 
 _OUTCOME_UNKNOWN: Final = (UnavailableError, DeadlineError, CallCancelledError, InternalError)
 _NOT_LOOKED_UP: Final = (LimitExceededError, DiskFullError, UnauthenticatedError, PermissionDeniedError)
-"""Errors with which the service refuses a call before it checks whether an earlier try succeeded."""
+"""Errors raised by the service before it checks whether an earlier attempt succeeded."""
 
 
 def seconds_without_capacity(refusal: TqError) -> float | None:
-    """Return for how many seconds capacity may be lacking, or None if the put was refused for another reason."""
+    """Return how many seconds capacity may be lacking, or None if the put was rejected for another reason."""
     if not isinstance(refusal, ResourceExhaustedError) or isinstance(refusal, _NOT_LOOKED_UP):
         return None
     return refusal.retry_after_seconds
@@ -68,17 +69,16 @@ def seconds_without_capacity(refusal: TqError) -> float | None:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Put:
-    """The put made by one call.
+    """The put made by a single call.
 
     Attributes:
-        kind: the response type, which determines the call: Commit (included in a put with columns) or Insert.
-        columns: columns of new or existing samples; empty if the put has only metadata.
+        kind: the response type, which determines the RPC: Commit (sent within a put if there are columns) or Insert.
+        columns: columns of new or existing samples; empty if the put contains only metadata.
         write: the samples to write.
         for_existing_rows: whether all samples already exist.
-        return_all_meta: whether to return all of the samples' metadata instead of only the written part.
+        return_all_meta: whether to return all metadata of the samples, not only the written metadata.
         size_bytes: total bytes of all values.
-        likeness: key that is equal for all puts that can be combined with this put; None: this put is always sent
-            separately.
+        likeness: key that is equal for all puts that can be combined, or None if the put must be sent separately.
     """
 
     kind: type[commit_pb2.CommitResponse] | type[pb.InsertResponse] = commit_pb2.CommitResponse
@@ -101,7 +101,7 @@ class Put:
         if not is_small or not isinstance(write.partition_id, str) or not is_on_host(self.columns):
             return None
         if any(column.json is not None or not column.present.all() for column in write.meta_columns):
-            return None  # mixed types or removals, for which the result depends on the order of writes
+            return None  # with mixed types or removals, the result depends on the order of writes
         samples = None
         if metadata is not None:
             is_fenced = write.claim is not None
@@ -116,7 +116,7 @@ class Put:
             bool(write.key_column),
             bool(write.group_column),
             bool(write.rollout_column),
-            # These values may be any objects; the service refuses invalid ones later.
+            # These values may be any objects. The service rejects invalid values later.
             f"{write.key_mode} {write.state} {write.group_size} {write.ends_rollouts}",
             tuple((column.name, column.values.dtype.kind) for column in write.meta_columns),
             tuple(_rows_of(column.spec) for column in self.columns),
@@ -124,17 +124,17 @@ class Put:
 
 
 def _rows_of(spec: FieldSpec) -> Hashable:
-    """Return a key that is the same for all rows that can be stacked in one column; see `stacked`."""
+    """Return a key that is equal for all rows that can be stacked in one column; see `stacked`."""
     return (spec.name, spec.dtype, len(spec.row_shape)) if spec.layout is Layout.DENSE and spec.row_shape else spec
 
 
 class JointPut:
-    """One or more puts in wire form. Every try sends identical bytes.
+    """One or more puts in wire form. Every attempt sends identical bytes.
 
     Attributes:
         kind: response type of the call.
-        columns: columns of all puts; empty if the puts have only metadata.
-        header: the put header, including the commit; without columns, only the commit.
+        columns: columns of all puts; empty if the puts contain only metadata.
+        header: the put header, including the commit. Without columns, only the commit is set.
         request: the commit or insert request.
     """
 
@@ -155,7 +155,7 @@ class JointPut:
         self.request: Any
         if self.kind is pb.InsertResponse:
             self.request = pb.InsertRequest(request_id=new_id(), write=message)
-        else:  # build the commit in the header: an embedded storage service needs it there, and copying it is slow
+        else:  # build the commit inside the header, which an embedded storage service requires, to avoid a slow copy
             self.request = self.header.commit
             self.request.request_id = new_id()
             self.request.return_all_meta = first.return_all_meta
@@ -163,10 +163,10 @@ class JointPut:
 
 
 class Answered:
-    """The service's answer to one or more puts.
+    """The service's response to one or more puts.
 
     Args:
-        answer: the service's answer.
+        answer: the response.
         namespace: the client's namespace.
     """
 
@@ -176,7 +176,7 @@ class Answered:
         self._known = joined([BatchMeta.from_proto(part, namespace) for part in all_meta]) if all_meta else None
 
     def part(self, write: Write, start: int = 0) -> BatchMeta:
-        """Return the samples of one put; `start` is the position of its first row in the joint put."""
+        """Return the samples of one put. `start` is the position of its first row in the joint put."""
         written, known, rows = self._written, self._known, slice(start, start + write.row_count)
         if known is not None and known.size > write.row_count:
             known = known.select_samples(range(known.size)[rows])
@@ -186,15 +186,15 @@ class Answered:
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A put in a line, together with its waiting caller.
+    """A put in a line, with its waiting caller.
 
     Attributes:
         put: the put.
         deadline: the caller's deadline.
         signal: an `AsyncSignal` or `Signal` that wakes the caller.
         line: the line that contains the put.
-        leads: whether the caller sends the batch or is about to send it.
-        batch: the batch that includes the put; None while the put waits.
+        leads: whether the caller is sending the batch, or is about to send it.
+        batch: the batch that contains the put; None while the put is waiting.
         start: position of the put's first row in the batch.
     """
 
@@ -207,7 +207,7 @@ class Member:
     start: int = 0
 
     def lead(self) -> None:
-        """Make the caller the leader of its batch and wake the caller."""
+        """Make the caller the leader of its batch, and wake it."""
         self.leads = True
         self.signal.set()
 
@@ -217,7 +217,7 @@ class Member:
         return self.batch is not None and self.batch.is_over
 
     def answer(self) -> BatchMeta | None:
-        """Return the written samples, or None if the put must be sent separately."""
+        """Return the written samples. Return None if the put must be sent separately."""
         answered = None if self.batch is None else self.batch.answered
         return None if answered is None else answered.part(self.put.write, self.start)
 
@@ -235,15 +235,15 @@ class Member:
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Puts that are sent in one call.
+    """A batch of puts that are sent in one call.
 
     Attributes:
         members: puts of the batch, in row order.
-        waiting: members whose callers still wait.
+        waiting: members whose callers are still waiting.
         joint: wire form of the puts; None until the batch is sent.
-        answered: the service's answer; None if the service refused the batch, so each put must be sent separately.
+        answered: the response. If None, the service rejected the batch, and each put must be sent separately.
         is_over: whether the batch's outcome is known.
-        may_be_made: whether the outcome of an earlier try is unknown.
+        may_be_made: whether the outcome of an earlier attempt is unknown.
     """
 
     members: Sequence[Member]
@@ -254,27 +254,27 @@ class Batch:
     may_be_made: bool = False
 
     def note(self, failure: TqError) -> None:
-        """Record the failure of one try."""
+        """Record the error of a failed attempt."""
         if isinstance(failure, UnavailableError):
             self.members[0].line.failure = failure
         self.may_be_made |= isinstance(failure, _OUTCOME_UNKNOWN)
 
     def is_refused_by(self, failure: TqError) -> bool:
-        """Return whether it is certain that neither the failed try nor any earlier try wrote anything."""
+        """Return whether it is certain that neither the failed attempt nor any earlier attempt wrote any data."""
         kinds = (*_OUTCOME_UNKNOWN, *_NOT_LOOKED_UP) if self.may_be_made else _OUTCOME_UNKNOWN
         return not isinstance(failure, kinds)
 
 
 @dataclass(slots=True, eq=False)
 class Line:
-    """Puts that can be combined with each other.
+    """A line of puts that can be combined with each other.
 
     Attributes:
         likeness: key shared by all puts in the line.
         waiting: puts that have not been sent yet, in order of arrival.
-        leader: the waiting put whose caller is about to send a batch; None if there is none.
+        leader: the waiting put whose caller is about to send a batch, or None.
         batches: batches in flight.
-        failure: error that explains why the service is unavailable; None while it is available.
+        failure: the last error if the service is unavailable; None if it is available.
     """
 
     likeness: Hashable
@@ -285,17 +285,17 @@ class Line:
 
 
 class Lines:
-    """The lines for all callers in one event loop or process."""
+    """The lines of all callers in one event loop or process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._lines: dict[Hashable, Line] = {}
-        self._awaited: list[tuple[set[Member], Any]] = []  # puts awaited by closing clients, each with a signal
+        self._awaited: list[tuple[set[Member], Any]] = []  # puts awaited by closing clients, with a signal each
 
     def join(self, likeness: Hashable, put: Put, deadline: Deadline, signal: Any) -> Member:
         """Add a put to its line.
 
-        If woken as the leader, the caller sends a batch. The caller must call `leave` when done.
+        If the caller is woken as the leader, it must send a batch. When its wait ends, it must call `leave`.
         """
         with self._lock:
             line = self._lines.get(likeness)
@@ -307,14 +307,14 @@ class Lines:
         return member
 
     def take(self, leader: Member) -> Batch:
-        """Return the batch that a leading caller must send: an abandoned one, or a new one of waiting puts."""
+        """Return the batch that the leader must send: an abandoned batch, or a new batch made up of waiting puts."""
         with self._lock:
             if leader.batch is not None:
                 leader.batch.may_be_made = True
                 return leader.batch
             line, put = leader.line, leader.put
             waiting = line.waiting
-            # Take half of the line, so that the service processes one half while the client encodes the other half.
+            # Take half of the line, so that the client encodes one half while the service processes the other half.
             most = (len(waiting) + sum(len(batch.members) for batch in line.batches) + 1) // 2
             waiting.remove(leader)
             members, size_bytes = [leader], put.size_bytes
@@ -332,17 +332,17 @@ class Lines:
         return batch
 
     def end(self, batch: Batch, answered: Answered | None) -> None:
-        """Record the service's answer to a batch (None: refused), and wake all waiting callers."""
+        """Record the response to a batch (None if it was rejected), and wake all waiting callers."""
         with self._lock:
             line = batch.members[0].line
             line.failure = None
             batch.answered = answered
             self._end(line, batch)
-            for member in batch.waiting:  # last, since the woken threads read the batch without the lock
+            for member in batch.waiting:  # last, because the woken threads read the batch without the lock
                 member.signal.set()
 
     def leave(self, member: Member) -> None:
-        """End a caller's wait. If the caller led a batch whose outcome is unknown, make another caller its leader."""
+        """End the wait of a caller. If it led a batch whose outcome is unknown, make another caller the leader."""
         with self._lock:
             line, batch = member.line, member.batch
             for members, signal in self._awaited:
@@ -363,9 +363,9 @@ class Lines:
                     _latest(batch.waiting).lead()
 
     def await_gathered(self, signal: Any) -> None:
-        """Set a signal as soon as no caller waits for a gathered put, which may be immediately.
+        """Set a signal once no caller is waiting for a gathered put. This may happen immediately.
 
-        If a line has unsent puts, also wait for its puts in flight, since they may be answered last.
+        If a line has unsent puts, also wait for its puts in flight, because their responses may arrive last.
         """
         with self._lock:
             lines = [line for line in self._lines.values() if line.waiting]
@@ -382,7 +382,7 @@ class Lines:
         self._go_on(line)
 
     def _go_on(self, line: Line) -> None:
-        """If fewer than two calls are in flight, make a waiting caller the leader. Drop the line if it is empty."""
+        """Make a waiting caller the leader if fewer than two calls are in flight. Drop the line if it is empty."""
         if line.waiting:
             if line.leader is None and len(line.batches) < _MOST_UNDER_WAY:
                 line.leader = _latest(islice(line.waiting, MOST_ROWS))

@@ -1,4 +1,4 @@
-"""Fields shared by the samples of a group: each value is read once and returned for all samples of the group.
+"""Fields shared by the samples of a group. Each value is read once, and returned for all samples of the group.
 
 locations of n samples --> SharedRows: m distinct cells, and the cell of each sample
     --> m rows are read --> expand: n rows, sharing memory if possible
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from tq_service.client.landing import Landing
 
 GROUP_INDEX: Final = "group_index"
-"""Name of the field added by `get_data(expand=False)`: each sample's row in the columns with group scope."""
+"""Name of the field added by `get_data(expand=False)`. It contains each sample's row in columns with group scope."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SharedRows:
-    """The rows that the group-scope fields have in one batch.
+    """The distinct rows of the group-scope fields in a batch.
 
     Attributes:
         names: names of the group-scope fields.
@@ -46,10 +46,9 @@ class SharedRows:
 
     @classmethod
     def of(cls, located: BatchMeta, fields: Sequence[FieldSpec]) -> SharedRows:
-        """Return the rows of the group-scope fields. At least one of `fields` must have group scope."""
+        """Return the rows for a batch. At least one of `fields` must have group scope."""
         shared = [spec.name for spec in fields if spec.scope is FieldScope.GROUP]
-        # All of the fields have rows for the same groups. A group has two rows if its field was put between two
-        # look-ups.
+        # All fields have rows for the same groups. A group has two rows if its field was put between two look-ups.
         order = np.zeros(located.size, np.int64)
         for runs in located.locations.select_fields(shared).runs:
             puts, rows = runs.expand()
@@ -76,11 +75,11 @@ class SharedRows:
 
     @property
     def is_in_order(self) -> bool:
-        """Whether each sample has its own row and the rows are in the order of the samples."""
+        """Whether each sample has its own row, and the rows are in the order of the samples."""
         return self.order.size == self.first.size and bool((self.order == np.arange(self.order.size)).all())
 
     def expanded(self, data: dict[str, Any]) -> dict[str, Any]:
-        """Return decoded columns in which the rows of group-scope fields are repeated for each sample."""
+        """Repeat the rows of group-scope fields for each sample, and return the resulting columns."""
         if self.is_in_order:
             return data
         patterns: dict[int, RowPattern] = {}
@@ -88,7 +87,7 @@ class SharedRows:
         return {**data, **shared}
 
     def indexed(self, data: dict[str, Any], device: Any = None) -> dict[str, Any]:
-        """Return decoded columns unchanged, plus the `group_index` field, which contains each sample's row."""
+        """Add the `group_index` field, which contains each sample's row, to decoded columns."""
         if not has_torch():
             return {**data, GROUP_INDEX: self.order}
         import torch  # noqa: PLC0415  (torch is optional and slow to import)
@@ -96,7 +95,7 @@ class SharedRows:
         return {**data, GROUP_INDEX: torch.from_numpy(self.order).to(device)}
 
     def _expand(self, values: Any, patterns: dict[int, RowPattern]) -> Any:
-        """Return one row per sample: the same objects in a list, otherwise views or a copy."""
+        """Return one row per sample: shared objects for a list, views or a copy for a tensor."""
         count = self.order.size
         if isinstance(values, list):
             return [values[row] for row in self.order.tolist()]
@@ -112,10 +111,10 @@ class SharedRows:
         return _as_integers(values).index_select(0, order).view(values.dtype)
 
     def _expand_nested(self, nested: Any, patterns: dict[int, RowPattern]) -> torch.Tensor:
-        """Return a nested tensor with copies of the samples' rows, because torch does not support overlapping rows."""
+        """Copy the rows of a nested tensor for each sample, because torch does not support overlapping rows."""
         import torch  # noqa: PLC0415  (torch is optional and slow to import)
 
-        values, offsets, dim = nested.values(), nested.offsets(), nested._ragged_idx - 1  # no public name exists
+        values, offsets, dim = nested.values(), nested.offsets(), nested._ragged_idx - 1  # no public attribute
         bounds = RowPattern.of_offsets(offsets).bounds
         starts, lengths = bounds[:-1][self.order], np.diff(bounds)[self.order]
         if id(offsets) not in patterns:
@@ -126,7 +125,7 @@ class SharedRows:
 
 
 def _as_integers(values: torch.Tensor) -> torch.Tensor:
-    """View a tensor as integers of the same size, since some torch operations do not support dtypes such as float8."""
+    """View a tensor as integers of equal size, because some torch operations do not support dtypes such as float8."""
     import torch  # noqa: PLC0415  (torch is optional and slow to import)
 
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -139,10 +138,10 @@ def arrangement(
     """Return a function that arranges the decoded columns of a batch according to `expand`.
 
     Args:
-        shared: rows of the group-scope fields, for the batch's distinct samples.
-        order: for each position in the batch, the number of its distinct sample, of shape `(n,)`; None: all samples are
-            distinct.
-        landing: destinations of the fields; None: new host memory.
+        shared: rows of the group-scope fields, for the distinct samples of the batch.
+        order: for each position in the batch, the index of its distinct sample, of shape `(n,)`. None if no sample is
+            repeated.
+        landing: destinations of the fields, or None for new host memory.
         expand: the argument of `get_data`.
     """
     if order is not None:
@@ -151,7 +150,7 @@ def arrangement(
 
 
 def check_not_expanded(fields: Sequence[FieldSpec], landing: Landing | None) -> None:
-    """Check that `expand=False` is supported: no field has the index's name, and `out` has no group-scope field.
+    """Check that the arguments of `get_data` can be combined with `expand=False`.
 
     Raises:
         InvalidArgumentError: a fetched field is named `group_index`, or `out` names a field with group scope.

@@ -1,6 +1,6 @@
-"""Heartbeats, which call a method periodically while its object exists, in an asyncio task or in a thread.
+"""Heartbeats, which call a method periodically in an asyncio task or a thread while its object exists.
 
-Neither form keeps the object alive; otherwise, the loop of a failed worker would continue to extend leases.
+A heartbeat does not keep the object alive. Otherwise, the heartbeat of a failed worker would continue to extend leases.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class AsyncHeartbeat:
     """A task in the running event loop that awaits a bound method every `interval_seconds` and logs its errors.
 
     Args:
-        beat: the bound method to call; only a weak reference to its object is kept.
+        beat: the bound method to call. The heartbeat only has a weak reference to the object of the method.
         interval_seconds: seconds between calls.
     """
 
@@ -25,7 +25,7 @@ class AsyncHeartbeat:
         self._task = asyncio.get_running_loop().create_task(_beat_async(WeakMethod(beat), interval_seconds))
 
     def stop(self) -> None:
-        """Stop calling the method, and cancel a call in progress."""
+        """Stop calling the method, and cancel a running call."""
         if not self._task.get_loop().is_closed():
             self._task.cancel()
 
@@ -44,7 +44,7 @@ class Heartbeat:
     """A daemon thread that calls a bound method every `interval_seconds` and logs its errors.
 
     Args:
-        beat: the bound method to call; only a weak reference to its object is kept.
+        beat: the bound method to call. The heartbeat only has a weak reference to the object of the method.
         interval_seconds: seconds between calls.
     """
 
@@ -54,7 +54,7 @@ class Heartbeat:
         threading.Thread(target=_beat, args=arguments, name="tq-heartbeat", daemon=True).start()
 
     def stop(self) -> None:
-        """Stop calling the method, without interrupting a call in progress."""
+        """Stop calling the method. A running call is not interrupted."""
         self._stopped.set()
 
 

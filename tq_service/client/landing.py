@@ -1,4 +1,4 @@
-"""Destinations of fetched data other than new host memory: a device, or the caller's tensors."""
+"""Destinations of fetched data other than new host memory, which are a device or the caller's tensors."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """The destinations of the fields fetched by a call.
+    """The destinations of fetched fields.
 
     Attributes:
-        device: device for fields that are not in `out`; None: the CPU.
-        out: the caller's tensors to fill, by field.
+        device: device for fields that are not in `out`, or None for the CPU.
+        out: tensors passed by the caller to be filled, by field.
     """
 
     device: torch.device | None
@@ -40,7 +40,7 @@ class Landing:
 
     @classmethod
     def of(cls, device: Any, out: Any) -> Landing | None:
-        """Return the destinations for arguments of `get_data`, or None if all data goes to new host memory.
+        """Return the destinations for arguments of `get_data`, or None if all data is received in new host memory.
 
         Raises:
             InvalidArgumentError: the device does not exist, or a tensor cannot be filled.
@@ -62,7 +62,7 @@ class Landing:
         return cls(found, targets) if found is not None or targets else None
 
     def check(self, specs: Sequence[FieldSpec], row_count: int, layout: ReadLayout | None) -> None:
-        """Check that the tensors of `out` match `row_count` rows of the fetched fields.
+        """Check that the tensors in `out` match `row_count` rows of the fetched fields.
 
         Raises:
             InvalidArgumentError: a field is not fetched, or is not dense.
@@ -94,14 +94,14 @@ class Landing:
                 )
 
     def device_of(self, column: ColumnShape) -> torch.device | None:
-        """Return the device to which a column is copied, or None if it stays on the CPU, as objects do."""
+        """Return the device that a column is copied to, or None if it stays on the CPU. Objects stay on the CPU."""
         target = self.out.get(column.spec.name)
         if target is not None:
             return target.device if is_on_device(target) else None
         return None if column.spec.layout is Layout.OBJECT else self.device
 
     def place(self, columns: Sequence[ColumnShape]) -> list[Bytes]:
-        """Return host memory in which to receive columns: one block for all device columns, or the caller's tensors."""
+        """Return the host memory that will receive each column."""
         going = {column.spec.name: device for column in columns if (device := self.device_of(column)) is not None}
         first = next(iter(going.values()), None)
         sizes = [column.value_bytes for column in columns if column.spec.name in going]
@@ -116,7 +116,7 @@ class Landing:
         return np.frombuffer(tensor_bytes(target), np.uint8)
 
     def fill(self, data: dict[str, Any]) -> None:
-        """Fill the caller's tensors, and put them into `data` in place of the decoded columns."""
+        """Fill the caller's tensors, and replace the decoded columns in `data` with them."""
         for name, target in self.out.items():
             values = data[name]
             if is_on_device(target):

@@ -1,10 +1,10 @@
-"""Padded reads: rows of jagged fields are received directly into a dense buffer, and padded to a common length.
+"""Padded reads, which receive rows of jagged fields directly into a dense buffer and pad them to a common length.
 
     header of an answer -> positions of its rows in the buffer -> bytes received there, or copied from shared memory
     after all answers   -> remainder of each row filled, masks built
 
-The positions are known from the header if the read has only one answer, or if a `length` is given. Otherwise the rows
-are received contiguously and then copied once.
+The positions are known from the header if the read has only one response, or if `length` is set. Otherwise, the rows
+are received contiguously and copied to the buffer afterwards.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from tq_service.wire.mapping import Bytes
 from tq_service.wire.metadata import Indexes
 
 Side: TypeAlias = Literal["right", "left"]
-"""Side of the padding: after the values ("right") or before the values ("left")."""
+"""Side of the padding: "right" is after the values, "left" is before the values."""
 
-# With more rows than this, preparing their positions takes longer than the copy that it saves.
+# With more rows than this, preparing the positions takes longer than the copy that it avoids.
 _MOST_PLACES: Final = 1 << 16
 # Numpy dtypes, keyed by item size.
 _ITEMS: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
 def fill_pattern(spec: FieldSpec, value: Any) -> Bytes:
-    """Return a fill value's bytes in a field's dtype.
+    """Convert a fill value to bytes in the dtype of a field.
 
     Raises:
         InvalidArgumentError: the dtype cannot represent the value.
@@ -71,13 +71,13 @@ def fill_pattern(spec: FieldSpec, value: Any) -> Bytes:
 
 
 def lengthen(column: ColumnShape, values: Bytes, row_bytes: Indexes, pattern: Bytes) -> Bytes:
-    """Return the bytes of rows, with fill values appended to each row.
+    """Append fill values to each row, and return the bytes of the filled rows.
 
     Args:
         column: the rows to fill.
         values: bytes of the rows.
         row_bytes: size of each filled row in bytes, of shape `(n,)`.
-        pattern: the fill value's bytes.
+        pattern: bytes of the fill value.
     """
     ends = np.cumsum(row_bytes)
     target = BLOCKS.take(int(row_bytes.sum()))
@@ -97,9 +97,9 @@ class Padding:
     """The padding options passed to a call.
 
     Attributes:
-        fields: names of the padded fields; None: all jagged fields with one ragged dimension.
-        value: fill value, or a mapping of fill values by field.
-        length: row length, or a mapping of row lengths by field; None: the length of the field's longest row.
+        fields: names of the fields to pad. If None, all jagged fields with one ragged dimension are padded.
+        value: fill value, or fill values by field.
+        length: row length, or row lengths by field. If None, each field is padded to its longest row.
         side: side of the padding.
         mask: whether to also return masks.
         truncate: whether to truncate rows longer than `length` to their first `length` items.
@@ -123,7 +123,7 @@ class Padding:
         mask: bool = False,
         truncate: bool = False,
     ) -> Padding | None:
-        """Return the padding for arguments of `get_data`, or None if nothing is padded.
+        """Return the padding options for arguments of `get_data`, or None if no field is padded.
 
         Raises:
             InvalidArgumentError: an argument is invalid, or has no effect without `padded`.
@@ -158,7 +158,7 @@ class Padding:
         return cls(fields=fields, value=pad_value, length=length, side=side, mask=bool(mask), truncate=truncate)  # type: ignore[arg-type]
 
     def length_of(self, name: str) -> int | None:
-        """Return the row length of a field, or None to use the length of the longest row."""
+        """Return the padded row length of a field, or None to use the length of the longest row."""
         return self.length.get(name) if isinstance(self.length, Mapping) else self.length
 
     def pattern_of(self, spec: FieldSpec) -> Bytes:
@@ -167,7 +167,7 @@ class Padding:
         return fill_pattern(spec, value)
 
     def check(self, names: Sequence[str]) -> None:
-        """Check that the fields to pad are fetched, and that mask names do not collide with field names.
+        """Check that the fields to pad are fetched, and that mask names differ from field names.
 
         Raises:
             InvalidArgumentError: a field is not fetched, or a mask has the same name as a field.
@@ -183,7 +183,7 @@ class Padding:
                 raise _wrong("mask", f"True, but a field {mask_name(taken)!r} exists", "no field named like a mask")
 
     def pads(self, spec: FieldSpec) -> bool:
-        """Return whether a field is padded, given its spec. Fields with several ragged dimensions must be named."""
+        """Return whether the field with this spec is padded. Fields with several ragged dimensions must be named."""
         if self.fields is not None:
             return spec.name in self.fields
         if spec.scope is FieldScope.GROUP:
@@ -191,7 +191,7 @@ class Padding:
         return spec.layout is Layout.JAGGED and _ragged_dim(spec) is not None
 
     def heads(self, specs: Sequence[FieldSpec], sliced: Sequence[str]) -> dict[str, int]:
-        """Return the lengths to which storage services truncate longer rows, by field."""
+        """Return the lengths to which storage services truncate rows, by field."""
         return {
             spec.name: length
             for spec in specs
@@ -205,7 +205,7 @@ class Padding:
         }
 
     def specs(self, specs: Sequence[FieldSpec]) -> list[FieldSpec]:
-        """Return the specs of the padded fields and masks; sizes that depend on the rows are 0."""
+        """Return the specs of the padded fields and masks. Sizes that depend on the rows are 0."""
         found: list[FieldSpec] = []
         masks: list[FieldSpec] = []
         for spec in specs:
@@ -233,7 +233,7 @@ def mask_name(name: str) -> str:
 
 
 def _ragged_dim(spec: FieldSpec) -> int | None:
-    """Return the row dimension to pad, or None if there is no such dimension or more than one."""
+    """Return the row dimension to pad, or None unless there is exactly one such dimension."""
     if spec.row_shape is None:
         return 0 if spec.layout is not Layout.OBJECT else None
     dims = with_ragged_dim(spec).ragged_dims
@@ -253,14 +253,15 @@ def _check_can_pad(spec: FieldSpec, dim: int | None) -> None:
 
 
 class PaddedColumn:
-    """One field of a padded read: its buffer, and the rows received into the buffer.
+    """A field of a padded read, with the buffer that receives its rows.
 
     Args:
         padding: padding options of the call.
-        spec: the field's spec, as far as it is known before the read.
+        spec: spec of the field, as far as it is known before the read.
         row_count: number of rows in the result.
-        device: device to which to copy the buffer; None: the CPU.
-        is_one_answer: whether all rows arrive in one answer, whose header then determines the longest row.
+        device: device to copy the buffer to, or None for the CPU.
+        is_one_answer: whether all rows arrive in one response. If so, the header of the response determines the longest
+            row.
     """
 
     def __init__(
@@ -271,12 +272,12 @@ class PaddedColumn:
         self._row_count = row_count
         self._device = device
         self._is_one_answer = is_one_answer
-        self._lock = threading.Lock()  # answers arrive in several threads
+        self._lock = threading.Lock()  # responses arrive in several threads
         self._buffer: Bytes | None = None
         self._shape: tuple[int, ...] = ()
 
     def place(self, column: ColumnShape, positions: Indexes) -> ScatteredRows | None:
-        """Return the memory for an answer's rows at `positions` of the result, or None if it is not known yet."""
+        """Return the memory for the rows in a response, or None if the row length is not known yet."""
         dim, length = _ragged_dim(self._spec), self._padding.length_of(self._spec.name)
         if dim is None or (length is None and not self._is_one_answer) or column.spec.layout is Layout.OBJECT:
             return None
@@ -306,7 +307,7 @@ class PaddedColumn:
         return BLOCKS.take(self._row_count * int(np.prod(shape, dtype=np.int64)) * spec.itemsize, self._device)
 
     def _places(self, spec: FieldSpec, dim: int, lengths: Indexes, positions: Indexes) -> tuple[Indexes, Indexes]:
-        """Return the starts and sizes of row pieces: one piece per index in the dimensions before the ragged one."""
+        """Return the starts and sizes of the contiguous pieces of rows in the buffer, in bytes."""
         outer = int(np.prod(self._shape[:dim], dtype=np.int64))
         item_bytes = int(np.prod(self._shape[dim + 1 :], dtype=np.int64)) * spec.itemsize
         width = self._shape[dim] * item_bytes
@@ -320,8 +321,8 @@ class PaddedColumn:
         """Return the padded column and, if requested, its mask.
 
         Args:
-            parts: for each answer, the positions of its rows in the result, its column, and its values. If the values
-                are the buffer itself, they were received in place; other values are copied.
+            parts: for each response, the positions of its rows in the result, its column, and its values. If the values
+                are the buffer itself, they were received in place. Other values are copied.
 
         Raises:
             FieldMismatchError: a row is longer than `length`, or rows differ in several dimensions.

@@ -1,4 +1,4 @@
-"""Options for the form of fetched data: row slices, layout and padding."""
+"""Options that determine the form of fetched data: row slices, layout and padding."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class ReadForm:
     """The row slices and padding requested by a call.
 
     Attributes:
-        slices: the slices; None: full rows of all fields.
-        padding: padding options; None: no padding.
+        slices: the slices. If None, full rows of all fields are fetched.
+        padding: padding options, or None for no padding.
     """
 
     slices: Slices | None
@@ -38,7 +38,7 @@ class ReadForm:
 
     @classmethod
     def of(cls, slices: Slices | None, padding: Padding | None, layout: ReadLayout | None) -> ReadForm:
-        """Return the read form for the options of a `get_data` call.
+        """Return the `ReadForm` for the options of a `get_data` call.
 
         Raises:
             InvalidArgumentError: fields are requested as both jagged and padded.
@@ -54,7 +54,7 @@ class ReadForm:
         """Check that the slices allow samples to be omitted from the result.
 
         Raises:
-            InvalidArgumentError: slices are given per row, and could be applied to the wrong rows.
+            InvalidArgumentError: slices are set per row. If a sample were omitted, they would apply to the wrong rows.
         """
         if self.slices is not None and self.slices.is_by_row:
             raise InvalidArgumentError(
@@ -76,7 +76,7 @@ class ReadForm:
                 )
 
     def of_fields(self, specs: Sequence[FieldSpec]) -> FormOfFields:
-        """Return this form, resolved for the fetched fields.
+        """Apply the options to the fetched fields, and return the resulting form.
 
         Raises:
             InvalidArgumentError: a named field is not fetched, cannot be sliced, or is shared by groups.
@@ -108,11 +108,11 @@ class ReadForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormOfFields:
-    """The form of the data returned by a call, resolved for the fetched fields.
+    """The options of a `ReadForm`, applied to the fetched fields.
 
     Attributes:
-        slices: the slices, including those that implement `truncate`; None: full rows of all fields.
-        padding: padding options; None: no padding.
+        slices: the slices, including slices that implement `truncate`. If None, full rows of all fields are fetched.
+        padding: padding options, or None for no padding.
         cut: specs of the fields as they are received, by name.
         result: specs of the fields in the result, as far as they are known before the read.
         padded: names of the padded fields, as far as they are known before the read.
@@ -126,20 +126,20 @@ class FormOfFields:
 
     @property
     def cuts(self) -> Mapping[str, RowCut]:
-        """The requested slice of each row, keyed by field."""
+        """The requested slices, by field."""
         return {} if self.slices is None else self.slices.cuts
 
     @property
     def is_by_row(self) -> bool:
-        """Whether slices are given per row."""
+        """Whether slices are set per row."""
         return self.slices is not None and self.slices.is_by_row
 
     def begin(self, reads: Sequence[StorageRead], row_count: int, landing: Landing | None) -> PaddedRead | None:
-        """Return the padding state for reads that cover the result's rows in order, or None if nothing is padded."""
+        """Return the padding state for reads that cover the result's rows in order, or None if no field is padded."""
         if self.padding is None:
             return None
-        # Extents that the client joins are received in full first. Fields with fill values or positions are completed
-        # first.
+        # The following fields cannot be padded while they are received: fields whose extents the client joins, and
+        # fields with fill values or positions.
         later = {name for read in reads if read.has_extents for name in read.field_names}
         if self.slices is not None:
             later |= {name for name, each in self.slices.given.items() if each.fill is not None or each.positions}
@@ -158,21 +158,21 @@ class FormOfFields:
         )
 
     def finish(self, received: Sequence[Received], wanted: Sequence[str], padded: PaddedRead | None) -> list[Received]:
-        """Return all columns: those in `wanted` in this order, then position columns, then masks."""
+        """Return all columns: first the columns in `wanted`, in this order, then position columns, then masks."""
         columns = list(received) if self.slices is None else self.slices.finish(received)
         return columns if padded is None else padded.finish(columns, wanted)
 
 
 _OPTIONS: Final = ("slices", "padded", "pad_value", "length", "side", "mask", "truncate")
 CP_POSITIONS: Final = "cp_positions"
-"""Name of the field with the positions of the items in a context-parallel rank's share."""
+"""Name of the field that contains the positions of the items in the share of a context-parallel rank."""
 
 
 def check_read_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return arguments for `get_data` that can be used with many batches.
+    """Check arguments for `get_data` that will be used with many batches, and return them.
 
     Raises:
-        InvalidArgumentError: an argument is not one of these options, or is invalid.
+        InvalidArgumentError: an argument is invalid, or cannot be used with many batches.
     """
     found = dict(options or {})
     others = [name for name in found if name not in _OPTIONS]
@@ -201,15 +201,15 @@ def with_shares(
     *,
     positions: bool,
 ) -> dict[str, Any]:
-    """Return arguments for `get_data` that also slice fields to a context-parallel rank's share.
+    """Extend arguments for `get_data`, so that fields are sliced to the share of a context-parallel rank.
 
     Args:
-        options: the other arguments of `get_data`.
+        options: the arguments to extend.
         data_fields: names of the fetched fields.
         cp_fields: names of the fields that are split among the ranks.
         share: slice that selects the rank's share.
-        fill: fill value of the shares, or a mapping of fill values by field.
-        positions: whether to add a field with the positions of the share's items.
+        fill: fill value of the shares, or fill values by field.
+        positions: whether to add a field with the positions of the items in the share.
 
     Raises:
         InvalidArgumentError: a field is not fetched, or already has a slice.
@@ -235,14 +235,14 @@ def with_shares(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedRead:
-    """The padding state of one call.
+    """The padding state of a call.
 
     Attributes:
         padding: padding options.
         row_count: number of rows in the result.
-        device: device to which to copy padded columns; None: the CPU.
+        device: device to copy padded columns to, or None for the CPU.
         specs: specs of the fields, as far as they are known before the read.
-        columns: columns that are padded while they are being received.
+        columns: columns that are padded while they are received, by field.
         parts: received parts of `columns`, by field.
     """
 
@@ -254,11 +254,11 @@ class PaddedRead:
     parts: dict[str, list[tuple[Indexes, ColumnShape, Bytes]]] = field(default_factory=dict)
 
     def rows_of(self, read: StorageRead) -> _RowsOfRead:
-        """Return the object that places the rows of one read."""
+        """Return the object that determines where to receive the rows of a read."""
         return _RowsOfRead(self.columns, read.positions)
 
     def take(self, reads: Sequence[StorageRead], answers: Sequence[Sequence[Received]]) -> list[list[Received]]:
-        """Store the columns that were padded while being received, and return the other columns."""
+        """Store the columns that were padded while they were received. Return the other columns."""
         for read, answer in zip(reads, answers, strict=True):
             for column, values in answer:
                 if column.spec.name in self.columns:
@@ -266,7 +266,7 @@ class PaddedRead:
         return [[each for each in answer if each[0].spec.name not in self.columns] for answer in answers]
 
     def finish(self, columns: Sequence[Received], wanted: Sequence[str]) -> list[Received]:
-        """Return all columns, padding those that were not padded while being received."""
+        """Return all columns. Columns that were not padded while they were received are padded now."""
         found = {name: column.assemble(self.parts[name]) for name, column in self.columns.items()}
         names = [*wanted, *(column.spec.name for column, _ in columns if column.spec.name not in wanted)]
         for column, values in columns:
@@ -274,7 +274,7 @@ class PaddedRead:
             known = self.specs.get(spec.name, spec)
             is_shared = known.scope is FieldScope.GROUP
             if known.layout is not Layout.JAGGED and self.padding.fields is None:
-                known = spec  # a dense field whose rows were sliced to different lengths
+                known = spec  # for a dense field whose rows were sliced to different lengths
             if self.padding.pads(known) and not is_shared:
                 padded = PaddedColumn(self.padding, known, self.row_count, self.device)
                 found[spec.name] = padded.assemble([(np.arange(self.row_count), column, values)])
@@ -285,12 +285,12 @@ class PaddedRead:
 
 @dataclass(frozen=True, slots=True)
 class _RowsOfRead:
-    """Placement of one answer's rows; implements `RowPlacement`."""
+    """The placement of the rows in one response. Implements `RowPlacement`."""
 
     columns: Mapping[str, PaddedColumn]
     positions: Indexes
 
     def place(self, column: ColumnShape) -> ScatteredRows | None:
-        """Return the memory in which to receive the rows of a column; None to receive them contiguously."""
+        """Return the memory that will receive the rows of a column, or None to receive the rows contiguously."""
         padded = self.columns.get(column.spec.name)
         return None if padded is None else padded.place(column, self.positions)

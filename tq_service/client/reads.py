@@ -1,6 +1,6 @@
-"""Reads of a batch: plan requests to each storage service, merge the answers into one batch, and report lost samples.
+"""Reads of a batch: plan requests to storage services, merge the responses into one batch, and report lost samples.
 
-Callers receive tensors, nested tensors and lists, which share memory with the received bytes.
+Callers receive tensors, nested tensors and lists that share memory with the received bytes.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 
     from tq_service.client.landing import Landing
 
-# Slices with fewer items on average are copied with one index over all items, which is cheaper than a Python step per
-# slice.
+# If slices have fewer items than this on average, they are copied with one index over all items. This is cheaper than a
+# Python loop over the slices.
 _SCATTER_BELOW_ITEMS: Final = 64
 _MOST_NAMED: Final = 20
 
@@ -68,12 +68,12 @@ class StorageRead:
 
     Attributes:
         storage: the storage service instance to read from.
-        positions: ascending positions of the rows to read, of shape `(n,)`: samples in the batch, or extents of their
-            cells.
+        positions: ascending positions of the rows to read, of shape `(n,)`. Positions refer to samples of the batch, or
+            to extents in the list of all extents of the batch's cells.
         request: the request for the cells.
-        owners: for each row, its sample if rows are extents, or its first sample if samples share rows, of shape
-            `(n,)`.
-        order: if samples share rows, the row of each sample in the batch; None: each sample has its own row.
+        owners: the sample of each row, of shape `(n,)`. If samples share rows, it is the first sample of the row. If
+            None, each row belongs to the sample at its position.
+        order: if samples share rows, the row of each sample in the batch; otherwise None.
     """
 
     storage: StorageRef
@@ -89,11 +89,11 @@ class StorageRead:
 
     @property
     def samples(self) -> Indexes:
-        """For each row, the sample in the batch to which it belongs, of shape `(n,)`."""
+        """For each row, the sample that the row belongs to, of shape `(n,)`."""
         return self.positions if self.owners is None else self.owners
 
     def samples_of(self, rows: NDArray[np.bool_] | slice = slice(None)) -> Indexes:
-        """Return the batch's samples that have any of the given rows, in ascending order."""
+        """Return the samples that have at least one of the given rows, in ascending order."""
         if self.order is None:
             return np.unique(self.samples[rows])
         return np.flatnonzero(np.isin(self.order, self.positions[rows]))
@@ -104,7 +104,7 @@ class StorageRead:
         return [name for runs in self.request.runs for name in runs.field_names]
 
     def size_bytes(self, specs: Mapping[str, FieldSpec]) -> int | None:
-        """Return the total bytes of all values, or None if the rows of a field differ in size."""
+        """Return the total size of all values in bytes, or None if the rows of a field may differ in size."""
         total = 0
         for name in self.field_names:
             spec = specs.get(name)
@@ -121,14 +121,15 @@ def plan_reads(
     cuts: Mapping[str, RowCut] | None = None,
     joined: Collection[str] = (),
 ) -> list[StorageRead]:
-    """Plan the reads that fetch the given fields: one read per storage service and set of rows.
+    """Plan the reads that fetch the given fields, one read per storage service and set of rows.
 
     Args:
         locations: locations of the cells.
         data_fields: names of the fields.
-        cuts: the requested part of each row, by field. If a cell has extents in several storage services, it is read in
-            full, since none of these services can determine the cell's total length.
-        joined: other fields whose extents the storage service joins, if it stores all extents of a cell.
+        cuts: by field, the requested part of each row. Cells with extents in several storage services are read in full,
+            because none of these services can determine the total length of the cell.
+        joined: other fields whose extents the storage service should join. It can only join extents if it stores all of
+            them.
     """
     cuts = cuts or {}
     numbers: dict[StorageRef, int] = {}
@@ -166,7 +167,7 @@ def plan_reads(
 
 
 def _apart(all_runs: Sequence[CellRuns], names: Collection[str]) -> Iterator[CellRuns]:
-    """Yield the runs; if cells have extents, yield runs of the named fields separately from those of other fields."""
+    """Yield the runs. If cells have extents, split each run into the named fields and the other fields."""
     for runs in all_runs:
         inside = tuple(name for name in runs.field_names if name in names)
         if not runs.extent_counts.size or len(inside) in (0, len(runs.field_names)):
@@ -177,7 +178,7 @@ def _apart(all_runs: Sequence[CellRuns], names: Collection[str]) -> Iterator[Cel
 
 
 def _slices(cuts: Mapping[str, RowCut], parts: Sequence[CellRuns], positions: Indexes) -> list[RowSlice]:
-    """Return the slices to request for the rows at `positions`; fields with the same cut share one slice."""
+    """Return the slices to request for the rows at `positions`. Fields with the same cut share a slice."""
     alike: dict[int, tuple[RowCut, list[str]]] = {}
     for name in (name for part in parts for name in part.field_names if name in cuts):
         alike.setdefault(id(cuts[name]), (cuts[name], []))[1].append(name)
@@ -185,7 +186,7 @@ def _slices(cuts: Mapping[str, RowCut], parts: Sequence[CellRuns], positions: In
 
 
 def _split_by_storage(runs: CellRuns, owners: Indexes) -> list[tuple[int, Indexes, CellRuns]]:
-    """Return the positions and runs for each storage service; `owners` contains the storage service of each run."""
+    """Return the positions and runs for each storage service. `owners` contains the storage service of each run."""
     storages = np.unique(owners).tolist()
     if len(storages) == 1:
         return [(storages[0], np.arange(runs.row_count), runs)]
@@ -204,18 +205,18 @@ def merge_answers(
     *,
     slices: Slices | None = None,
 ) -> list[Received]:
-    """Merge the answers of reads into one column per field, with rows in batch order.
+    """Merge the responses to reads into one column per field, with rows in batch order.
 
     Args:
         reads: the reads that were sent.
         answers: the columns received for each read.
         data_fields: names of the fields, in the requested order.
-        specs: known specs of the fields. Rows put as dense into a jagged field are returned as jagged.
+        specs: known specs of the fields. Dense rows of a jagged field are returned as jagged.
         locations: locations of the cells, including the extents to join.
-        slices: the requested parts of rows; None: full rows.
+        slices: the requested parts of rows, or None for full rows.
 
     Raises:
-        InternalError: an answer lacks a field, or contains full rows instead of the requested parts.
+        InternalError: a response lacks a field, or contains full rows instead of the requested parts.
         FieldMismatchError: storage services returned incompatible data for one field.
     """
     parts: dict[str, list[tuple[Indexes, ColumnShape, Bytes]]] = {name: [] for name in data_fields}
@@ -242,7 +243,7 @@ def merge_answers(
 
 
 def _check_parts(reads: Sequence[StorageRead], answers: Sequence[Sequence[Received]]) -> None:
-    """Raise InternalError if a storage service returned full rows instead of parts, as older versions do."""
+    """Raise InternalError if a storage service returned full rows because its version cannot slice rows."""
     for read, answer in zip(reads, answers, strict=True):
         sliced = {name for part in read.request.slices for name in part.field_names}
         for column, _ in answer:
@@ -254,7 +255,7 @@ def _check_parts(reads: Sequence[StorageRead], answers: Sequence[Sequence[Receiv
 
 
 def _join_extents(received: Received, runs: CellRuns) -> Received:
-    """Join the extents of each cell into one row. Adjacent extents are not copied unless some of them are shortened.
+    """Join the extents of each cell into one row. Extents are copied only if some of them have been truncated.
 
     Raises:
         InternalError: the column is not ragged in its first dimension.
@@ -287,7 +288,7 @@ def _merge(pieces: Sequence[tuple[Indexes, ColumnShape, Bytes]], declared: Field
 
 
 def _narrow(column: ColumnShape, declared: FieldSpec) -> ColumnShape:
-    """Return a jagged column in which a dimension is not ragged if all rows have the size that the field declares."""
+    """Make dimensions of a jagged column non-ragged if all rows have the size declared for the field."""
     shape = list(column.spec.row_shape or ())
     fixed = declared.row_shape or ()
     for dim in column.spec.ragged_dims if len(fixed) == len(shape) else ():
@@ -297,7 +298,7 @@ def _narrow(column: ColumnShape, declared: FieldSpec) -> ColumnShape:
 
 
 def _shaped_as(row_shape: Sequence[int], column: ColumnShape) -> ColumnShape:
-    """Return a tensor column whose spec has the given row shape."""
+    """Return a tensor column with the given row shape in its spec."""
     layout = Layout.JAGGED if -1 in row_shape else Layout.DENSE
     return _described_as(replace(column.spec, layout=layout, row_shape=tuple(row_shape)), column)
 
@@ -309,7 +310,7 @@ def _described_as(spec: FieldSpec, column: ColumnShape) -> ColumnShape:
 
 
 def _gather(pieces: Sequence[tuple[Indexes, ColumnShape, Bytes]]) -> Received:
-    """Combine several columns that have the same spec into one column, with rows in batch order."""
+    """Combine several columns with equal specs into one column, with rows in batch order."""
     first = pieces[0][1]
     row_count = sum(positions.size for positions, _, _ in pieces)
     extents = None if first.extents is None else np.empty((row_count, first.extents.shape[1]), np.int64)
@@ -337,7 +338,7 @@ def _gather(pieces: Sequence[tuple[Indexes, ColumnShape, Bytes]]) -> Received:
 
 
 def _place(values: Bytes, targets: Indexes, positions: Indexes, column: ColumnShape, buffer: Bytes) -> None:
-    """Copy one part's rows to their final positions: fixed-size rows in one step, other large rows in runs."""
+    """Copy the rows of one part to their final positions."""
     row_bytes = fixed_row_bytes(column.spec)
     if row_bytes is not None:
         row = np.dtype((np.void, row_bytes))
@@ -355,9 +356,9 @@ def _place(values: Bytes, targets: Indexes, positions: Indexes, column: ColumnSh
 
 
 def each_once(metadata: BatchMeta) -> tuple[BatchMeta, Indexes | None]:
-    """Return the batch with each sample once, and each original sample's position in that batch, of shape `(n,)`.
+    """Remove repeated samples. Return the new batch, and the position of each original sample in it, of shape `(n,)`.
 
-    If no sample is repeated, return the batch unchanged, and None for the positions.
+    If no sample is repeated, return the original batch and None.
     """
     indexes = metadata.indexes
     if (indexes[1:] > indexes[:-1]).all():
@@ -369,7 +370,7 @@ def each_once(metadata: BatchMeta) -> tuple[BatchMeta, Indexes | None]:
 
 
 def take_rows(received: Received, order: Indexes) -> Received:
-    """Return a column's rows at the given positions, an array of shape `(n,)`; positions may repeat."""
+    """Return the rows of a column at the given positions, an array of shape `(n,)`. Positions may repeat."""
     column, buffer = received
     row_bytes = fixed_row_bytes(column.spec)
     if row_bytes is not None:
@@ -384,9 +385,9 @@ def take_rows(received: Received, order: Indexes) -> Received:
 
 
 def empty_columns(specs: Sequence[FieldSpec]) -> list[Received]:
-    """Return columns without rows, with the types given by their specs.
+    """Return columns without rows for the given specs.
 
-    Fields without a type are dense float32 scalars.
+    A field without dtype, layout and row shape becomes a column of dense float32 scalars.
     """
     return [(_empty_column(spec), np.empty(0, np.uint8)) for spec in specs]
 
@@ -411,11 +412,11 @@ def to_batch(
     landing: Landing | None = None,
     arrange: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> TensorDict:
-    """Return received columns as a TensorDict with batch size `[row_count]`; without torch or tensordict, as a dict.
+    """Return received columns as a TensorDict. If torch or tensordict is not installed, return a dict.
 
-    Without torch, columns are numpy arrays or lists of numpy arrays. `layout` has the same meaning as in `get_data`;
-    None leaves the layout unchanged. Without a row count, the TensorDict has no batch dimension. `arrange` converts the
-    decoded columns to the result's columns.
+    Without torch, columns are numpy arrays or lists of numpy arrays. `layout` has the same meaning as in `get_data`.
+    None leaves the layout unchanged. The batch size of the TensorDict is `[row_count]`, or `[]` if `row_count` is None.
+    `arrange` converts the decoded columns to the columns of the result.
 
     Raises:
         FieldMismatchError: rows of a column requested as dense differ in shape.
@@ -438,7 +439,7 @@ def _laid_out(column: ColumnShape, layout: ReadLayout) -> ColumnShape:
     spec, shape = column.spec, column.spec.row_shape
     if spec.layout is Layout.OBJECT or not shape:
         return column
-    if not column.row_count:  # there are no rows from which to derive the layout
+    if not column.row_count:  # there are no rows to derive the layout from
         is_jagged = layout == "jagged" or (layout == "auto" and spec.layout is Layout.JAGGED)
         sizes = list(shape) if is_jagged else [max(size, 0) for size in shape]
     else:
@@ -462,14 +463,14 @@ def _laid_out(column: ColumnShape, layout: ReadLayout) -> ColumnShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowPattern:
-    """The row lengths of jagged columns. Fields with the same row lengths share one pattern.
+    """The row lengths of jagged columns. Fields with equal row lengths share a pattern.
 
     Attributes:
-        offsets: row boundaries, of shape `(n + 1,)`; all nested tensors with this pattern share this tensor.
-        bounds: the same row boundaries in host memory.
+        offsets: row boundaries, of shape `(n + 1,)`. All nested tensors with this pattern share this tensor.
+        bounds: the row boundaries in host memory.
         min_length: length of the shortest row, or 0 if there are no rows.
-        max_length: length of the longest row, or 0 if there are no rows. Padding needs it: without this length, torch
-            pads a nested tensor's rows to the size of dimension 0 of its values.
+        max_length: length of the longest row, or 0 if there are no rows. Without this length, torch would pad the rows
+            of a nested tensor to the size of dimension 0 of its values.
     """
 
     offsets: torch.Tensor
@@ -483,8 +484,8 @@ class RowPattern:
 
         Args:
             offsets: row boundaries, of shape `(n + 1,)`.
-            bounds: the row boundaries in host memory. None: reuse them from a nested tensor that was created here with
-                these offsets; otherwise copy the offsets, which synchronizes with their device.
+            bounds: the row boundaries in host memory. If None, they are reused if this module created a nested tensor
+                with these offsets. Otherwise the offsets are copied, which synchronizes with their device.
         """
         if bounds is None:
             bounds = _known_bounds().get(offsets)
@@ -502,8 +503,8 @@ class RowPattern:
 
         Args:
             lengths: lengths of the rows.
-            dtype: dtype of the offsets; None: int64.
-            beside: a tensor whose device is used for the offsets; None: the CPU.
+            dtype: dtype of the offsets. Defaults to int64.
+            beside: a tensor on the device to use for the offsets. Defaults to the CPU.
         """
         import torch  # noqa: PLC0415  (torch is optional and slow to import)
 
@@ -533,7 +534,7 @@ class RowPattern:
 
 @cache
 def _known_bounds() -> MutableMapping[torch.Tensor, NDArray[np.int64]]:
-    """Return the cache of row boundaries for offsets on a device. Each hit saves a device synchronization."""
+    """Return the cache of row boundaries for offsets on a device. A cache hit avoids a device synchronization."""
     from torch.utils.weak import WeakIdKeyDictionary  # noqa: PLC0415  (torch is optional and slow to import)
 
     return WeakIdKeyDictionary()
@@ -541,7 +542,7 @@ def _known_bounds() -> MutableMapping[torch.Tensor, NDArray[np.int64]]:
 
 @cache
 def _hide_torch_notice() -> None:
-    """Suppress the message that torch logs for a process's first nested tensor; it is meant for torch developers."""
+    """Suppress the message for torch developers that torch logs when a process creates its first nested tensor."""
 
     def is_worth_showing(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith("is_fx_tracing will return true")
@@ -556,21 +557,22 @@ def decode_columns(
     as_torch: bool | None = None,
     device_of: Callable[[ColumnShape], Any] = lambda _column: None,
 ) -> dict[str, Any]:
-    """Return a dict of column values by field name.
+    """Decode received columns, and return their values by field name.
 
     Args:
         columns: the column headers.
-        buffers: the value bytes of each column. Tensors share this memory if it is writable and aligned.
-        as_torch: whether to return tensors instead of numpy arrays; None: tensors if torch is installed.
-        device_of: function that returns the device for a column's tensors (None: the CPU).
+        buffers: the bytes of the values of each column. Tensors share this memory if it is writable and aligned.
+        as_torch: whether to return tensors instead of numpy arrays. By default, tensors are returned if torch is
+            installed.
+        device_of: function that returns the device for the tensors of a column, or None for the CPU.
 
     Returns:
-        A tensor or array of shape `(n, ...)` for a dense column, and a list for a column of objects. A jagged column
-        becomes a nested tensor if it has one ragged dimension, otherwise a list of tensors; without torch, it becomes a
-        list of arrays. Nested tensors with the same row lengths share one offsets tensor.
+        A dense column becomes a tensor or array of shape `(n, ...)`, and a column of objects becomes a list. A jagged
+        column with one ragged dimension becomes a nested tensor. Other jagged columns become lists of tensors. Without
+        torch, all jagged columns become lists of arrays. Nested tensors with equal row lengths share an offsets tensor.
 
     Raises:
-        InvalidArgumentError: bytes and headers disagree, an object is corrupt, or a dtype requires torch.
+        InvalidArgumentError: the bytes do not match the headers, an object is corrupt, or a dtype requires torch.
     """
     is_torch = has_torch() if as_torch is None else as_torch
     devices = list(map(device_of, columns))
@@ -589,9 +591,9 @@ def decode_columns(
 
 
 def to_tensordict(columns: Mapping[str, Any], row_count: int | None) -> TensorDict:
-    """Return decoded columns as a TensorDict with batch size `[row_count]`, from which lists can be read back as lists.
+    """Return decoded columns as a TensorDict. Lists in the TensorDict can be read back as lists.
 
-    Without a row count, the TensorDict has no batch dimension.
+    The batch size is `[row_count]`, or `[]` if `row_count` is None.
     """
     from tensordict import TensorDict  # noqa: PLC0415  (optional, slow to import)
 
@@ -602,7 +604,7 @@ def to_tensordict(columns: Mapping[str, Any], row_count: int | None) -> TensorDi
 def object_stack(rows: Sequence[Any]) -> Any:
     """Return rows of objects as a TensorDict field.
 
-    It supports zero rows, although tensordict 0.10 lacks an empty stack.
+    Zero rows are supported, although tensordict 0.10 has no empty stack.
     """
     from tensordict import NonTensorData, NonTensorStack  # noqa: PLC0415  (optional, slow to import)
 
@@ -613,12 +615,12 @@ def object_stack(rows: Sequence[Any]) -> Any:
 
 
 def _is_nested(column: ColumnShape) -> bool:
-    """Return whether a tensor column becomes a nested tensor, that is, has exactly one ragged dimension."""
+    """Return whether a tensor column has exactly one ragged dimension, and so becomes a nested tensor."""
     return len(column.spec.ragged_dims) == 1
 
 
 class _Decoder:
-    """A column decoder that shares one offsets tensor among fields with the same row lengths."""
+    """A column decoder. Fields with equal row lengths share one offsets tensor."""
 
     def __init__(self, *, as_torch: bool) -> None:
         self._as_torch = as_torch
@@ -630,7 +632,7 @@ class _Decoder:
         self._patterns: dict[bytes, RowPattern] = {}
 
     def upload(self, columns: Sequence[ColumnShape], buffers: Sequence[Bytes], device: Any) -> list[torch.Tensor]:
-        """Copy columns to a device, including the offsets of their rows, and return their bytes there."""
+        """Copy columns and their row offsets to a device, and return the bytes of the columns on the device."""
         lengths = [column.extents[:, 0] for column in columns if column.extents is not None and _is_nested(column)]
         bounds = {each.tobytes(): offsets_of(each) for each in lengths}
         found = upload([*buffers, *(each.view(np.uint8) for each in bounds.values())], device)
@@ -639,7 +641,7 @@ class _Decoder:
         return found[: len(buffers)]
 
     def decode(self, column: ColumnShape, buffer: Any) -> Any:
-        """Decode the values of one column, whose bytes may be on a device."""
+        """Decode the values of a column. The bytes may be on a device."""
         if len(buffer) != column.value_bytes:
             raise InvalidArgumentError(
                 f"field {column.spec.name!r} has {len(buffer)} bytes, but its header declares {column.value_bytes}"
@@ -673,7 +675,7 @@ class _Decoder:
         return rows
 
     def _decode_rows(self, column: ColumnShape, values: Any) -> list[Any]:
-        """Return the rows of a jagged column as views of the shared bytes."""
+        """Return the rows of a jagged column as views that share the bytes."""
         flat = make_values(
             values, column.spec.dtype, (column.value_bytes // column.spec.itemsize,), as_torch=self._as_torch
         )
@@ -697,10 +699,10 @@ class _Decoder:
 
 
 def lost_samples(metadata: BatchMeta, read: StorageRead, error: DataLossError) -> DataLossError:
-    """Return a storage service's data-loss error, extended with the batch's affected samples and fields.
+    """Return a copy of a data-loss error, extended with the affected samples and fields of the batch.
 
-    If the service lists the lost puts, the affected samples are those in these puts; otherwise, all samples in the
-    read.
+    If the service lists the lost puts, only the samples of these puts are affected. Otherwise, all samples of the read
+    are affected.
     """
     put_ids = [put_id.hex() for put_id in read.request.put_ids]
     is_lost = np.isin(put_ids, (error.metadata.get("put_ids") or ",".join(put_ids)).split(","))
@@ -735,14 +737,14 @@ def unread_samples(
     deadline: Deadline,
     error: DeadlineError | UnavailableError,
 ) -> DeadlineError | UnavailableError:
-    """Return the error for a storage service that did not answer; the error names the fields and samples stored there.
+    """Return the error for a storage service that did not respond. The error names the fields and samples of the read.
 
     Args:
         metadata: the batch.
         read: the read that failed.
         storage: the storage service, as last located by the controller.
         deadline: deadline of the read.
-        error: the error with which the read failed.
+        error: the error raised by the read.
     """
     reason = error.__cause__ if isinstance(error.__cause__, UnavailableError) else error
     place = f" at {storage.address}" if storage.address else ""

@@ -1,6 +1,6 @@
-"""Conversion of Python arguments to requests, and of write answers to batches.
+"""Conversion of Python arguments to requests, and of responses to batches.
 
-Checks only what a request cannot express.
+The service validates requests. This module only checks arguments that cannot be represented in a request.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ from tq_service.wire.metadata import (
 
 _KNOWN: Final = ("fields", "locations", "produced_columns", *OWN_COLUMNS)
 
-# Names are given as a list or a string array `(n,)`.
+# Names are passed as a list or as an array of strings of shape `(n,)`.
 Target: TypeAlias = str | BatchMeta
-"""Target of a call: either a partition, given by name, or samples, given by their metadata."""
+"""Target of a call: either the name of a partition, or the metadata of samples."""
 
 NameColumn: TypeAlias = "Sequence[str] | NDArray[np.str_]"
 GroupColumn: TypeAlias = "Sequence[str | None] | NDArray[np.str_]"
-# One mapping per sample, or one mapping of names to arrays, tensors or lists of `n` values.
+# Either one mapping per sample, or one mapping of names to arrays, tensors or lists of `n` values.
 MetaGiven: TypeAlias = "Sequence[Mapping[str, MetaValue]] | Mapping[str, Any]"
 Request = TypeVar("Request", bound=Message)
 Changed = TypeVar("Changed", pb.ClearSamplesRequest, pb.ClearFieldsRequest, pb.FailSamplesRequest)
@@ -83,7 +83,7 @@ Converter = Callable[[Any], Any]
 
 
 class ConfiguredSampler(Protocol):
-    """A sampler with its options: a dataclass, such as those in `tq_service.samplers`.
+    """A dataclass that represents a sampler and its options; see `tq_service.samplers` for examples.
 
     Attributes:
         name: the sampler's name in requests.
@@ -102,7 +102,7 @@ def request_of(kind: type[Request], **arguments: Any) -> Request:
 
     Args:
         kind: the request type.
-        **arguments: values of the fields; None leaves an enum, list or optional field unset.
+        **arguments: values of the fields. None leaves an enum, list or optional field unset.
 
     Raises:
         InvalidArgumentError: an argument is not valid for its field.
@@ -125,7 +125,7 @@ def request_of(kind: type[Request], **arguments: Any) -> Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rules:
-    """Rules for a request type: converters for lists and enums, required fields, and whether it has a request id."""
+    """Rules for a request type: converters for lists and enums, required fields, and whether there is a request id."""
 
     converters: Mapping[str, Converter]
     required: Collection[str]
@@ -207,10 +207,10 @@ def all_of(kind: type[Given], name: str, values: Iterable[Given]) -> list[Given]
 
 
 def listed(name: str, values: Any) -> list[Any]:
-    """Return the items of an iterable, array or tensor as a list; for None, return an empty list.
+    """Return the items of an iterable, array or tensor as a list. Return an empty list for None.
 
     Raises:
-        InvalidArgumentError: the value is not iterable, or is a single string, which is probably a mistake.
+        InvalidArgumentError: the value is not iterable, or is a string, which is probably a mistake.
     """
     if values is None or isinstance(values, list | tuple):
         return list(values or ())
@@ -221,7 +221,7 @@ def listed(name: str, values: Any) -> list[Any]:
 
 
 def named_samples(**names: Iterable[Any] | BatchMeta | None) -> tuple[str | None, Sequence[Any] | Indexes]:
-    """Return the kind of names that is given (None: no names), and the names. A batch names its samples by index."""
+    """Return the keyword that is not None, and its names. A batch counts as a list of global indexes."""
     given = [name for name, value in names.items() if value is not None]
     if len(given) > 1:
         raise InvalidArgumentError(
@@ -237,7 +237,7 @@ def named_samples(**names: Iterable[Any] | BatchMeta | None) -> tuple[str | None
 
 
 def partition_of(namespace: Namespace, target: Target) -> str:
-    """Return the full name of a partition that is given by its name in a namespace or by its samples' metadata."""
+    """Return the full name of the partition that a call targets by name or by the metadata of samples."""
     if isinstance(target, BatchMeta):
         return target.full_partition_id
     if not isinstance(target, str):
@@ -249,7 +249,7 @@ def partition_of(namespace: Namespace, target: Target) -> str:
 
 
 def metadata_of(target: Target) -> BatchMeta | None:
-    """Return the target if it is the metadata of samples, or None if it is a partition."""
+    """Return the target if it is the metadata of samples. Return None if it is the name of a partition."""
     return target if isinstance(target, BatchMeta) else None
 
 
@@ -262,11 +262,11 @@ def with_short_forms(
     global_batch: int | None,
     batch_unit: BatchUnit,
 ) -> tuple[list[Admission], Release | None]:
-    """Return the admissions and the release for a new partition, after expanding the short forms.
+    """Expand the short forms of `create_partition`, and return the resulting admissions and release.
 
     Raises:
-        InvalidArgumentError: a short form is incomplete, the release is given in both forms, or a value has the wrong
-            type.
+        InvalidArgumentError: a short form is incomplete, a value has the wrong type, or both `release` and its short
+            form are given.
     """
     found = all_of(Admission, "admissions", admissions)
     tasks = listed("clear_after", clear_after)
@@ -303,12 +303,12 @@ def with_short_forms(
 
 
 class ClaimOptions(TypedDict, total=False):
-    """Type of a dict with options for several `Client.claim` calls: all options except `batch_count` and `timeout`.
+    """Type of a dict with options for several `Client.claim` calls, except `batch_count` and `timeout`.
 
         options: tq.types.ClaimOptions = {"batch_size": 8, "dp_rank": 0, "dp_size": 4}
         data, batch = client.get_batch("train", "update_actor", ["input_ids"], **options | {"batch_index": 0})
 
-    To set an option that varies between calls, merge it into the dict as shown. Type checkers reject an option that may
+    To set an option that varies between calls, merge it into the dict as shown. Type checkers reject options that may
     be passed twice.
     """
 
@@ -364,9 +364,9 @@ def get_meta_request(
     namespace: Namespace = NO_NAMESPACE,
     **alike: Any,
 ) -> pb.GetMetaRequest:
-    """Return the request of `claim` for its arguments. The caller sets `max_wait` before each poll.
+    """Build the request for the arguments of `claim`. The caller must set `max_wait` before each call.
 
-    The names of policies, and of the partitions in `refill` and `admit`, refer to `namespace`.
+    Names of policies, and names of partitions in `refill` and `admit`, are names within `namespace`.
     """
     own: dict[str, Any] = {"dp_rank": dp_rank, "batch_index": batch_index}
     if not_before_version is not None:
@@ -411,7 +411,7 @@ def get_meta_request(
     alike |= {"sampler": sampler, "data_fields": tuple(listed("data_fields", data_fields))}
     try:
         request.MergeFromString(_serialized_claim(**alike))
-    except TypeError:  # an argument is not hashable, as is the case for most invalid arguments
+    except TypeError:  # an argument is not hashable, so it cannot be cached
         request.MergeFromString(_serialized_claim.__wrapped__(**alike))
     return request
 
@@ -419,15 +419,15 @@ def get_meta_request(
 def name_and_options(
     sampler: SamplerGiven, sampler_config: Mapping[str, Any] | None
 ) -> tuple[str, Mapping[str, Any] | None]:
-    """Return the name and options of a sampler that was given by name or as an object.
+    """Return the name and options of a sampler passed by name or as an object.
 
-    Options with their default values are omitted when the sampler is an object. The request is therefore the same for a
-    rank that passes an object and one that passes the name and the same options. Also, an older service need not
-    support unused options.
+    If the sampler is an object, options with default values are omitted. As a result, ranks that pass an object and
+    ranks that pass a name with options send equal requests. In addition, an older service need not support unused
+    options.
 
     Raises:
-        InvalidArgumentError: `sampler` is neither a name nor a sampler, or is an object although `sampler_config` is
-            given.
+        InvalidArgumentError: `sampler` is neither a name nor a sampler, or `sampler` is an object and `sampler_config`
+            is also given.
     """
     if isinstance(sampler, str):
         return sampler, sampler_config
@@ -454,7 +454,7 @@ def name_and_options(
 
 @lru_cache(maxsize=256, typed=True)
 def _serialized_claim(**arguments: Any) -> bytes:
-    """Return the serialized part of batch requests that does not vary between a rank's batches."""
+    """Serialize the part of a claim request that is equal for all batches of a rank."""
     for name in ("max_deliveries", "max_uses", "least_members"):
         not_zero(name, arguments[name])
     lease = arguments["lease"]
@@ -465,7 +465,7 @@ def _serialized_claim(**arguments: Any) -> bytes:
     return alike.SerializeToString()
 
 
-# Arguments of `claim` that may be None. None is not sent, since the request would represent it as 0 or "".
+# Arguments of `claim` that may be None. None is not sent, because protobuf would represent it as 0 or "".
 _MAY_BE_NONE: Final = {"min_batch_size", "micro_batch_size", "sampler", "max_deliveries", "max_uses", "least_members"}
 _NOT_ZERO: Final = {
     "batch_count": "1 to 64",
@@ -485,14 +485,14 @@ def lease_duration(lease: float) -> Duration:
 
 
 def not_zero(name: str, value: Given) -> Given:
-    """Return the value. Raise InvalidArgumentError if the value is 0 or "", which a request treats as not given."""
+    """Return the value. Raise InvalidArgumentError if it is 0 or "", which a request treats as unset."""
     if value in (0, ""):
         raise InvalidArgumentError(f"{name} is {'empty' if value == '' else 0}, expected {_NOT_ZERO[name]}", field=name)
     return value
 
 
 def check_leased(metadata: BatchMeta) -> None:
-    """Raise InvalidArgumentError if a batch is not from one leased claim."""
+    """Raise InvalidArgumentError unless all samples of a batch belong to a single leased claim."""
     check_is_batch(metadata)
     if metadata.lease_seconds is None:
         raise InvalidArgumentError(
@@ -514,7 +514,7 @@ def held_samples(metadata: BatchMeta) -> pb.HeldSamples:
 
 
 def check_ack(metadata: BatchMeta | None, *, fenced: bool) -> None:
-    """Raise InvalidArgumentError if a put with `ack` is not for samples of one leased claim, or is not fenced."""
+    """Raise InvalidArgumentError unless a put with `ack` is fenced and writes to samples of a single leased claim."""
     if metadata is None:
         raise InvalidArgumentError(
             "ack is True, but the put is to a partition; expected samples of a leased claim. Pass the batch "
@@ -531,7 +531,7 @@ def check_ack(metadata: BatchMeta | None, *, fenced: bool) -> None:
 
 
 def check_rows(metadata: BatchMeta, columns: Iterable[ColumnShape]) -> None:
-    """Raise InvalidArgumentError if a column does not have exactly one row per sample of the batch."""
+    """Raise InvalidArgumentError unless each column has exactly one row per sample of the batch."""
     for column in columns:
         if column.row_count != metadata.size:
             raise InvalidArgumentError(
@@ -542,7 +542,7 @@ def check_rows(metadata: BatchMeta, columns: Iterable[ColumnShape]) -> None:
 
 
 def check_group_rows(write: Write, columns: Iterable[ColumnShape]) -> None:
-    """Raise InvalidArgumentError if a put to groups does not have exactly one row per group."""
+    """Raise InvalidArgumentError unless each column has exactly one row per group."""
     for column in columns:
         if column.row_count != len(write.group_column):
             raise InvalidArgumentError(
@@ -553,10 +553,11 @@ def check_group_rows(write: Write, columns: Iterable[ColumnShape]) -> None:
 
 
 def row_lengths(name: str, values: Iterable[int], row_count: int) -> list[int]:
-    """Return cell lengths as a list with one length per sample.
+    """Return the lengths of cells as a list with one length per sample.
 
     Raises:
-        InvalidArgumentError: there is not one length per sample, or a length is not an integer of at least 0.
+        InvalidArgumentError: the number of lengths differs from the number of samples, or a length is not a
+            non-negative integer.
     """
     lengths = listed(name, values)
     if len(lengths) != row_count:
@@ -589,11 +590,11 @@ def changed_samples(
     fenced: bool,
     **others: Any,
 ) -> Changed | None:
-    """Return a request to clear samples, fail samples or clear fields; None if the arguments select no sample.
+    """Build a request to clear samples, fail samples or clear fields. Return None if no samples are selected.
 
-    `others` are additional fields of the request.
+    `others` contains additional fields of the request.
 
-    If samples are named, even by an empty list, conditions and tasks only narrow this selection.
+    If samples are named, even by an empty list, `where` and `task_name` only narrow this selection.
     """
     metadata = metadata_of(target)
     if metadata is not None:
@@ -618,7 +619,7 @@ def changed_samples(
 
 
 def condition_messages(where: Iterable[tuple[str, str, Any]], namespace: Namespace) -> list[pb.Condition]:
-    """Convert conditions on custom_meta to messages. Policies in conditions are names in the namespace."""
+    """Convert conditions on custom_meta to messages. Names of policies in conditions are names within the namespace."""
     conditions = enumerate(listed("where", where))
     return [_condition(position, condition, namespace) for position, condition in conditions]
 
@@ -669,10 +670,10 @@ def _plain(value: Any) -> Any:
 
 
 class PlacementGrant:
-    """Permission to send puts to certain storage services in turn, limited to a number of bytes and seconds.
+    """Permission to send puts to certain storage services in rotation, limited in bytes and time.
 
     The grant ends early if one of the services fails, so that a lost or full service is not used again. Concurrent
-    calls may share a grant; their bytes are then counted with a small delay.
+    calls may share a grant. In this case, their bytes are counted with a small delay.
     """
 
     def __init__(self) -> None:
@@ -682,7 +683,7 @@ class PlacementGrant:
         self._turn = 0
 
     def place(self, size_bytes: int) -> pb.PlacePutResponse | None:
-        """Return the placement to pass to `endpoint`, or None if the grant does not cover the put."""
+        """Return the placement to pass to `endpoint`. Return None if the grant does not cover the put."""
         used_bytes = self._used_bytes + size_bytes
         if size_bytes > self._answer.max_granted_put_bytes or used_bytes > self._answer.grant_bytes:
             return None
@@ -693,7 +694,7 @@ class PlacementGrant:
         return self._answer
 
     def renew(self, answer: pb.PlacePutResponse) -> None:
-        """Start a new grant. Its first storage service receives the put that requested the grant."""
+        """Start a new grant. The put that requested the grant is sent to the first storage service of the grant."""
         self._answer = answer
         self._until = time.monotonic() + read_seconds("grant_duration", answer.grant_duration)
         self._used_bytes = self._turn = 0
@@ -709,23 +710,24 @@ class PlacementGrant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Write:
-    """The samples written by one call, and their attributes other than columns; see `SampleWrite`.
+    """The samples written by one call, with all attributes except columns; see `SampleWrite`.
 
     Attributes:
         partition_id: full name of the partition on the service.
         row_count: number of samples.
-        metadata: the existing samples to write; None: new samples, or the samples with the given keys.
-        key_column: keys in the form used by `BatchMeta`; () if none are given.
-        group_column: groups in the same form; () if none are given.
-        rollout_column: rollouts in the same form; () if none are given.
-        meta_columns: custom_meta in the same form; () if none is given.
-        key_mode: whether keys must exist, must be new, or may be either.
+        metadata: the existing samples to write, or None to write new samples or the samples with the given keys.
+        key_column: keys in the form used by `BatchMeta`, or () if no keys are given.
+        group_column: groups in the form used by `BatchMeta`, or () if no groups are given.
+        rollout_column: rollouts in the form used by `BatchMeta`, or () if no rollouts are given.
+        meta_columns: custom_meta in the form used by `BatchMeta`, or () if no custom_meta is given.
+        key_mode: whether keys must exist, must be new, or may be existing or new.
         group_size: number of members in a complete group.
         ends_rollouts: whether to close the rollouts of the samples.
         state: new state of the samples.
-        fenced: whether to refuse the write if samples of a leased claim are no longer leased to the worker.
-        ack: whether to acknowledge the samples in the same change.
-        append_at: lengths of the cells before the append; (): cells are replaced.
+        fenced: whether to reject the write if the samples come from a leased claim and the worker no longer holds the
+            lease.
+        ack: whether to acknowledge the samples atomically with the write.
+        append_at: for an append, the previous lengths of the cells; () if cells are replaced.
         of_groups: whether rows belong to groups instead of samples.
     """
 
@@ -747,7 +749,7 @@ class Write:
 
     @property
     def claim(self) -> metadata_pb2.LeasedClaim | None:
-        """The leased claim against which the service checks the write; None if the write is not checked."""
+        """The leased claim that the service checks before the write, or None if there is no check."""
         return self.metadata.leased_claim if self.metadata is not None and self.fenced else None
 
 
@@ -762,10 +764,10 @@ def write_of(
     rollouts: GroupColumn | None = None,
     **others: Any,
 ) -> Write:
-    """Build a write from the Python arguments of a call.
+    """Build a `Write` from the Python arguments of a call.
 
-    If `row_count` is None, it is taken from the metadata, else from `keys`, `custom_meta`, `groups` or `rollouts`.
-    `others` are additional attributes of the write.
+    If `row_count` is None, it is taken from the metadata, `keys`, `custom_meta`, `groups` or `rollouts`, in this order
+    of preference. `others` contains additional attributes of the write.
     """
     metadata = metadata_of(target)
     given_keys = None if keys is None else listed("keys", keys)
@@ -791,7 +793,7 @@ def write_of(
 
 
 def write_message(writes: Sequence[Write], rows_per_put: int = 0) -> commit_pb2.SampleWrite:
-    """Return the message for one write, or for several writes combined in order; see `SampleWrite`."""
+    """Return the `SampleWrite` message for a single write, or for several writes combined in order."""
     first = writes[0]
     batches = [write.metadata for write in writes if write.metadata is not None]
     message = request_of(
@@ -822,7 +824,7 @@ def write_message(writes: Sequence[Write], rows_per_put: int = 0) -> commit_pb2.
 
 
 def _names_of(columns: Sequence[Sequence[str]]) -> Sequence[str]:
-    """Return the concatenated names of several writes. The names of a single write are not copied."""
+    """Concatenate the names of several writes. If there is only one write, its names are not copied."""
     return columns[0] if len(columns) == 1 else list(chain.from_iterable(columns))
 
 
@@ -830,9 +832,9 @@ def written_meta(answered: BatchMeta, known: BatchMeta | None, write: Write, ind
     """Return the metadata of the written samples.
 
     Args:
-        answered: the service's answer with the partition, its incarnation, and the fields of the put, but without the
-            written keys, groups, rollouts and custom_meta.
-        known: all metadata of the samples, as returned by the service; None if not requested.
+        answered: the metadata in the response: the partition, its incarnation, and the fields of the put. It does not
+            contain the written keys, groups, rollouts and custom_meta.
+        known: all metadata of the samples, as returned by the service, or None if it was not requested.
         write: the write that was sent.
         indexes: global indexes of the samples.
     """
@@ -852,7 +854,7 @@ def written_meta(answered: BatchMeta, known: BatchMeta | None, write: Write, ind
     return replace(
         metadata,
         fields=tuple(fields.values()),
-        # The put has changed the locations of some cells, so `get_data` must query the new locations.
+        # The put changed the locations of some cells, so `get_data` must query the new locations.
         locations=CellLocations() if answered.fields else metadata.locations,
         produced_columns=(),
         **overwritten(metadata, write),
@@ -864,7 +866,7 @@ def _given_names(name: str, names: GroupColumn | None) -> list[Any] | None:
 
 
 def _check_names(name: str, names: Sequence[Any] | None, row_count: int) -> None:
-    """Raise InvalidArgumentError if there are no names, if there are too many names, or if a name is not a string."""
+    """Raise InvalidArgumentError if names are missing, there are too many names, or a name is not a string."""
     if names is None:
         return
     check_named_rows(name, len(names))
@@ -880,7 +882,7 @@ def _check_names(name: str, names: Sequence[Any] | None, row_count: int) -> None
 
 
 def meta_columns_of(custom_meta: MetaGiven, row_count: int | None) -> tuple[list[MetaColumn], int | None]:
-    """Return custom_meta as columns, and the number of samples; None if there are no columns.
+    """Convert custom_meta to columns. Return the columns and the number of samples (None if there are no columns).
 
     Raises:
         InvalidArgumentError: a value is not a JSON value, columns differ in length, or `row_count` is given and differs

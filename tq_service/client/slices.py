@@ -1,7 +1,7 @@
-"""Slices of rows to fetch: the caller's arguments, the requests to storage services, and the steps done by the client.
+"""Slices of rows to fetch: arguments of calls, requests to storage services, and processing in the client.
 
-Storage services slice the rows. The client adds fill values, which make all shares equally long, and the items'
-positions.
+Storage services slice the rows. The client adds fill values, so that all shares have equal length. It also adds the
+positions of the items.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from tq_service.wire.metadata import NO_INTEGERS, Indexes, expand_runs
 from tq_service.wire.slices import TO_THE_END, RowCut, cut_rows
 
 RowRange: TypeAlias = tuple[int | None, int | None] | slice
-"""First item and end (exclusive), as in Python slices. Steps are not supported."""
+"""Start and stop, as in a Python slice. Steps are not supported."""
 
 CpLayout: TypeAlias = Literal["contiguous", "zigzag"]
-"""How a row is split among context-parallel ranks: one chunk per rank, or one chunk from each end of the row."""
+"""How a row is split among context-parallel ranks: one chunk per rank, or two chunks from opposite ends of the row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSlice:
-    """The part of each row of a field to fetch. The storage service slices the rows, because it has their lengths.
+    """The part to fetch from each row of a field. The storage service slices the rows, so only this part is sent.
 
-    For the first dimension (tokens), set at most one of `ranges`, `by_row` and `chunks`; set none to fetch the entire
-    dimension. For the second dimension, such as the layers in routed experts `(tokens, layers, k)`, set `layers`, or
-    omit it to fetch the entire dimension. Ranges follow Python's slices: negative bounds count from the end of the row,
-    and bounds beyond the row are clipped.
+    For the first dimension (tokens), set at most one of `ranges`, `by_row` and `chunks`. For the second dimension, such
+    as the layers in routed experts `(tokens, layers, k)`, set `layers`. If no argument is set for a dimension, the
+    entire dimension is fetched. Ranges have the semantics of Python slices: negative bounds count from the end of the
+    row, and bounds beyond the row are clipped.
 
     Attributes:
-        ranges: `(start, stop)` for all rows, or several such ranges, which are concatenated in the given order.
-        by_row: the ranges for each row of the batch, in the form of `ranges`; or an integer array of shape `(n, 2)` or
-            `(n, ranges, 2)`.
-        chunks: numbers of the chunks to fetch, which are concatenated in the given order. Each row is split into
-            `chunk_count` chunks of equal length, except that the last chunks may be shorter or empty.
-        chunk_count: number of chunks per row, for `chunks`.
-        align: chunk lengths are multiples of this number.
+        ranges: `(start, stop)` for all rows, or a sequence of such ranges, which are concatenated in order.
+        by_row: the ranges for each row of the batch, each in the form of `ranges`. Also accepts an integer array of
+            shape `(n, 2)` or `(n, ranges, 2)`.
+        chunks: indexes of the chunks to fetch, which are concatenated in order. Each row is split into `chunk_count`
+            chunks of equal length. The last chunks may be shorter or empty.
+        chunk_count: number of chunks per row, for use with `chunks`.
+        align: chunk lengths are rounded up to a multiple of this number.
         layers: `(start, stop)` in the second dimension, which must have the same size in all rows.
-        fill: value that fills short chunks, so that all ranks' shares are equally long; requires `chunks`. None: chunks
-            stay short.
-        positions: name of an additional int64 column that contains the position of each fetched or filled item in its
-            row; empty: no such column.
+        fill: value that fills short chunks, so that the shares of all ranks have equal length. Requires `chunks`. If
+            None, chunks are not filled.
+        positions: name of an additional int64 column with the position of each fetched or filled item in its row. If
+            empty, the column is not added.
 
     Raises:
         InvalidArgumentError: the arguments contradict each other.
@@ -86,13 +86,13 @@ class RowSlice:
         fill: Any = None,
         positions: str = "",
     ) -> RowSlice:
-        """Return the slice for one rank's share in a context-parallel group.
+        """Return the slice that selects the share of one rank in a context-parallel group.
 
         Args:
             cp_rank: rank in the context-parallel group.
             cp_size: number of ranks in the group.
-            layout: "contiguous": rank i gets chunk i of `cp_size` chunks. "zigzag": rank i gets chunks i and `2 *
-                cp_size - 1 - i` of `2 * cp_size` chunks, which balances the work of causal attention.
+            layout: "contiguous" assigns chunk i of `cp_size` chunks to rank i. "zigzag" assigns chunks i and `2 *
+                cp_size - 1 - i` of `2 * cp_size` chunks to rank i, which balances the work of causal attention.
             align: see the attribute of `RowSlice`.
             fill: see the attribute of `RowSlice`.
             positions: see the attribute of `RowSlice`.
@@ -112,7 +112,7 @@ class RowSlice:
 
 
 SliceGiven: TypeAlias = RowSlice | RowRange | Sequence[Any] | Any
-"""A slice of one field: a `RowSlice`, a `(start, stop)` or Python slice for all rows, or a list as in `by_row`."""
+"""A slice of a field: a `RowSlice`, a `(start, stop)` or Python slice for all rows, or a list as for `by_row`."""
 
 
 def _wrong(got: str, expected: str) -> InvalidArgumentError:
@@ -124,8 +124,8 @@ class Slices:
     """The slices requested by one call.
 
     Attributes:
-        given: slices as given, by field.
-        cuts: slices in the form sent to storage services, by field. Fields that share a `RowSlice` also share its cut.
+        given: slices as passed to the call, by field.
+        cuts: slices in the form sent to storage services, by field. Fields with the same `RowSlice` share a cut.
     """
 
     given: Mapping[str, RowSlice]
@@ -133,7 +133,7 @@ class Slices:
 
     @classmethod
     def of(cls, slices: Mapping[str, SliceGiven] | None, row_count: int) -> Slices | None:
-        """Convert the `slices` argument of a call for `row_count` rows; return None if it contains no slices.
+        """Convert the `slices` argument of a call for `row_count` rows. Return None if it contains no slices.
 
         Raises:
             InvalidArgumentError: a value is not a slice, or has ranges for another number of rows.
@@ -151,11 +151,11 @@ class Slices:
 
     @property
     def is_by_row(self) -> bool:
-        """Whether ranges differ between rows, so that a repeated row may have two different slices."""
+        """Whether ranges are set per row. If so, a repeated sample may have two different slices."""
         return any(cut.range_counts.size for cut in self.cuts.values())
 
     def with_heads(self, lengths: Mapping[str, int]) -> Slices:
-        """Return these slices, plus slices that truncate the rows of the fields in `lengths`."""
+        """Add slices that truncate the rows of the fields in `lengths`."""
         heads = {length: RowSlice(ranges=(0, length)) for length in lengths.values()}
         cuts = {length: _cut_of("", head, 0) for length, head in heads.items()}
         return Slices(
@@ -180,7 +180,7 @@ class Slices:
                 raise _wrong(f"positions={each.positions!r}, which is the name of a field", "another name")
 
     def cut_spec(self, spec: FieldSpec) -> FieldSpec:
-        """Return the spec that a field has after its rows are sliced.
+        """Return the spec of a field after its rows have been sliced.
 
         Raises:
             InvalidArgumentError: the field's rows cannot be sliced.
@@ -196,7 +196,7 @@ class Slices:
                 field="slices",
                 metadata={"field_name": spec.name},
             )
-        spec = with_ragged_dim(spec)  # a jagged field stays jagged, even if all rows of a put have the same shape
+        spec = with_ragged_dim(spec)  # a jagged field remains jagged, even if all rows of a put have the same shape
         shape = cut.cut_shape(spec)
         if shape is not None and self.given[spec.name].fill is not None and shape[0] >= 0 and spec.row_shape:
             shape = (self._filled(cut, np.array(spec.row_shape[:1], np.int64))[0], *shape[1:])
@@ -212,7 +212,7 @@ class Slices:
         return list(found.values())
 
     def finish(self, received: Sequence[Received]) -> list[Received]:
-        """Fill up the rows of columns with a fill value, and add the position columns.
+        """Add fill values to the rows of columns, and add the position columns.
 
         Raises:
             FieldMismatchError: two fields share one position column, but their slices have different positions.
@@ -284,7 +284,7 @@ def _are_alike(one: Received, other: Received) -> bool:
 
 
 def _filled_up(column: ColumnShape, values: Bytes, lengths: Indexes, fill: Any) -> Received:
-    """Return a column whose rows are filled up in the first dimension to `lengths`, of shape `(n,)`."""
+    """Extend the rows of a column in the first dimension to `lengths`, of shape `(n,)`."""
     shape = list(column.spec.row_shape or ())
     pattern = fill_pattern(column.spec, fill)
     if column.extents is None:
@@ -305,7 +305,7 @@ def _filled_up(column: ColumnShape, values: Bytes, lengths: Indexes, fill: Any) 
 
 
 def cut_received(received: Received, cut: RowCut) -> Received:
-    """Return the requested parts of rows that were received in full."""
+    """Cut rows that were received in full, and return the requested parts."""
     column, values = received
     pieces = cut_rows(column, cut)
     starts = column.row_offsets()[pieces.rows] + pieces.starts

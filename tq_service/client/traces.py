@@ -1,4 +1,4 @@
-"""OpenTelemetry spans for client calls, enabled by `tq.trace`. Only that call imports OpenTelemetry."""
+"""OpenTelemetry spans for client calls, enabled by `tq.trace`. OpenTelemetry is imported only by this function."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _ATTRIBUTES: Final = ("partition_id", "task_name", "dp_rank", "batch_index")
 
 
 def trace() -> None:
-    """Trace this process's clients: each call creates a span, and the service's spans become its children.
+    """Trace the clients of this process. Each call creates a span, which is the parent of the service's spans.
 
-    The trace context is sent in the metadata of calls, as W3C traceparent unless OTEL_PROPAGATORS is set. The program's
-    tracer provider exports the spans; configure it, for example, with `opentelemetry-instrument` and its OTEL_*
-    variables. Without a provider, no spans are created. Calling `trace` again has no effect.
+    The trace context is sent in the metadata of calls, as W3C traceparent unless OTEL_PROPAGATORS is set. The spans are
+    exported by the program's tracer provider. To configure a provider, use for example `opentelemetry-instrument` and
+    its OTEL_* variables. Without a provider, no spans are created. Calling `trace` again has no effect.
 
     Raises:
         InvalidArgumentError: opentelemetry-api is not installed.

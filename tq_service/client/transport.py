@@ -1,8 +1,8 @@
-"""Code for making calls that asyncio and threads share: addresses, channels, deadlines, retries, outages and waits.
+"""Shared code of the sync and async clients: addresses, channels, deadlines, retries, outages and waits.
 
-The differences between asyncio and threads are at the end of the module, as pairs of functions and classes with the
-same interface. `scripts/unasync.py` generates the sync client from the async one by replacing the first of each pair
-with the second.
+Code that differs between asyncio and threads is at the end of the module, in pairs of functions and classes with equal
+interfaces. To generate the sync client, `scripts/unasync.py` replaces the async member of each pair with the sync
+member.
 """
 
 from __future__ import annotations
@@ -67,24 +67,24 @@ CHANNEL_OPTIONS: Final = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     *CONNECTION_OPTIONS,
-    # Forked children must not use the connections of their parent process.
+    # Forked children must not use connections of their parent process.
     ("grpc.use_local_subchannel_pool", 1),
-    # In the sync client, the calling thread itself reads a get's stream instead of being woken by another thread.
+    # In the sync client, the calling thread reads the stream of a get itself, so no other thread has to wake it.
     (ChannelOptions.SingleThreadedUnaryStream, 1),
 )
 
 
 CLUSTER_CHANNEL_OPTIONS: Final = cluster_options(CHANNEL_OPTIONS)
-"""Options for channels to cluster controllers. A paused controller may hold calls while another one takes over."""
+"""Channel options for cluster controllers. A paused controller may hold calls while another controller takes over."""
 
 
 class Method(NamedTuple):
-    """A method of one of the services.
+    """A gRPC method of the controller or storage service.
 
     Attributes:
         name: full name of the method.
         request: request type of the method.
-        is_batched: whether the method may be called within a `CallMany`.
+        is_batched: whether a `CallMany` stream may contain calls of the method.
     """
 
     name: str
@@ -93,13 +93,13 @@ class Method(NamedTuple):
 
     @property
     def short_name(self) -> str:
-        """Name of the method without the name of its service."""
+        """Name of the method without its service name."""
         return self.name.rpartition("/")[2]
 
 
 @cache
 def method_of(answer: Descriptor) -> Method:
-    """Return the method that has this response type. Each response type belongs to only one method."""
+    """Return the method with the given response type. Each response type belongs to only one method."""
     return next(
         Method(
             f"/{service.full_name}/{method.name}",
@@ -114,7 +114,7 @@ def method_of(answer: Descriptor) -> Method:
 
 
 def resolve_address(address: str | Sequence[str] | None) -> str:
-    """Return the given addresses, joined by commas; if none is given, the value of `TQ_ADDRESS` or localhost:50051.
+    """Return the given addresses, joined by commas. The default is `TQ_ADDRESS`, or else localhost:50051.
 
     Raises:
         InvalidArgumentError: the address is not valid.
@@ -132,13 +132,11 @@ _CHECK_EVERY_SECONDS: Final = 10.0  # longer than a check takes
 
 FIRST_PAUSE_SECONDS: Final = 0.05
 SHORTEST_TRY_SECONDS: Final = 0.02
-_LONGEST_TRY_SECONDS: Final = 1e9  # if a deadline overflows 64 bits of nanoseconds, gRPC treats it as already past
+_LONGEST_TRY_SECONDS: Final = 1e9  # gRPC treats a deadline that overflows 64 bits of nanoseconds as already past
 LONGEST_PAUSE_SECONDS: Final = 0.5
 _REFUSED_SECONDS: Final = 10.0
 LONGEST_CLUSTER_PAUSE_SECONDS: Final = 0.2
-"""Shorter than for a single controller, since each try calls the next controller, and the leader may be the third of
-three.
-"""
+"""Shorter than for a single controller, because finding the leader may take up to three attempts."""
 
 _GRPC_MESSAGE: Final = "grpc_message"
 _FINDING: Final = "finding"
@@ -146,7 +144,7 @@ _FINDING: Final = "finding"
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A call's deadline, on the monotonic clock."""
+    """The deadline of a call, on the monotonic clock."""
 
     at: float
     timeout: float
@@ -157,16 +155,16 @@ class Deadline:
         return cls(time.monotonic() + timeout, timeout)
 
     def remaining(self) -> float:
-        """Return the remaining seconds, at most the longest timeout that gRPC supports; 0 after the deadline."""
+        """Return the remaining seconds, limited to the longest timeout that gRPC supports, or 0 after the deadline."""
         return min(max(0.0, self.at - time.monotonic()), _LONGEST_TRY_SECONDS)
 
 
 @dataclass(slots=True)
 class Backoff:
-    """Pauses between the tries of one call, until its deadline. They have jitter and double after each try.
+    """Pauses between the attempts of one call, until its deadline. Pauses have jitter and double after each attempt.
 
-    If a controller names another controller as the leader, the next try follows without a pause. If that try fails, the
-    following one pauses again, since both controllers may be wrong.
+    If a controller names another controller as the leader, the next attempt follows without a pause. If this attempt
+    also fails, the back-off resumes, because both controllers may be wrong.
     """
 
     deadline: Deadline
@@ -177,17 +175,17 @@ class Backoff:
     _has_followed: bool = field(default=False, init=False)
 
     def pause(self) -> float:
-        """Return the next pause in seconds: a random time between half the current step and the full step."""
+        """Return the next pause in seconds, a random time between half the current step and the full step."""
         step = min(self._longest, FIRST_PAUSE_SECONDS * (1 << min(self.tries, 16)))
         self.tries += 1
         return step * (0.5 + self.draw() / 2)
 
     def after(self, failure: TqError) -> float:
-        """Return the pause in seconds before the call is retried.
+        """Return the seconds to pause before the call is retried.
 
         Raises:
-            UnavailableError: too little time is left for another try, or this try timed out; the error contains the
-                reason for the last failure.
+            UnavailableError: too little time is left for another attempt, or this attempt timed out. The error contains
+                the reason for the last failure.
             TqError: the given failure, if a retry cannot succeed.
         """
         if isinstance(failure, DeadlineError) and self._last is not None:
@@ -199,7 +197,7 @@ class Backoff:
             self._longest = LONGEST_CLUSTER_PAUSE_SECONDS
             names_leader = bool(failure.metadata.get("leader_address"))
         if self._last is None or isinstance(self._last, NotLeaderError) or not names_leader:
-            self._last = failure  # otherwise keep the failure of the leader itself
+            self._last = failure  # otherwise, keep the failure of the leader itself
         pause, remaining = self.pause(), self.deadline.remaining()
         if remaining < SHORTEST_TRY_SECONDS:
             raise self._given_up(self._last) from failure
@@ -212,18 +210,18 @@ class Backoff:
         grpc_message = failure.metadata.get(_GRPC_MESSAGE)
         if grpc_message is not None:
             if _FINDING not in failure.metadata:
-                # gRPC's reason may refer to another address of the host name, and rarely mentions TLS.
+                # The reason reported by gRPC may refer to another address of the host name, and rarely mentions TLS.
                 message += "; is the service running there, and do both sides agree on TLS and certificates?"
             message += f" (gRPC: {grpc_message})"
         return UnavailableError(message, metadata=failure.metadata)
 
 
 def unavailable_until(deadline: Deadline, failure: UnavailableError) -> UnavailableError:
-    """Return the error for a call whose deadline passed while the call that carried its request kept failing."""
+    """Return the error for a put whose deadline passed while the call for its batch kept failing."""
     return UnavailableError(f"{failure.message}; tried for {deadline.timeout:g} s", metadata=failure.metadata)
 
 
-# Python equivalents for phrases in service messages that use names from the protos.
+# Python equivalents of phrases in service messages that contain names from the protos.
 _IN_PYTHON: Final = {
     "skip_missing to omit": "missing='skip'",
     "skip_missing_fields to omit": "missing_fields='skip'",
@@ -232,15 +230,15 @@ _IN_PYTHON: Final = {
 
 
 def error_of(error: grpc.RpcError, address: str, finding: str | None = None) -> TqError:
-    """Convert the gRPC error raised by a failed call to a TqError.
+    """Convert the gRPC error of a failed call to a TqError.
 
-    Errors raised by gRPC itself include the address. If the address is unreachable, the error explains why, and its
-    metadata contains gRPC's message.
+    If gRPC itself raised the error, the TqError includes the address. If the address is unreachable, the TqError
+    explains why, and its metadata contains the message from gRPC.
 
     Args:
         error: error raised by the call.
         address: address of the service.
-        finding: the diagnosis of the address by `Outage`, if there is one.
+        finding: the diagnosis of the address by `Outage`, if available.
     """
     status = status_from_trailers(error.trailing_metadata())
     failure = from_rpc_error(error.code(), error.details(), status)
@@ -260,15 +258,15 @@ def error_of(error: grpc.RpcError, address: str, finding: str | None = None) -> 
 
 
 class Outage:
-    """Reachability of the service on one channel, tracked for all calls on this channel. Thread-safe.
+    """A record of whether the service is reachable on a channel, shared by all calls on the channel. Thread-safe.
 
     Args:
         address: address of the service.
-        tls: TLS settings; None: plaintext.
+        tls: TLS settings, or None for plaintext.
 
     Attributes:
-        finding: diagnosed fault of the service at the address, if gRPC does not report it; None if there is no such
-            fault.
+        finding: fault of the service at the address, if it was diagnosed here and is not reported by gRPC; otherwise
+            None.
     """
 
     def __init__(self, address: str, tls: Tls | None = None) -> None:
@@ -281,12 +279,12 @@ class Outage:
         self._warning_count = 0
 
     def lasts(self, began: float, failure: UnavailableError, remaining_seconds: float) -> None:
-        """Record a failed try. Log the outage after five seconds, or once its cause is known, and then every minute.
+        """Record a failed attempt. Log the outage after five seconds or once its cause is known, and then every minute.
 
         Args:
-            began: start time of the try, on the monotonic clock.
-            failure: the error with which the try failed.
-            remaining_seconds: seconds for which the call will still be retried.
+            began: start time of the attempt, on the monotonic clock.
+            failure: the error of the attempt.
+            remaining_seconds: seconds left for retries of the call.
         """
         now = time.monotonic()
         with self._lock:
@@ -300,7 +298,7 @@ class Outage:
             if is_logged:
                 self._warning_count += 1
                 self._warn_at = now + _WARN_EVERY_SECONDS
-        if is_check_due:  # in a thread, so that it blocks neither calls nor the event loop
+        if is_check_due:  # in a thread, so that the check does not block calls or the event loop
             threading.Thread(target=self._check, name="tq-connection-check", daemon=True).start()
         if is_logged:
             _log.warning(
@@ -315,11 +313,11 @@ class Outage:
     def _check(self) -> None:
         finding = find_fault(self._address, self._tls)
         with self._lock:
-            if self._began is not None:  # no warning if the service has answered in the meantime
+            if self._began is not None:  # do not warn if the service has responded in the meantime
                 self.finding = finding
 
     def is_over(self) -> None:
-        """Record that the service has answered, which ends the outage."""
+        """Record that the service has responded, which ends the outage."""
         if self._began is None:  # nearly all calls return here without taking the lock
             return
         with self._lock:
@@ -337,13 +335,13 @@ _TOLERANCE_SECONDS: Final = 0.5  # a wait of 10 s may end slightly earlier
 
 
 def warn_of_wait(reason: WaitReason) -> None:
-    """Log why a call or a loader is waiting. This is the default for their `on_wait`."""
+    """Log why a call or a loader is waiting. This function is the default for `on_wait`."""
     _log.warning(LogMessage("waiting for a batch", task=reason.task_name, reason=reason.text))
 
 
 @dataclass(slots=True)
 class WaitReports:
-    """Schedule of reports on one wait. The wait starts when the object is created."""
+    """A schedule for reports about a wait. The wait begins when the object is created."""
 
     began_at: float = field(default_factory=time.monotonic)
     next_seconds: float = field(default_factory=lambda: _FIRST_REPORT_SECONDS)
@@ -362,7 +360,7 @@ class WaitReports:
         return self.seconds_left() <= seconds + _TOLERANCE_SECONDS
 
     def lasts_after(self, seconds: float) -> bool:
-        """Return whether, in the given number of seconds, the wait will be long enough to be explained."""
+        """Return whether, in the given number of seconds, the wait will be long enough for an explanation."""
         return self.waited_seconds + seconds >= _FIRST_REPORT_SECONDS - _TOLERANCE_SECONDS
 
     def made(self) -> None:
@@ -372,7 +370,7 @@ class WaitReports:
 
 _MOST_VALUES: Final = 128  # examining and encoding this many values takes about as long as starting a thread
 HEAVY: Final = range(_MOST_VALUES)
-"""An input so heavy that its work always runs in a thread."""
+"""An input for `async_unless_light` that causes the work to run in a thread."""
 _TEXTS: Final = (str, bytes, bytearray, memoryview)
 _BYTES_A_VALUE: Final = 4096  # copying this many bytes takes about as long as processing one value
 
@@ -397,7 +395,7 @@ async def async_gather(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
 
 
 def gather(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Run calls concurrently in threads and return their results. A failure is raised after all calls have ended."""
+    """Run calls concurrently in threads and return their results. An error is raised after all calls have ended."""
     if len(calls) == 1:
         return [calls[0]()]
     with ThreadPoolExecutor(max_workers=max(1, len(calls)), thread_name_prefix="tq-client") as pool:
@@ -406,9 +404,9 @@ def gather(calls: Sequence[Callable[[], T]]) -> list[T]:
 
 
 async def async_unless_light(work: Callable[[], T], *inputs: Any) -> T:
-    """Run `work` and return its result. Unless the inputs are light, use a thread to keep the event loop responsive.
+    """Run `work` and return its result. If the inputs are large, run it in a thread to keep the event loop responsive.
 
-    Operations on device tensors stay in order, since the worker thread uses the caller's current streams.
+    The thread uses the caller's current streams, so the order of operations on device tensors is preserved.
     """
     return work() if are_light(inputs) else await asyncio.to_thread(on_these_streams(work))
 
@@ -419,33 +417,33 @@ def unless_light(work: Callable[[], T], *_inputs: Any) -> T:
 
 
 def are_light(values: Iterable[Any]) -> bool:
-    """Return whether values are quick to process, which is estimated from only a few of them."""
+    """Return whether values are quick to process. This is estimated from a few of the values."""
     return _left_after(values, _MOST_VALUES) > 0
 
 
 def answer_weight(value_count: int, value_bytes: int) -> range:
-    """Return an input that is as heavy as these received values and bytes, or heavier if tensordict is not imported."""
+    """Return an input for `async_unless_light` that represents the cost of decoding the given values and bytes."""
     is_ready = "tensordict" in sys.modules or not has_tensordict()
     return range(value_count + value_bytes // _BYTES_A_VALUE) if is_ready else HEAVY
 
 
 @cache
 def has_tensordict() -> bool:
-    """Return whether batches are returned as TensorDicts, that is, whether torch and tensordict are installed."""
+    """Return whether torch and tensordict are installed, so that batches are returned as TensorDicts."""
     return find_spec("torch") is not None and find_spec("tensordict") is not None
 
 
 def import_tensordict() -> None:
     """Import the libraries that `get_data` uses.
 
-    Call this function before a lease or deadline starts, since the import takes seconds.
+    Call this function before a lease or deadline starts, because the import takes seconds.
     """
     if has_tensordict():
         import tensordict  # noqa: F401, PLC0415  (optional, slow to import)
 
 
 def _left_after(values: Iterable[Any], left: int) -> int:
-    """Return how many more values may be examined after the given values; 0 or less if the limit is reached."""
+    """Return how many more values may be examined after the given values. Return 0 or less if the limit is reached."""
     for value in values:
         if value is None:  # None is common, and costs nothing to process
             continue
@@ -467,7 +465,7 @@ def _left_after(values: Iterable[Any], left: int) -> int:
 def _copied_bytes(value: Any) -> int:
     """Return the minimum number of bytes copied to encode a value.
 
-    Values on a device count as heavy, since copying them requires a wait.
+    Values on a device count as heavy, because the copy from the device blocks.
     """
     if isinstance(value, _TEXTS):
         return len(value)
@@ -517,7 +515,7 @@ def next_answer(call: Any) -> Any | None:
 
 
 class AsyncSignal:
-    """A signal that wakes its only waiting coroutine; a signal set before the wait is not lost."""
+    """A signal that wakes the only coroutine waiting for it. A signal set before the wait is not lost."""
 
     __slots__ = ("_is_set", "_waiter")
 
@@ -526,7 +524,7 @@ class AsyncSignal:
         self._waiter: asyncio.Future[None] | None = None
 
     def set(self) -> None:
-        """End the current wait. If nothing is waiting, the next wait returns immediately."""
+        """End the current wait, or make the next wait return immediately."""
         self._is_set = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -545,7 +543,7 @@ class AsyncSignal:
 
 
 class Signal(threading.Event):
-    """A signal that wakes its only waiting thread; a signal set before the wait is not lost."""
+    """A signal that wakes the only thread waiting for it. A signal set before the wait is not lost."""
 
     def wait_until(self, deadline: Deadline) -> None:
         """Wait until the signal is set or the deadline passes. Return immediately if it was set since the last wait."""
@@ -554,17 +552,17 @@ class Signal(threading.Event):
 
 
 def carried() -> Metadata:
-    """Return the trace context to send with a call; empty if calls are not traced."""
+    """Return the trace context to send with a call, or () if calls are not traced."""
     return tuple(pair for carry in carriers for pair in carry()) if carriers else ()
 
 
 def metadata_of(token: Metadata | None, trace: Metadata) -> Metadata | None:
-    """Return the metadata for a call that is made separately: its token and trace context."""
+    """Return the metadata for a call outside a stream: the token and the trace context."""
     return (*(token or ()), *trace) if trace else token
 
 
 class _Calls:
-    """Common base of the sync and async forms of unary calls on a channel.
+    """Base class of the sync and async forms of unary calls on a channel.
 
     Args:
         channel: the channel on which to make the calls.
@@ -577,7 +575,7 @@ class _Calls:
         self._opened: dict[tuple[type[Message], bool], Any] = {}
 
     def _alone(self, kind: type[Response], request: bytes, deadline: Deadline) -> Any:
-        """Start a separate call with a serialized request (in parts if it is large), and return the call object."""
+        """Start a separate call and return the call object. A large request is sent in parts."""
         name = method_of(kind.DESCRIPTOR).name
         first, *others = in_parts(request, name)
         key = kind, bool(others)
@@ -590,45 +588,45 @@ class _Calls:
 
 
 class UnaryCalls(_Calls):
-    """Unary calls made by threads.
+    """Unary calls made from threads.
 
-    Each is made separately, since sharing a stream would need two more threads (ADR 48).
+    Each call is made separately, because a shared stream would need two additional threads (ADR 48).
     """
 
     def make(self, kind: type[Response], request: bytes, deadline: Deadline) -> Response:
-        """Make a call and return its answer.
+        """Make a call and return the response.
 
         Raises:
             grpc.RpcError: the call failed.
-            InvalidArgumentError: the request is larger than the service accepts.
+            InvalidArgumentError: the request exceeds the size that the service accepts.
         """
         answer: Response = self._alone(kind, request, deadline)
         return answer
 
     def close(self) -> None:
-        """Do nothing, since closing the channel ends all calls."""
+        """Do nothing, because closing the channel ends all calls."""
 
 
 class AsyncUnaryCalls(_Calls):
-    """Unary calls made in one event loop.
+    """Unary calls made in an event loop.
 
-    While another batchable call is in flight, batchable calls share a stream, which cuts the cost for client and
-    service by a third. A single call is made separately, as are all calls if the service refuses streams.
+    Concurrent batchable calls share a stream, which reduces the cost for client and service by a third. A single call
+    is made separately. If the service rejects streams, all calls are made separately.
     """
 
     def __init__(self, channel: Any, token: Callable[[], Metadata | None]) -> None:
         super().__init__(channel, token)
-        # New calls use the last stream. The other streams were opened with older tokens, and end after their last call.
+        # New calls use the last stream. Earlier streams were opened with older tokens, and end after their last call.
         self._streams: list[CallStream] = []
         self._under_way = 0  # batchable calls in flight
         self._alone_until = 0.0
 
     async def make(self, kind: type[Response], request: bytes, deadline: Deadline) -> Response:
-        """Make a call and return its answer.
+        """Make a call and return the response.
 
         Raises:
             grpc.RpcError: the call failed.
-            InvalidArgumentError: the request is larger than the service accepts.
+            InvalidArgumentError: the request exceeds the size that the service accepts.
         """
         method = method_of(kind.DESCRIPTOR)
         if method.is_batched:
@@ -648,7 +646,7 @@ class AsyncUnaryCalls(_Calls):
                 self._under_way -= 1
 
     def _stream(self) -> CallStream | None:
-        """Return the stream for another call, or None if the call must be made separately."""
+        """Return the stream for a new call, or None if the call must be made separately."""
         token, stream = self._token(), self._streams[-1] if self._streams else None
         if stream is not None and not stream.is_over and stream.token == token:
             return stream if stream.has_place else None
@@ -671,13 +669,13 @@ def _size_of(metadata: Sequence[tuple[str, str]]) -> int:
 
 
 class AsyncBackgroundCalls:
-    """Calls that outlive their caller. They run as tasks, and `drain` waits for them."""
+    """Calls that outlive their caller. They run as asyncio tasks; `drain` waits for these tasks."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def run(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Start a call as a task; log the error if it fails."""
+        """Start a call as a task. If the call fails, log its error."""
 
         async def logged() -> None:
             with logging_failure():
@@ -697,35 +695,36 @@ class AsyncBackgroundCalls:
 
 
 class BackgroundCalls:
-    """The sync form of `AsyncBackgroundCalls`, which makes each call immediately, in the caller's thread."""
+    """The sync form of `AsyncBackgroundCalls`. Each call is made immediately in the caller's thread."""
 
     def run(self, call: Callable[[], None]) -> None:
-        """Make a call; log the error if it fails."""
+        """Make a call. If the call fails, log its error."""
         with logging_failure():
             call()
 
     def drain(self) -> None:
-        """Do nothing, since all calls have already been made."""
+        """Do nothing, because all calls have already been made."""
 
 
 @contextmanager
 def logging_failure() -> Iterator[None]:
-    """Log a TqError raised by a call whose caller does not wait for it."""
+    """Log a TqError raised in the `with` block instead of propagating it."""
     try:
         yield
     except TqError as error:
         _log.warning(LogMessage("a background call failed", error=error))
 
 
-# Id of the process that opened an asyncio channel. A process forked from it would hang or abort on opening another.
+# Id of the process that opened an asyncio channel. A forked child of this process would hang or abort if it opened a
+# channel.
 _async_process_id: int | None = None
 
 
 def async_current_home() -> asyncio.AbstractEventLoop:
-    """Return the owner of channels opened now: the running event loop.
+    """Return the running event loop, which will own newly opened channels.
 
     Raises:
-        PreconditionError: this process was forked from one that used an asyncio client.
+        PreconditionError: this process was forked from a process that used an asyncio client.
     """
     global _async_process_id  # noqa: PLW0603  (state of the process)
     if _async_process_id not in (None, os.getpid()):
@@ -740,26 +739,26 @@ def async_current_home() -> asyncio.AbstractEventLoop:
 
 
 def current_home() -> int:
-    """Return the owner of channels opened now: this process, since a forked child needs its own channels."""
+    """Return the id of this process, which will own newly opened channels. A forked child needs its own channels."""
     return os.getpid()
 
 
 def async_is_over(home: asyncio.AbstractEventLoop) -> bool:
-    """Return whether an event loop is closed, so that its channels can be dropped."""
+    """Return whether an event loop is closed. If so, its channels can be dropped."""
     return home.is_closed()
 
 
 def is_over(home: int) -> bool:
-    """Return whether channels belong to a parent process, so that this process cannot use them."""
+    """Return whether channels belong to a parent process. If so, this process cannot use them."""
     return home != os.getpid()
 
 
 def async_leave(
     home: asyncio.AbstractEventLoop, endpoints: Mapping[Any, Any], close: Callable[[], Awaitable[None]]
 ) -> None:
-    """Close channels of another event loop: in that loop if it is running, otherwise when they are garbage-collected.
+    """Close channels of another event loop, either in that loop or, if it is not running, by garbage collection.
 
-    Return without waiting for the other loop, because that loop may be waiting for this one.
+    Do not wait for the other loop, because it may be waiting for the current loop.
     """
     if home.is_running():
         home.call_soon_threadsafe(lambda: asyncio.ensure_future(close()))
@@ -773,5 +772,5 @@ _ABANDONED: Final[list[object]] = []
 
 
 def leave(_home: int, endpoints: Mapping[Any, Any], _close: Callable[[], None]) -> None:
-    """Keep a parent process's channels open and referenced."""
+    """Keep references to a parent process's channels, so that they are not closed."""
     _ABANDONED.append(endpoints)

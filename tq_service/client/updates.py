@@ -1,4 +1,4 @@
-"""Updates returned by a watch: the latest state of everything that changed."""
+"""Updates returned by a watch, with the latest state of everything that changed."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _NO_INDEXES = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PartitionUpdate:
-    """The current state of the parts of a partition that changed.
+    """The current state of the changed parts of a partition.
 
-    Updates may repeat, so do not apply them as differences.
+    An update may contain changes that a previous update already contained, so do not apply updates as differences.
 
     Attributes:
         partition_id: name of the partition.
-        incarnation: incarnation of the partition, 16 random bytes. A new value means that the partition was cleared and
+        incarnation: incarnation of the partition, 16 random bytes. The value changes if the partition is cleared and
             created again.
-        cleared: whether this incarnation was cleared, or will be sent again from the start. If so, no other attribute
-            is set.
+        cleared: whether to drop all known state of this incarnation, because it was cleared or will be sent again in
+            full. If True, no other attribute is set.
         summary: summary of the partition; None if unchanged since the previous update.
         samples: samples that were inserted or written to, with keys, groups, all custom_meta, `fields` and `produced`,
-            as returned by `lookup_samples`; None if there are none. Pass them to `get_data` to read the data.
+            as returned by `lookup_samples`; None if no samples changed. To read the data, pass the batch to `get_data`.
         cleared_indexes: global indexes of removed samples, of shape `(n,)`.
         cleared_keys: keys of the removed samples, of shape `(n,)`, with None for a sample without a key; empty if no
             removed sample had a key.
@@ -48,7 +48,7 @@ class PartitionUpdate:
 
     @classmethod
     def from_proto(cls, message: pb.PartitionChange, namespace: Namespace) -> PartitionUpdate:
-        """Return the update contained in a message."""
+        """Return the update that a message contains."""
         name, ranges = namespace.own_name(message.partition_id), message.cleared_samples.index_ranges
         summary = read_message(PartitionSummary, message.summary, partition_id=name)
         return read_message(
@@ -64,16 +64,16 @@ class PartitionUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WatchUpdate:
-    """One update returned by a watch.
+    """An update returned by a watch.
 
     Attributes:
-        partitions: changed partitions, in the order in which to apply the changes; empty in a periodic update without
+        partitions: changed partitions, in the order in which to apply the changes. Empty in a periodic update without
             changes.
-        revision: revision from which a watch can resume; all changes up to this revision have been yielded. None: more
-            parts of this update follow.
-        is_reset: whether to drop all known state first, because this update and those up to the next revision together
-            form the complete state. True for the first update of a watch that starts without a revision, and after
-            missed changes.
+        revision: revision from which a watch can resume. All changes up to this revision have been yielded. None if
+            further parts of this update follow.
+        is_reset: whether to drop all known state before applying the update. This update and the following updates, up
+            to the next with a revision, form the complete state. True for the first update of a watch without a start
+            revision, and after missed changes.
     """
 
     partitions: tuple[PartitionUpdate, ...]
@@ -82,7 +82,7 @@ class WatchUpdate:
 
     @classmethod
     def from_proto(cls, message: pb.WatchResponse, namespace: Namespace, *, is_reset: bool) -> WatchUpdate:
-        """Return the update contained in a message."""
+        """Return the update that a message contains."""
         return cls(
             partitions=tuple(PartitionUpdate.from_proto(each, namespace) for each in message.partitions),
             revision=read_message(Revision, message.revision) if message.HasField("revision") else None,

@@ -1,1 +1,1 @@
-"""Drop-in replacements for other data planes, built on this package's clients; so far only for TransferQueue."""
+"""Drop-in replacements for other data planes, built on this package's clients. Supports only TransferQueue so far."""

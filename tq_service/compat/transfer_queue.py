@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Final
 
 SITE: Final = Path(__file__).parent / "site"
-"""The directory that contains only the `transfer_queue` package."""
+"""The directory to put on PYTHONPATH. It contains only the `transfer_queue` package."""
 
 
 def main() -> None:
-    """Print the directory of the package."""
+    """Print the directory that contains the package."""
     parser = argparse.ArgumentParser(prog="python -m tq_service.compat.transfer_queue", description=__doc__)
     parser.add_argument("--path", action="store_true", required=True, help="print the directory for PYTHONPATH")
     parser.parse_args()

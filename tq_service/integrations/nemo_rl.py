@@ -1,7 +1,7 @@
-"""NeMo-RL's data plane on top of the service: a `DataPlaneClient`, selected in NeMo-RL's configuration.
+"""Adapter for NeMo-RL: a `DataPlaneClient` that uses the service, selected in NeMo-RL's configuration.
 
-`docs/integrations/nemo_rl.md` describes the settings and contains a patch with which NeMo-RL's factory can select a
-class by name.
+`docs/integrations/nemo_rl.md` describes the settings, and contains a patch that lets NeMo-RL's factory select a class
+by name.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from tq_service.client.batch_meta import BatchMeta
 from tq_service.custom_meta import keeping_nulls
 from tq_service.schema import Encoding, Layout
 
-_LENGTH_TAG: Final = "input_lengths"  # tag with the values by which NeMo-RL balances its ranks
+_LENGTH_TAG: Final = "input_lengths"  # tag whose values NeMo-RL uses to balance its ranks
 _LEAST_WAIT_SECONDS: Final = 0.05
 _MARKER: Final = "tq_service.json"
-_REMEMBERED_IDS: Final = 65_536  # with more ids than this, ids of samples cleared by other processes are dropped
+_REMEMBERED_IDS: Final = 65_536  # above this number, ids of samples cleared by other processes are dropped
 
 
 class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-RL is not installed for type checks
-    """One process's data plane client.
+    """The data plane client of a process.
 
     ::
 
         register_partition ──> create_partition: with its tasks, and the fields of `enums` as text
         put_samples        ──> put: sample_ids are keys, tags are custom_meta
         claim_meta         ──> claim as a queue worker: waits at the service, without polling
-        get_samples        ──> get_data: rows of equal shape are returned as dense tensors, others as jagged ones
+        get_samples        ──> get_data: rows of equal shape become dense tensors, other rows jagged tensors
         list_sample_ids    ──> lookup_samples
-        clear_samples      ──> clear_samples: the named samples, or those put by this process
+        clear_samples      ──> clear_samples: the named samples, or all samples put by this process
 
     Args:
-        cfg: section `data_plane` in NeMo-RL's configuration. `controller_address` is the service's address,
-            "host:port"; default: the value of `TQ_ADDRESS`. `namespace` separates the runs that share a service;
-            default: the value of `TQ_NAMESPACE`. Size settings for TransferQueue's backends are ignored.
-        bootstrap: whether this process is the driver. The driver checks at once that the service is reachable.
+        cfg: section `data_plane` of NeMo-RL's configuration. `controller_address` is the service's address,
+            "host:port", and defaults to `TQ_ADDRESS`. `namespace` separates runs that share a service, and defaults to
+            `TQ_NAMESPACE`. Size settings for TransferQueue's backends are ignored.
+        bootstrap: whether this process is the driver. The driver immediately checks that the service is reachable.
 
     Raises:
-        UnavailableError: `bootstrap` is set, but the service does not answer.
+        UnavailableError: `bootstrap` is set, and the service does not respond.
     """
 
     def __init__(self, cfg: Mapping[str, Any], *, bootstrap: bool = True) -> None:
@@ -58,7 +58,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
     def _start(self, client: tq.Client) -> None:
         self._client = client
         self._is_clean = True
-        # Ids of the samples put by this process, by partition. clear_samples(None) clears these samples.
+        # Ids of samples put by this process, by partition. `clear_samples(None)` clears these samples.
         self._put_ids: dict[str, dict[str, None]] = {}
         self._remembered_ids = _REMEMBERED_IDS
 
@@ -66,11 +66,11 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         return self._client
 
     def __setstate__(self, client: tq.Client) -> None:
-        self._start(client)  # the client was unpickled in a new process, which has not put anything yet
+        self._start(client)  # the client was unpickled in a new process, which has not put any samples yet
 
     @property
     def _used_client(self) -> tq.Client:
-        """The client, for use in calls after which `load_checkpoint` is not allowed."""
+        """The client, for calls after which `load_checkpoint` is no longer allowed."""
         self._is_clean = False
         return self._client
 
@@ -83,22 +83,22 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         grpo_group_size: int | None = None,
         enums: dict[str, list[str]] | None = None,
     ) -> None:
-        """Create a partition that only the given tasks can consume. These tasks start as having consumed nothing.
+        """Create a partition that only the given tasks can consume.
 
-        If the partition exists with other settings but is empty, it is cleared and created again, since a later step
-        may reuse the name with new settings.
+        If the partition exists with other settings but is empty, it is cleared and created again. Later steps can
+        therefore reuse the name with new settings.
 
         Args:
             partition_id: name of the partition.
-            fields: ignored, since a partition accepts every field.
-            num_samples: ignored, since a partition grows as needed.
+            fields: ignored, because a partition accepts any field.
+            num_samples: ignored, because a partition grows as needed.
             consumer_tasks: names of the tasks that may consume the partition.
-            grpo_group_size: ignored, since NeMo-RL balances groups in its driver.
-            enums: names of text fields with few distinct values. They are stored as text, and values of other types are
-                rejected.
+            grpo_group_size: ignored, because NeMo-RL balances groups in its driver.
+            enums: names of text fields with few distinct values. The fields are stored as text, and values of other
+                types are rejected.
 
         Raises:
-            AlreadyExistsError: the partition exists with other tasks or enums, and has samples.
+            AlreadyExistsError: the partition has samples, and exists with other tasks or enums.
         """
         del fields, num_samples, grpo_group_size
         settings: dict[str, Any] = {
@@ -129,11 +129,11 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         Args:
             partition_id: the partition.
             task_name: the task that consumes the samples.
-            required_fields: fields that a sample must have to be ready.
+            required_fields: fields that a sample must have before it can be claimed.
             batch_size: maximum number of samples in the batch.
-            dp_rank: ignored, since NeMo-RL shards the batch itself.
-            blocking: whether to wait for a full batch. False: claim the samples that are ready now, possibly none.
-            timeout_s: seconds to wait for a full batch. After that, the samples that are ready are claimed.
+            dp_rank: ignored, because NeMo-RL shards the batch itself.
+            blocking: whether to wait for a full batch. If False, claim the samples that are ready, possibly none.
+            timeout_s: seconds to wait for a full batch. After this time, the samples that are ready are claimed.
 
         Raises:
             TimeoutError: no sample became ready in time.
@@ -163,7 +163,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         )
 
     def get_data(self, meta: KVBatchMeta, select_fields: list[str] | None = None) -> TensorDict:
-        """Return the data of a batch: `select_fields` if given, otherwise `meta.fields`.
+        """Return the data of a batch. Without `select_fields`, return the fields in `meta.fields`.
 
         Raises:
             ValueError: neither argument names fields.
@@ -174,7 +174,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         return self.get_samples(meta.sample_ids, meta.partition_id, list(fields))
 
     def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
-        """Return whether every task has consumed (or skipped) all samples inserted into the partition so far."""
+        """Return whether every task has consumed or skipped all samples inserted into the partition so far."""
         statuses = [self._used_client.check_consumption(partition_id, name, missing_ok=True) for name in task_names]
         return all(status.consumed_count + status.skipped_count >= status.total_count for status in statuses)
 
@@ -185,10 +185,10 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         fields: TensorDict | None = None,
         tags: list[dict[str, Any]] | None = None,
     ) -> KVBatchMeta:
-        """Put fields and tags for new or existing samples in one step.
+        """Put fields and tags of new or existing samples atomically.
 
         Returns:
-            References to the samples, with the fields and tags of this put.
+            References to the samples, with the fields and tags of the put.
         """
         if sample_ids and (fields is not None or tags is not None):
             data = None if fields is None else fields.detach()
@@ -206,7 +206,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
     def _remember(self, partition_id: str, sample_ids: Sequence[str]) -> None:
         """Record the ids of samples put by this process.
 
-        With many ids, drop those that other processes have cleared.
+        If there are many ids, drop ids of samples that other processes have cleared.
         """
         put_ids = self._put_ids.setdefault(partition_id, {})
         put_ids.update(dict.fromkeys(sample_ids))
@@ -216,7 +216,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
             self._remembered_ids = max(_REMEMBERED_IDS, 2 * len(self._put_ids[partition_id]))
 
     def get_samples(self, sample_ids: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
-        """Return fields of the samples, in order.
+        """Return fields of samples, in the order of the ids.
 
         Rows of equal shape form a dense tensor; other rows form a nested tensor.
         """
@@ -228,16 +228,16 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         return data
 
     def list_sample_ids(self, partition_id: str) -> list[str]:
-        """Return the sorted ids of a partition's samples; empty if the partition does not exist."""
+        """Return the sorted ids of the samples in a partition. Return an empty list if the partition does not exist."""
         samples, _ = self._used_client.lookup_samples(partition_id, missing_ok=True)
         return sorted(key for key in samples.keys or () if key)
 
     def clear_samples(self, sample_ids: list[str] | None, partition_id: str) -> None:
-        """Remove samples; samples that do not exist are ignored.
+        """Remove samples. Samples that do not exist are ignored.
 
         Args:
-            sample_ids: the samples to remove. None: the samples put by this process; if it has put none, all samples in
-                the partition.
+            sample_ids: the samples to remove. If None, the samples put by this process are removed. If this process has
+                not put any samples, all samples in the partition are removed.
             partition_id: the partition.
         """
         put_ids = self._put_ids.get(partition_id, {})
@@ -259,10 +259,10 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
             put_ids.pop(name, None)
 
     def save_checkpoint(self, checkpoint_dir: str | Path, *, metadata: dict[str, Any] | None = None) -> None:
-        """Write a checkpoint of the service, named after the directory, and record that name in the directory.
+        """Write a checkpoint of the service, and record its name in the directory.
 
-        The service must be started with `--checkpoint-dir`, and writes the samples there. `checkpoint_dir` receives
-        only a marker file.
+        The checkpoint is named after the directory. The service, which must be started with `--checkpoint-dir`, writes
+        the samples to its own checkpoint directory. Only a marker file is written to `checkpoint_dir`.
         """
         directory = Path(checkpoint_dir)
         copy = self._client.checkpoint(f"{directory.name}-{secrets.token_hex(8)}", metadata=metadata or {})
@@ -270,7 +270,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         (directory / _MARKER).write_text(json.dumps({"checkpoint": copy.name}))
 
     def load_checkpoint(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        """Replace the service's contents with the checkpoint recorded in a directory, and return its metadata.
+        """Replace the contents of the service with the checkpoint recorded in a directory. Return its metadata.
 
         Raises:
             FileNotFoundError: `save_checkpoint` did not write to this directory.
@@ -286,7 +286,7 @@ class TqServiceDataPlaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-R
         return dict(restored.metadata or {})
 
     def close(self) -> None:
-        """Close the client. Idempotent. The service's contents are not affected."""
+        """Close the client. The contents of the service are not affected. Closing the client again has no effect."""
         self._client.close()
 
 

@@ -1,7 +1,7 @@
-"""verl's NeoProto on top of the service: a `StorageEngine` for NeoProto's values, activated by `install`.
+"""Adapter for verl's NeoProto: a `StorageEngine` that stores values in the service, activated by `install`.
 
 `docs/integrations/neoproto.md` describes settings and semantics. The engine implements the interface of
-`verl/experimental/neoproto/storage` at commits 68ee5fa and 40c4bd1 of verl's repository. No release of verl includes
+`verl/experimental/neoproto/storage` at commits 68ee5fa and 40c4bd1 of the verl repository. No release of verl includes
 NeoProto yet.
 """
 
@@ -23,13 +23,13 @@ from verl.experimental.neoproto.storage.engine import Ref
 import tq_service as tq
 
 BACKEND: Final = "tq_service"
-"""The value of `backend` in refs to values stored by this engine."""
+"""The `backend` of refs to values stored by this engine."""
 
 _PARTITION: Final = "neoproto"
-# A tensor with several rows is stored row by row if its rows are large enough to be fetched separately.
+# Minimum row size for storing each row of a tensor as a separate sample.
 _LEAST_ROW_BYTES: Final = 1 << 10
 _MOST_ROWS: Final = 1 << 16
-_SMALL_BYTES: Final = 1 << 18  # in `put_many`, values smaller than this share a put
+_SMALL_BYTES: Final = 1 << 18  # `put_many` combines values smaller than this in one put
 _GATHERED_BYTES: Final = 8 << 20
 _MOST_NAMED: Final = 1 << 16  # maximum number of samples per call
 _OBJECTS: Final = "object"
@@ -43,19 +43,20 @@ _NUMBERS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class StoredValue:
-    """Location of a value, used as a ref's `dataptr`.
+    """The location of a value, used as the `dataptr` of a ref.
 
-    It can be pickled, compared and stored, but does not keep the value alive.
+    A location can be pickled, compared and stored, but does not keep the value alive.
 
     Attributes:
         namespace: namespace of the client that put the value.
         partition_id: partition of the value, within the namespace.
-        incarnation: incarnation of the partition, which distinguishes the value from later values with the same name.
+        incarnation: incarnation of the partition. It distinguishes the value from values in a later partition with this
+            name.
         first_index: index of the value's first sample.
-        row_count: number of samples that store the value: one per row with `is_split`, otherwise 1.
+        row_count: number of samples that store the value: the number of rows if `is_split`, otherwise 1.
         field: name of the field that stores the value.
         form: type of the original value.
-        shape: the tensor's or array's shape; () for an object.
+        shape: shape of the tensor or array; () for an object.
         is_split: whether each row of the value is a separate sample.
     """
 
@@ -75,9 +76,9 @@ class StoredValue:
 
 
 def _received(*values: Any) -> StoredValue:
-    """Return the location of a value received from another process.
+    """Return the location of a value from its fields. Called when a location from another process is unpickled.
 
-    Ensure that verl has an engine for refs to the value.
+    Also ensure that verl has an engine for refs to the value.
     """
     _register(None)
     return StoredValue(*values)
@@ -85,10 +86,10 @@ def _received(*values: Any) -> StoredValue:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """A value, converted to rows of a field.
+    """A value converted to rows of a field.
 
     Attributes:
-        value: location of the value, without its samples, which are not known yet.
+        value: location of the value. Its samples are not known yet.
         rows: tensor or array of shape `(row_count, ...)`, or a list with one object.
         size_bytes: size of the rows in bytes; 0 for objects.
     """
@@ -110,18 +111,19 @@ class TqServiceStorageEngine:
         apply         ──> get and put: the result of calling a function on a value in this process
         release       ──> clear_samples
 
-    Any process may get and release values that another process put. As in verl's own engines, `release` frees values
-    immediately, even if other processes still have refs to them.
+    Any process may get and release values that were put by another process. As in verl's own engines, `release` frees
+    values immediately, even if other processes still have refs to them.
 
-    Several threads and forked processes may use the same engine, which connects on first use. A pickled engine contains
+    Several threads and forked processes may use the same engine. It connects on first use. A pickled engine contains
     only its settings.
 
     Args:
-        address: address of the service, "host:port", or several addresses; None: the value of `TQ_ADDRESS`.
+        address: address of the service, "host:port", or several addresses. Defaults to `TQ_ADDRESS`.
         partition_id: partition for new values. Refs to values in other partitions also work.
-        namespace: namespace that separates the runs sharing a service; None: the value of `TQ_NAMESPACE`.
-        ttl_seconds: seconds after which the service frees unreleased values; None: never. The limit is set only by the
-            engine that creates the partition, when it connects or clears the partition.
+        namespace: namespace that separates runs that share a service. Defaults to `TQ_NAMESPACE`.
+        ttl_seconds: seconds after which the service frees unreleased values. If None, values are never freed
+            automatically. The limit applies only if this engine creates the partition, when it connects or clears the
+            partition.
     """
 
     backend = BACKEND
@@ -146,11 +148,11 @@ class TqServiceStorageEngine:
 
     @property
     def client(self) -> tq.Client:
-        """This process's client, created on first use."""
+        """The client of this process. It is created on first use."""
         connected = self._connected
         if connected is not None and connected[0] == os.getpid():
             return connected[1]
-        if connected is not None:  # the client belongs to the parent; its lock may have been held during the fork
+        if connected is not None:  # the client belongs to the parent, and its lock may have been held during the fork
             self._connecting = threading.Lock()
         with self._connecting:
             if self._connected is None or self._connected[0] != os.getpid():
@@ -160,14 +162,14 @@ class TqServiceStorageEngine:
             return self._connected[1]
 
     def _create_partition(self, client: tq.Client) -> None:
-        if self._ttl_seconds is not None:  # otherwise the first put creates the partition
+        if self._ttl_seconds is not None:  # otherwise, the first put creates the partition
             with suppress(tq.errors.AlreadyExistsError):
                 client.create_partition(self.partition_id, release=tq.Release(ttl_seconds=self._ttl_seconds))
 
     # Values
 
     def to_wire(self, value: Any) -> Any:
-        """Return the value unchanged, since the service accepts tensors, arrays and objects."""
+        """Return the value unchanged, because the service accepts tensors, arrays and objects."""
         return value
 
     def from_wire(self, value: Any) -> Any:
@@ -180,19 +182,19 @@ class TqServiceStorageEngine:
         Args:
             value: a tensor on any device, an array, or an object whose type is allowed in object fields.
             key_hint: prefix of the ref's `uid`.
-            spec: verl's FieldSpec; its dtype and shape are used for the ref if the value has none.
+            spec: a verl `FieldSpec`. Its dtype and shape are used for the ref if the value has no dtype or shape.
 
         Raises:
-            UnsupportedObjectError: objects of this type cannot be stored.
+            UnsupportedObjectError: the type of the object cannot be stored.
             QuotaExceededError, ResourceExhaustedError: the service has no capacity.
         """
         return self.put_many([value], key_hint=key_hint, spec=spec)[0]
 
     def put_many(self, values: Iterable[Any], *, key_hint: str | None = None, spec: Any = None) -> list[Ref]:
-        """Store values and return refs to them, in order. If a value cannot be stored, none of the values is stored.
+        """Store values and return refs to them, in order. If a value cannot be stored, no value is stored.
 
-        Large values are stored one by one as they arrive, so a generator need not keep all of them in memory. Small
-        values with the same dtype share a put.
+        Large values are stored individually as the iterable yields them, so they need not all be in memory. Small
+        values with equal dtype share a put.
         """
         stored: dict[int, StoredValue] = {}
         described: list[tuple[str, tuple[int, ...] | None]] = []
@@ -231,7 +233,7 @@ class TqServiceStorageEngine:
             self._store(gathered.pop(next(iter(gathered))), stored)
 
     def _store(self, columns: Sequence[tuple[int, _Column]], stored: dict[int, StoredValue]) -> None:
-        """Put several columns for one field, and record the locations of their values."""
+        """Put several columns of one field, and record the locations of their values."""
         field = columns[0][1].value.field
         rows = _joined([column.rows for _, column in columns])
         put = self.client.put(self.partition_id, {field: rows})
@@ -244,21 +246,21 @@ class TqServiceStorageEngine:
             at += column.value.row_count
 
     def get(self, ref: Ref) -> Any:
-        """Return a ref's value, after applying the ref's slice and operations.
+        """Return the value of a ref, after applying the slice and operations of the ref.
 
         Raises:
-            SampleNotFoundError, PartitionNotFoundError: the value was released or cleared; both are KeyErrors.
+            SampleNotFoundError, PartitionNotFoundError: the value was released or cleared. Both errors are KeyErrors.
             ValueError: the ref belongs to another backend.
-            DataLossError: the storage service that stored the value restarted without it.
+            DataLossError: the storage service that stored the value restarted without the value.
         """
         return self.get_many([ref])[0]
 
     def get_many(self, refs: Sequence[Ref | None], apply_ops: bool = True) -> list[Any]:
-        """Return the refs' values in order, with None for None. All values of the same kind are fetched in one call.
+        """Return the values of refs in order, with None for each None. Values of equal kind are fetched in one call.
 
         Args:
-            refs: the refs; several refs may select different rows of the same value.
-            apply_ops: whether to apply the refs' slices and operations. False: return complete values.
+            refs: the refs. Several refs may select different rows of one value.
+            apply_ops: whether to apply the slices and operations of the refs. If False, complete values are returned.
 
         Raises:
             SampleNotFoundError, PartitionNotFoundError, ValueError, DataLossError: see `get`.
@@ -273,7 +275,7 @@ class TqServiceStorageEngine:
         return [None if each is None else each.result() for each in wanted]
 
     def _fetch(self, group: Sequence[_Wanted]) -> None:
-        """Fetch values of the same kind: either rows of one shape, or complete values from one field."""
+        """Fetch values of equal kind: either rows of one shape, or complete values from one field."""
         first = group[0].value
         indexes = np.concatenate([each.indexes for each in group])
         column: Any
@@ -304,14 +306,14 @@ class TqServiceStorageEngine:
         )
 
     def get_rows(self, ref: Ref, rows: Any) -> Any:
-        """Return rows of a value, by position in the ref's selection.
+        """Return rows of a value. `rows` are positions in the selection of the ref.
 
-        NeoProto calls this method to get a rank's rows.
+        NeoProto calls this method to get the rows of a rank.
         """
         return self.get_rows_many([ref], rows)[0]
 
     def get_rows_many(self, refs: Sequence[Ref], rows: Any) -> list[Any]:
-        """Return the same rows from several values. If a tensor is stored by row, only these rows are fetched."""
+        """Return rows from each of several values. If a tensor is stored by row, only the selected rows are fetched."""
         numbers = np.asarray(rows)
         wanted = [_Wanted(ref, apply_ops=True, rows=numbers) for ref in refs]
         together: dict[Any, list[_Wanted]] = {}
@@ -322,14 +324,14 @@ class TqServiceStorageEngine:
         return [each.result() for each in wanted]
 
     def consolidate(self, old_engine: Any, refs: Sequence[Ref]) -> Ref:
-        """Join the refs' values along the first dimension, and store the result as one value. The refs remain valid.
+        """Join the values of refs along the first dimension, and store the result as one value. The refs remain valid.
 
-        Tensors and arrays without dimensions are stacked, and objects form an array of objects. Data that was scattered
-        over several puts and storage services is then stored together, so one call can fetch it.
+        Tensors and arrays without dimensions are stacked, and objects form an array of objects. One call can then fetch
+        data that was previously distributed over several puts and storage services.
 
         Args:
-            old_engine: the engine that stores the refs' values; None: this engine.
-            refs: the refs, at least one, in the order in which to join their rows.
+            old_engine: the engine that stores the values of the refs. Defaults to this engine.
+            refs: the refs, at least one. Rows are joined in the order of the refs.
 
         Raises:
             ValueError: there are no refs, a ref is None, or the values differ in dtype or row shape.
@@ -340,10 +342,10 @@ class TqServiceStorageEngine:
         return self.put(_consolidated(engine.get_many(list(refs))), key_hint="consolidated")
 
     def release(self, refs: Ref | Iterable[Ref | None]) -> None:
-        """Free the refs' values, even if other refs to these values exist. Values that were already freed are ignored.
+        """Free the values of refs, even if other refs to the values exist. Values that are already freed are ignored.
 
         Raises:
-            ValueError: a ref belongs to another backend; nothing is freed.
+            ValueError: a ref belongs to another backend. No value is freed.
         """
         named = [refs] if isinstance(refs, Ref) else [ref for ref in refs if ref is not None]
         self._clear([_value_of(ref) for ref in named])
@@ -361,24 +363,24 @@ class TqServiceStorageEngine:
                     self.client.clear_samples(self._meta(group[0], indexes[begin : begin + _MOST_NAMED]))
 
     def apply(self, ref: Ref, fn: Callable[[Any], Any], *, key_hint: str | None = None, spec: Any = None) -> Ref:
-        """Apply a function to a ref's value, store the result, and return a ref to the result.
+        """Apply a function to the value of a ref, store the result, and return a ref to the result.
 
-        The original value remains.
+        The original value does not change.
 
-        The function runs in this process, since the service does not execute client code.
+        The function runs in this process, because the service does not execute client code.
         """
         return self.put(fn(self.get(ref)), key_hint=key_hint, spec=spec)
 
     # Cleanup
 
     def clear(self) -> None:
-        """Free all values in the partition, including those put by other processes."""
+        """Free all values in the partition, including values put by other processes."""
         client = self.client
         client.clear_partition(self.partition_id, missing_ok=True)
         self._create_partition(client)
 
     def close(self) -> None:
-        """Close this process's client. Idempotent. Stored values remain, and the next call reconnects."""
+        """Close the client of this process. Stored values remain, and the next call reconnects."""
         connected, self._connected = self._connected, None
         if connected is not None and connected[0] == os.getpid():
             connected[1].close()
@@ -391,12 +393,12 @@ def _engine_of(
 
 
 class _Wanted:
-    """A ref whose value will be fetched.
+    """A ref with the value to fetch for it.
 
     Attributes:
         value: location of the value.
         indexes: indexes of the samples to fetch.
-        alike: key that is equal for all refs to fetch together.
+        alike: key that is equal for all refs that are fetched together.
         rows: the fetched rows of these samples; None before the fetch.
     """
 
@@ -409,7 +411,7 @@ class _Wanted:
         self.rows: Any = None
         self.indexes = _indexes(value)
         self._takes_first = False
-        # The ref's operations may change the rows, so `rows` are selected from the operations' result.
+        # The operations of the ref may change the rows, so `rows` are selected from the result of the operations.
         self._late_rows = rows if ref.apply_funcs else None
         early_rows = None if ref.apply_funcs else rows
         if value.is_split and (self._spec or early_rows is not None):
@@ -419,7 +421,7 @@ class _Wanted:
             self.indexes = value.first_index + np.atleast_1d(kept)
             self._takes_first = np.ndim(kept) == 0
             is_paired = any(isinstance(dim, (list, tuple, np.ndarray)) for dim in self._spec[1:])
-            # Lists for several axes select pairs of indices, so the first axis's selector must remain a list.
+            # Lists for several axes select pairs of indices, so the selector of the first axis must remain a list.
             first: Any = 0 if self._takes_first else slice(None)
             if is_paired and isinstance(self._spec[0], (list, tuple, np.ndarray)):
                 first = list(range(self.indexes.size))
@@ -432,7 +434,7 @@ class _Wanted:
         )  # fmt: skip
 
     def result(self) -> Any:
-        """Return the value built from the fetched rows."""
+        """Build the value from the fetched rows, and return it."""
         value: Any = self.rows if self.value.is_split else self.rows[0]
         if self.value.form == "array":
             value = value.numpy()
@@ -448,7 +450,7 @@ class _Wanted:
 
 
 def apply_slice(value: Any, spec: Sequence[Any]) -> Any:
-    """Apply verl's `SliceSpec`, which has one selector per axis.
+    """Apply a verl `SliceSpec`, which has one selector per axis, to a value.
 
     For lists and objects, only the first selector applies.
     """
@@ -459,7 +461,7 @@ def apply_slice(value: Any, spec: Sequence[Any]) -> Any:
 
 
 def _selector(dim: Any, length: int) -> Any:
-    """Convert an axis selector to a form that torch and numpy accept. Composed selectors become a single list."""
+    """Convert an axis selector to a form that torch and numpy accept. A composed selector becomes a single list."""
     if dim is None:
         return slice(None)
     if isinstance(dim, (int, np.integer)):
@@ -471,7 +473,7 @@ def _selector(dim: Any, length: int) -> Any:
 
 
 def _axis_indices(dim: Any, length: int) -> NDArray[np.int64]:
-    """Return the indices that an axis selector selects, or a scalar if the selector removes the axis.
+    """Return the indices selected on an axis, or a scalar if the selector removes the axis.
 
     Raises:
         IndexError: an index is out of range.
@@ -495,7 +497,7 @@ def _plain(dim: Any) -> Any:
 
 
 def _column_of(value: Any, partition_id: str) -> _Column:
-    """Convert a value to rows of a field. The dtype and the number of dimensions determine the field."""
+    """Convert a value to rows of a field. The field is determined by the dtype and the number of dimensions."""
     form: Literal["tensor", "array", "object"] = "object"
     dtype, size_bytes = "", 0
     if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested:
@@ -506,7 +508,7 @@ def _column_of(value: Any, partition_id: str) -> _Column:
     shape = tuple(value.shape) if form != "object" else ()
     if form == "object" or not all(shape):  # a put needs at least one row
         stored = StoredValue("", partition_id, b"", 0, 1, _OBJECTS, "object", (), is_split=False)
-        return _Column(stored, [{_VALUE: value}], size_bytes)  # in a dict, since a list of numbers would become numbers
+        return _Column(stored, [{_VALUE: value}], size_bytes)  # in a dict: a list of numbers would become numeric
     is_split = len(shape) > 1 and 1 < shape[0] <= _MOST_ROWS and size_bytes >= _LEAST_ROW_BYTES * shape[0]
     field = f"{dtype}.{len(shape) - is_split}"
     stored = StoredValue("", partition_id, b"", 0, shape[0] if is_split else 1, field, form, shape, is_split=is_split)
@@ -526,7 +528,7 @@ def _joined(columns: Sequence[Any]) -> Any:
 
 
 def _each_row(column: Any) -> Sequence[Any]:
-    """Return the rows of a column, which is a tensor, a nested tensor or a list."""
+    """Return the rows of a column. The column is a tensor, a nested tensor or a list."""
     return column.unbind() if isinstance(column, torch.Tensor) else list(column)
 
 
@@ -548,7 +550,7 @@ def _consolidated(values: Sequence[Any]) -> Any:
 
 
 def _described(value: Any, spec: Any) -> tuple[str, tuple[int, ...] | None]:
-    """Return the dtype and shape to set in a ref; verl's own engines determine them in the same way."""
+    """Return the dtype and shape to set in a ref, determined as in verl's own engines."""
     given = getattr(spec, "dtype", None)
     is_column = isinstance(value, (torch.Tensor, np.ndarray))
     if given not in {None, "object"}:
@@ -585,17 +587,17 @@ def _value_of(ref: Ref) -> StoredValue:
 
 
 def install(engine: TqServiceStorageEngine | None = None, *, clear_at_exit: bool = False) -> TqServiceStorageEngine:
-    """Make an engine verl's default in this process, so that NeoProto stores its values there.
+    """Make an engine the default of verl in this process. NeoProto then stores its values in the service.
 
-    Processes that only receive refs need not call `install`, since unpickling a ref sets up an engine for `TQ_ADDRESS`.
+    Processes that only receive refs need not call `install`. Unpickling a ref creates an engine for `TQ_ADDRESS`.
 
     Args:
-        engine: the engine to use; None: a new engine for `TQ_ADDRESS`.
-        clear_at_exit: whether to free all values in the engine's partition when this process ends; intended for a run's
-            driver.
+        engine: the engine to use. Defaults to a new engine for `TQ_ADDRESS`.
+        clear_at_exit: whether to free all values in the engine's partition when this process ends. Set this only in the
+            driver of a run.
 
     Returns:
-        The engine that is now the default.
+        The new default engine.
     """
     from verl.experimental.neoproto.storage import default  # noqa: PLC0415  (verl's module imports the engine module)
 
@@ -614,11 +616,12 @@ def _clear_quietly(engine: TqServiceStorageEngine) -> None:
 
 
 def _register(engine: TqServiceStorageEngine | None) -> None:
-    """Register an engine with verl for refs with this backend.
+    """Register an engine with verl for refs with the backend of this module.
 
-    None: a new engine for `TQ_ADDRESS`, unless an engine is already registered.
+    If `engine` is None, register a new engine for `TQ_ADDRESS`, unless an engine is already registered.
 
-    verl finds engines in a dict. When it releases refs, it uses a function that supports only verl's own backends.
+    verl looks up engines in a dict. Its function for releasing refs supports only verl's own backends, so it is
+    replaced here.
     """
     from verl.experimental.neoproto import neo  # noqa: PLC0415  (verl's module imports the engine module)
     from verl.experimental.neoproto.storage import default  # noqa: PLC0415  (as above)

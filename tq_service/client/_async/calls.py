@@ -1,4 +1,4 @@
-"""A client's channels, the calls made on them, and the state shared by all parts of the client."""
+"""The channels of a client, the calls made on them, and state shared by all parts of the client."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ Response = TypeVar("Response", bound=Message)
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
 
-# A server that answers "not yet" sooner than this does not wait for results itself: pause before the next call.
+# If a server responds "not yet" sooner than this, it does not wait for results, so pause before the next call.
 _SHORT_POLL_SECONDS: Final = 0.05
 _MOST_REFUSALS: Final = 64
 _CLOSE_SECONDS: Final = 5.0
 
 
 class AsyncEndpoint:
-    """A channel to one address, and the calls made on it."""
+    """A channel to an address, and the calls made on the channel."""
 
     def __init__(self, address: str, calls: AsyncCalls) -> None:
         self.address = address
@@ -81,12 +81,12 @@ class AsyncEndpoint:
         self._outage = Outage(address, calls.credentials.tls)
 
     def metadata(self) -> Metadata | None:
-        """Return the metadata to send with a call: the token and, if the call is traced, the trace context."""
+        """Return the metadata to send with a call, which consists of the token and the trace context."""
         return metadata_of(self._calls.credentials.metadata(), carried())
 
     @contextmanager
     def errors(self, deadline: Deadline, *, is_retried: bool = True) -> Iterator[None]:
-        """Convert gRPC errors raised on this channel to TqError, and track whether the service is reachable."""
+        """Convert gRPC errors raised on the channel to TqError, and track whether the service is reachable."""
         began = time.monotonic()
         try:
             yield
@@ -108,7 +108,7 @@ class AsyncEndpoint:
 
 
 async def async_close_all(endpoints: dict[Any, AsyncEndpoint]) -> None:
-    """Close the channels opened by one event loop or process, and cancel calls in flight."""
+    """Close all channels of an event loop or process, and cancel calls in flight."""
     while endpoints:
         _, endpoint = endpoints.popitem()
         endpoint.driver.close()
@@ -119,7 +119,7 @@ async def async_close_all(endpoints: dict[Any, AsyncEndpoint]) -> None:
 class AsyncCalls:
     """A client's channels, and the calls made on them.
 
-    Each event loop and process opens its own channels, on first use. An empty address refers to the leading controller.
+    Each event loop and process opens its own channels on first use. An empty address is the address of the leader.
 
     Attributes:
         controllers: controllers known to the client.
@@ -140,21 +140,20 @@ class AsyncCalls:
         """Return the channel to an address.
 
         Raises:
-            PreconditionError: the client is closed, or its channels belong to the parent process and cannot be reopened
-                here.
+            PreconditionError: the client is closed, or this process was forked and cannot open channels.
             InvalidArgumentError: the credentials cannot be used for this address.
         """
         self._check_open()
         endpoints, target = self._here(), address or self.controllers.current
         key = target, self._opening
-        # No lock, since a fork could leave it locked: racing threads may create two channels, but all use the stored
-        # one.
+        # Do not use a lock, because a fork could leave it locked. Racing threads may create two channels, but all
+        # threads use the stored channel.
         endpoint = endpoints.get(key) or endpoints.setdefault(key, AsyncEndpoint(target, self))
-        self._check_open()  # again: another thread may have closed the client before this channel was stored
+        self._check_open()  # check again: another thread may have closed the client
         return endpoint
 
     def _here(self) -> dict[tuple[str, tuple[Signature, bool]], AsyncEndpoint]:
-        """Return the channels of this event loop or process. On first use, drop those of dead loops and processes."""
+        """Return this event loop's or process's channels. On first use, drop channels of ended loops."""
         home = async_current_home()
         channels = self._channels.get(home)
         if channels is None:
@@ -175,9 +174,9 @@ class AsyncCalls:
         deadline: Deadline,
         note: Callable[[TqError], object] = lambda failure: None,
     ) -> T:
-        """Call `attempt` and return its result; on UnavailableError, retry with back-off until the deadline.
+        """Call `attempt` and return its result. After an UnavailableError, retry with back-off until the deadline.
 
-        `note` is called with each TqError.
+        `note` is called with every TqError.
         """
         backoff: Backoff | None = None
         while True:
@@ -208,7 +207,7 @@ class AsyncCalls:
                 await async_sleep(min(backoff.pause(), wait.remaining()))
 
     async def unary(self, kind: type[Response], request: Message, deadline: Deadline, address: str = "") -> Response:
-        """Make the unary call that has this response type, retrying until the deadline."""
+        """Make a unary call, identified by its response type, and retry until the deadline."""
         return await self.retried(lambda: self.unary_once(kind, request, deadline, address), deadline)
 
     async def unary_once(
@@ -220,7 +219,7 @@ class AsyncCalls:
         *,
         is_retried: bool = True,
     ) -> Response:
-        """Make a unary call once. `is_retried` tells whether the caller retries while the service is unavailable."""
+        """Make a unary call once. Set `is_retried` if the caller retries while the service is unavailable."""
         endpoint = self.endpoint(address)
         with endpoint.errors(deadline, is_retried=is_retried):
             return await endpoint.unary.make(kind, request.SerializeToString(), deadline)
@@ -230,14 +229,14 @@ class AsyncCalls:
             raise PreconditionError("the client is closed; create a new one")
 
     def leave_outdated(self) -> None:
-        """Close channels with outdated settings; calls in flight on these channels may finish."""
+        """Close channels with outdated settings. Calls in flight on these channels may finish."""
         self._opening = self.credentials.signature(), self.controllers.has_several
         for (_, opening), endpoint in list(self._here().items()):
             if opening != self._opening:
                 endpoint.driver.close()
 
     async def aclose(self) -> None:
-        """Close all channels and cancel calls in flight. Calls made in other event loops are cancelled soon after."""
+        """Close all channels and cancel calls in flight. Calls in other event loops are cancelled soon afterwards."""
         self.closed = True
         if not self._channels:
             return
@@ -271,15 +270,15 @@ class AsyncBase:
         self._placement = PlacementGrant()
         self._allocations: Allocations = WeakValueDictionary()
         self.gathers_puts = bool(gathers_puts)
-        self._lines_of: dict[Any, Lines] = {}  # lines of puts, by event loop or process
-        self._apart: dict[str, float] = {}  # when each partition's puts may be gathered again
-        self._refused_lists: deque[str] = deque(maxlen=_MOST_REFUSALS)  # partitions that refused lists, see `put`
-        if "torch" in sys.modules:  # otherwise import torch, which takes seconds, only when `get_data` is called
+        self._lines_of: dict[Any, Lines] = {}  # lines of puts, keyed by event loop or process
+        self._apart: dict[str, float] = {}  # time after which the puts of a partition may be gathered again
+        self._refused_lists: deque[str] = deque(maxlen=_MOST_REFUSALS)  # partitions that rejected lists, see `put`
+        if "torch" in sys.modules:  # otherwise defer the import of torch, which takes seconds, to `get_data`
             import_tensordict()
 
     @property
     def namespace(self) -> str:
-        """Prefix of this client's partition names on the service, before a "/"; empty if there is none."""
+        """Prefix of the client's partition names on the service, before a "/". Empty if the client has no namespace."""
         return self._namespace.name
 
     def _deadline(self, timeout: float | None, more_seconds: float = 0.0) -> Deadline:
@@ -289,12 +288,12 @@ class AsyncBase:
     async def _ask(
         self, kind: type[Response], timeout: float | None, *, batch: BatchMeta | None = None, **arguments: Any
     ) -> Response:
-        """Call the controller, retrying until the timeout, and merge the pages of a list into one answer.
+        """Call the controller, retry until the timeout, and merge the pages of a list into one response.
 
         Args:
             kind: the response type, which determines the call and its request type.
-            timeout: seconds until the call fails; None: the client's `timeout`.
-            batch: a batch whose partition the call refers to. None: `partition_id`, if passed, is a name in the
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
+            batch: a batch whose partition the call refers to. If None, `partition_id` (if passed) is a name in the
                 client's namespace.
             **arguments: fields of the request; see `request_of`.
         """
@@ -309,7 +308,7 @@ class AsyncBase:
         return answer
 
     async def _ack(self, metadata: BatchMeta, timeout: float | None) -> int:
-        """Acknowledge all samples of a leased batch, and return how many this call acknowledged."""
+        """Acknowledge all samples of a leased batch, and return the number of samples acknowledged by this call."""
         if not metadata.handled_indexes.size:
             return 0
         answer = await self._ask(
@@ -324,7 +323,7 @@ class AsyncBase:
         return answer.acked_count
 
     async def _fields_of(self, full_partition_id: str, deadline: Deadline) -> dict[str, FieldSpec]:
-        """Return the fields of a partition as a dict by name."""
+        """Return the fields of a partition by name."""
         request = pb.DescribePartitionRequest(partition_id=full_partition_id)
         answer = await self._calls.unary(pb.DescribePartitionResponse, request, deadline)
         return {field.spec.name: decode_spec(field.spec) for field in answer.fields}
@@ -332,7 +331,7 @@ class AsyncBase:
     async def _pages(
         self, kind: type[Response], request: Any, deadline: Deadline, first: Response | None = None
     ) -> AsyncIterator[Response]:
-        """Yield the pages of a list, with one call to the controller per page. `first` is a page already received."""
+        """Yield the pages of a list, with one call per page. `first` is the first page, if already received."""
         answer: Any = first
         while True:
             if answer is None:
@@ -345,14 +344,14 @@ class AsyncBase:
     async def aclose(self) -> None:
         """Send outstanding calls, such as claim releases, and close the channels.
 
-        First sends gathered puts that have not been sent yet, and waits until all puts are answered.
+        Gathered puts that have not been sent are sent first. The client waits for the responses to all puts.
         """
         await self._background_calls.drain()
         await self._send_gathered()
         await self._calls.aclose()
 
     async def _send_gathered(self) -> None:
-        """Wait, for at most a few seconds, until puts gathered in this event loop or process are answered."""
+        """Wait up to a few seconds for the responses to puts gathered in this event loop or process."""
         lines = self._lines_of.get(async_current_home()) if self._lines_of else None
         if lines is not None:
             lines.await_gathered(signal := AsyncSignal())

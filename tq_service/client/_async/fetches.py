@@ -1,4 +1,4 @@
-"""Calls that fetch data: locate cells, read them from the storage services in parallel, restore the requested order."""
+"""Calls that fetch data: locate cells, read them from storage services in parallel, and restore the requested order."""
 
 from __future__ import annotations
 
@@ -81,70 +81,72 @@ class AsyncFetchCalls(AsyncBase):
         truncate: bool = False,
         timeout: float | None = None,
     ) -> TensorDict:
-        """Fetch the data of samples in the requested order. A sample requested several times is fetched only once.
+        """Fetch the data of samples, in the order of the request. Repeated samples are fetched only once.
 
         Args:
-            target: the metadata of the samples, such as a batch; or a partition, with `keys` or `global_indexes`. For
-                an empty batch, empty columns are returned without a call.
+            target: the metadata of the samples, such as a batch, or a partition in combination with `keys` or
+                `global_indexes`. For an empty batch, empty columns are returned without a call.
             keys: keys of the samples.
             global_indexes: indexes of the samples, instead of keys.
-            data_fields: the fields to fetch; None: the fields of the metadata, or all fields of the partition.
-            missing: "error", or "skip" to omit samples that do not exist or lack one of the fields.
+            data_fields: the fields to fetch. Defaults to the fields of the metadata, or to all fields of the partition.
+            missing: "error", or "skip" to omit samples that do not exist or that lack one of the fields.
             missing_fields: "error", or "skip" to omit fields that do not exist or that one of the samples lacks. With
                 `data_fields=None`, "skip" fetches the fields that all samples have, so no sample is omitted for lacking
                 a field.
-            layout: layout of tensor fields whose rows have at least one dimension. None: the field's own layout,
+            layout: layout of tensor fields whose rows have at least one dimension. None uses the layout of the field,
                 regardless of the fetched rows. Dense fields are returned as dense tensors. Fields that were put or
                 declared as jagged, or that have rows of different shapes in any put, are returned as nested tensors.
-                The other values depend on the fetched rows. "auto": dense if all rows have the same shape, else jagged.
-                "dense": dense; rows of different shapes are an error. "jagged": always nested tensors.
+                "auto" returns dense tensors if all fetched rows have the same shape, and nested tensors otherwise.
+                "dense" returns dense tensors, and raises an error if the shapes of fetched rows differ. "jagged" always
+                returns nested tensors.
             device: CUDA device for the tensors, such as "cuda:0"; objects stay on the CPU. Data is received in pinned
                 memory and copied to the device on a separate stream. The caller's current stream waits for the copy,
-                but the call returns before the copy ends. None or "cpu": the CPU.
-            out: contiguous tensors by field, on the CPU or a device, to fill and return instead of new ones. The fields
-                must be dense, and each tensor must have its field's dtype and shape `(n, ...)`. If a call fails while
-                receiving data, the contents of these tensors are undefined.
-            expand: form of the fields that the samples of a group share. These fields are fetched once per group. True:
-                one row per sample. In lists, all samples of a group then have the same object. A tensor that covers a
-                single group shares memory between its rows (`Tensor.expand`), so do not modify these rows in place;
-                other tensors are copies. False: one row per group, in order of first appearance; `group_index`, of
-                shape `(n,)`, maps each sample to its row.
-            slices: by field, the part of each row to fetch: `(start, stop)`, a list with one such pair per sample, or a
+                but the call returns before the copy ends. Defaults to the CPU.
+            out: contiguous tensors by field, on the CPU or a device. The call fills and returns these tensors instead
+                of new tensors. The fields must be dense, and each tensor must have the dtype of its field and shape
+                `(n, ...)`. If a call fails while receiving data, the contents of these tensors are undefined.
+            expand: form of the fields that the samples of a group share. These fields are fetched once per group. If
+                True, they have one row per sample. In lists, all samples of a group refer to the same object. If all
+                samples belong to one group, the rows of a tensor share memory (`Tensor.expand`), so do not modify them
+                in place. Other tensors are copies. If False, the fields have one row per group, in order of first
+                appearance, and `group_index`, of shape `(n,)`, maps each sample to its row.
+            slices: by field, the part of each row to fetch: `(start, stop)`, a list with one pair per sample, or a
                 `RowSlice`, which supports further forms. The storage service slices the rows and sends only the
                 selected bytes. A dense field remains dense if all slices have the same length; otherwise it becomes
                 jagged.
-            padded: True to return jagged fields as dense tensors of shape `(n, longest, ...)`, except fields that are
-                ragged in several dimensions. Or a list of fields to pad, which may include dense fields (padded in the
-                first dimension).
-            pad_value: value that fills the rest of a row, or a dict of such values by field.
-            length: row length of padded fields, or a dict of lengths by field; None: the length of the longest fetched
-                row. A row that is longer is an error unless `truncate` is set.
+            padded: whether to return jagged fields as dense tensors of shape `(n, longest, ...)`. Fields that are
+                ragged in several dimensions are not padded. To pad only some fields, pass a list of fields. The list
+                may include dense fields, which are padded in the first dimension.
+            pad_value: fill value for the rest of each row, or a dict of fill values by field.
+            length: row length of padded fields, or a dict of lengths by field. Defaults to the length of the longest
+                fetched row. Longer rows raise an error unless `truncate` is set.
             side: side of the padding: "right" (after the values) or "left" (before the values).
-            mask: whether to add, for each padded field, a bool field `<name>_mask` of shape `(n, length)` that is True
+            mask: whether to add a bool field `<name>_mask` of shape `(n, length)` for each padded field. A mask is True
                 for values and False for padding.
             truncate: whether the storage service truncates rows longer than `length` to their first `length` items.
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Returns:
             A TensorDict with batch size `[n]`, or `[]` with `expand=False`. A jagged field is a nested tensor, or a
             list of tensors if its rows are ragged in several dimensions. A field of objects is a list. If tensordict is
-            not installed, a dict of tensors and lists; if torch is not installed either, a dict of numpy arrays and
-            lists. Without tensordict, type checkers see the type as `Any`.
+            not installed, the result is a dict of tensors and lists. If torch is not installed either, it is a dict of
+            numpy arrays and lists. Without tensordict, type checkers see the type as `Any`.
 
         Raises:
             PartitionNotFoundError, FieldNotFoundError, KeyNotFoundError, SampleNotFoundError: a partition, field, key
                 or sample does not exist.
-            CellNotFoundError: a sample lacks one of the fields; set `missing` or `missing_fields` to omit either of
-                them.
-            FieldMismatchError: rows requested as dense differ in shape; a row is longer than `length`; a field cannot
-                be padded; or the dtype or shape of a tensor in `out` differs from its field (the tensor is then
-                unchanged).
+            CellNotFoundError: a sample lacks one of the fields. To omit the sample or the field, set `missing` or
+                `missing_fields`.
+            FieldMismatchError: rows requested as dense differ in shape, a row is longer than `length`, or a field
+                cannot be padded. Also raised if the dtype or shape of a tensor in `out` differs from its field. In this
+                case, the tensor is unchanged.
             InvalidArgumentError: the device does not exist, `out` cannot be filled, a field cannot be sliced, or
                 `pad_value` is not valid for the dtype.
-            torch.OutOfMemoryError: the device has too little free memory; the received data is freed.
+            torch.OutOfMemoryError: the device has too little free memory. The received data is freed.
             StaleIncarnationError: the partition was cleared and created again after the metadata was returned.
-            DataLossError: the storage service that stored the data restarted without it; the error names the samples.
-            UnavailableError: the controller, or the storage service that stores the data, did not answer in time.
+            DataLossError: the storage service that stored the data restarted without the data. The error names the
+                samples.
+            UnavailableError: the controller, or the storage service that stores the data, did not respond in time.
         """
         began_at = time.perf_counter()
         deadline = self._deadline(timeout)
@@ -170,7 +172,7 @@ class AsyncFetchCalls(AsyncBase):
         wanted = fields if fields is not None else metadata.data_fields if metadata is not None else []
         partition = partition_of(self._namespace, target)
         if not len(named):
-            # Query the partition only for fields that the batch does not describe.
+            # Query the partition only if the batch does not describe all requested fields.
             specs = {} if metadata is None else {spec.name: spec for spec in metadata.fields}
             if not specs or not specs.keys() >= set(wanted):
                 specs = await self._fields_of(partition, deadline) | specs
@@ -214,7 +216,7 @@ class AsyncFetchCalls(AsyncBase):
                     probe.fetched(time.perf_counter() - began_at)
                 return fetched
             except (PutNotFoundError, DataLossError):
-                # The data may have been overwritten after it was located, so locate it again. If its location is
+                # The data may have been overwritten after it was located, so locate it again. If the location is
                 # unchanged, the data is lost.
                 if stale is not None and stale.locations.puts == located.locations.puts:
                     raise
@@ -223,7 +225,7 @@ class AsyncFetchCalls(AsyncBase):
     async def _locate(
         self, deadline: Deadline, name: str, named: Sequence[Any] | Indexes, **arguments: Any
     ) -> BatchMeta:
-        """Locate samples. `name` is the request field that selects the samples: "keys" or "global_indexes"."""
+        """Locate the cells of samples. `name` is the request field with the names: "keys" or "global_indexes"."""
         parts: list[BatchMeta] = []
         began_at = time.perf_counter()
         for some in in_parts(named):
@@ -349,7 +351,7 @@ class AsyncFetchCalls(AsyncBase):
         *,
         rows: RowPlacement | None,
     ) -> list[Received]:
-        """Read from one storage service. If the service does not answer, look up its current address and retry."""
+        """Read from a storage service. If the service does not respond, look up its current address and retry."""
         storage, loss_count = read.storage, 0
 
         async def attempt() -> list[Received]:
@@ -360,14 +362,14 @@ class AsyncFetchCalls(AsyncBase):
                 driver = self._calls.endpoint(storage.address).driver
                 return await driver.get(read.request, read.positions.size, deadline, size_bytes, landing, rows=rows)
             except DataLossError as error:
-                # Another storage service may have taken over the puts, or may do so soon.
+                # Another storage service may have taken over the puts, or may take them over soon.
                 now = await self._find_storage(located, read, deadline)
                 if now == storage and loss_count:
                     raise
                 storage, loss_count = now, loss_count + 1 if now == storage else 0
                 raise UnavailableError(error.message, metadata=error.metadata) from error
             except UnavailableError:
-                with suppress(DeadlineError, UnavailableError):  # the storage service's error is more useful
+                with suppress(DeadlineError, UnavailableError):  # the error of the storage service is more useful
                     storage = await self._find_storage(located, read, deadline)
                 raise
 
@@ -379,7 +381,7 @@ class AsyncFetchCalls(AsyncBase):
             raise unread_samples(located, read, storage, deadline, error) from error
 
     async def _find_storage(self, located: BatchMeta, read: StorageRead, deadline: Deadline) -> StorageRef:
-        """Look up the current address of a storage service that does not answer; the service may have restarted."""
+        """Look up the current address of a storage service that does not respond and may have restarted."""
         now = await self._locate(
             deadline,
             "global_indexes",

@@ -1,4 +1,4 @@
-"""Calls on partitions, checkpoints and the services."""
+"""Calls that manage partitions, checkpoints and services."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tq_service.wire.messages import read_message, to_message
 from tq_service.wire.metadata import encode_spec
 from tq_service.wire.objects import decode_json_object, encode_json_object
 
-# Default timeout in seconds for writing or restoring a checkpoint.
+# Default timeout for writing or restoring a checkpoint, in seconds.
 _CHECKPOINT_SECONDS: Final = 3600.0
 
 
@@ -55,38 +55,42 @@ class AsyncPartitionCalls(AsyncBase):
         batch_unit: BatchUnit = "sample",
         timeout: float | None = None,
     ) -> bytes:
-        """Create a partition, or confirm that it exists with these settings.
+        """Create a partition, or check that it exists with equal settings.
 
-        The call is optional, since the first put also creates the partition.
+        The call is optional, because the first put creates a partition that does not exist.
 
         Args:
             partition_id: name of the partition.
-            expected_samples: number of samples after which the partition is sealed automatically. None: only
+            expected_samples: number of samples after which the partition is sealed automatically. If None, only
                 `seal_partition` seals it.
-            default_layout: layout of tensor fields that do not declare a layout. "auto": dense until a row with a
-                different shape is put, then jagged. "dense": rows with a different shape are refused. "jagged": always
-                jagged, except scalars, which are dense.
-            fields: declared fields. The first put sets any dtype, layout or row shape that a declaration omits.
-            max_bytes: maximum total bytes of the samples; puts of new samples wait for capacity. None: only the
-                service's quota applies.
-            admissions: limits on the outstanding work of each task; puts of new samples wait until they are admitted.
-                Empty: only capacity limits new samples.
-            tasks: names of the only tasks that may consume the partition; other names raise TaskNotFoundError. Each of
-                these tasks counts as having consumed nothing until its first claim. Empty: any task may consume the
-                partition.
+            default_layout: layout of tensor fields that do not declare a layout. With "auto", a field is dense until a
+                row with a different shape is put, and then becomes jagged. "dense" rejects rows with a different shape.
+                With "jagged", fields are always jagged, except scalars, which are dense.
+            fields: declarations of fields. The first put sets any dtype, layout or row shape that a declaration omits.
+            max_bytes: maximum total size of the samples in bytes. Puts of new samples wait until there is capacity. If
+                None, only the service's quota applies.
+            admissions: limits on the outstanding work of each task. Puts of new samples wait until they are admitted.
+                If empty, new samples are only limited by capacity.
+            tasks: names of the tasks that may consume the partition. Claims of other tasks raise TaskNotFoundError.
+                Until its first claim, each of these tasks counts as having consumed no samples. If empty, any task may
+                consume the partition.
             samples_per_round: number of samples per round, for a partition that is reused without being sealed.
-                `check_consumption` reports completion once every round that has begun is full and consumed;
-                `check_production` does so once every such round is full and produced. None: completion requires a seal.
-            release: when the service clears samples automatically. None: samples are cleared only by `clear_samples`
+                `check_consumption` reports completion when all rounds that have begun are full and consumed.
+                `check_production` reports completion when these rounds are full and produced. If None, completion
+                requires a sealed partition.
+            release: when the service clears samples automatically. If None, samples are only cleared by `clear_samples`
                 and `clear_partition`.
-            clear_after: short form of `Release("trained", clear_after)`: samples are cleared once all of these tasks
-                have trained or acknowledged them.
-            max_staleness: short form of an entry in `admissions` for the only task in `clear_after`: maximum number of
-                versions of the default policy published between the creation of a sample's slot and its training.
-                Samples are then created by `acquire`; see `Admission`. None: unlimited.
-            global_batch: with `max_staleness`: number of units that all ranks of the task consume per version.
-            batch_unit: unit of `global_batch`: "sample", "rollout" or "group", the same as in the ranks' claims.
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            clear_after: short form of `Release("trained", clear_after)`. Samples are cleared once all of these tasks
+                have trained on them or acknowledged them.
+            max_staleness: short form of an entry in `admissions` for the only task in `clear_after`. The value is the
+                maximum number of versions of the default policy published between the creation of a sample's slot and
+                the training on the sample. Samples must be created with `acquire`; see `Admission`. If None, there is
+                no limit.
+            global_batch: with `max_staleness`, the number of units that all ranks of the task together consume per
+                version.
+            batch_unit: unit of `global_batch`: "sample", "rollout" or "group". It must match the `batch_unit` in the
+                claims of the ranks.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Returns:
             The incarnation of the partition (16 bytes).
@@ -122,12 +126,12 @@ class AsyncPartitionCalls(AsyncBase):
         return answer.incarnation
 
     async def seal_partition(self, partition_id: str, *, incarnation: bytes = b"", timeout: float | None = None) -> int:
-        """Seal a partition: it accepts no new samples, but still accepts columns for existing samples.
+        """Seal a partition, so that it accepts columns for existing samples but no new samples.
 
         Args:
             partition_id: the partition.
-            incarnation: expected incarnation of the partition; empty: any.
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            incarnation: expected incarnation of the partition. An empty value accepts any incarnation.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Returns:
             The number of samples inserted since the partition was created.
@@ -147,13 +151,13 @@ class AsyncPartitionCalls(AsyncBase):
     async def clear_partition(
         self, partition_id: str, *, incarnation: bytes = b"", missing_ok: bool = False, timeout: float | None = None
     ) -> int:
-        """Remove a partition and all its contents. Calls that wait on the partition end, and its name can be reused.
+        """Remove a partition with all its contents. Calls that wait on the partition fail. The name can be reused.
 
         Args:
             partition_id: the partition.
-            incarnation: expected incarnation of the partition; empty: any.
+            incarnation: expected incarnation of the partition. An empty value accepts any incarnation.
             missing_ok: whether to return 0 instead of raising PartitionNotFoundError or StaleIncarnationError.
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Returns:
             The number of samples removed.
@@ -174,11 +178,11 @@ class AsyncPartitionCalls(AsyncBase):
     async def close_groups(
         self, partition_id: str, groups: Iterable[str], *, incarnation: bytes = b"", timeout: float | None = None
     ) -> None:
-        """Close groups to further members. A closed group is complete once all of its rollouts are closed.
+        """Close groups to further members. A closed group is complete when all of its rollouts are closed.
 
         Raises:
             PartitionNotFoundError: the partition does not exist.
-            NotFoundError: one of the groups does not exist in the partition.
+            NotFoundError: a group does not exist in the partition.
         """
         await self._ask(
             pb.CloseGroupsResponse,
@@ -191,11 +195,11 @@ class AsyncPartitionCalls(AsyncBase):
     async def close_rollouts(
         self, partition_id: str, rollouts: Iterable[str], *, incarnation: bytes = b"", timeout: float | None = None
     ) -> None:
-        """Close rollouts to further samples. A closed rollout is complete.
+        """Close rollouts, so that no further samples can join. A closed rollout is complete.
 
         Raises:
             PartitionNotFoundError: the partition does not exist.
-            NotFoundError: one of the rollouts does not exist in the partition.
+            NotFoundError: a rollout does not exist in the partition.
         """
         await self._ask(
             pb.CloseGroupsResponse,
@@ -208,8 +212,8 @@ class AsyncPartitionCalls(AsyncBase):
     async def list_partitions(self, prefix: str = "", *, timeout: float | None = None) -> PartitionList:
         """Return the partitions whose names begin with `prefix`, sorted by name.
 
-        Large results are read in pages, so partitions created or cleared during the call may or may not be included.
-        Pass the `revision` of the list to `watch` to receive later changes.
+        Large results are read in pages. Partitions created or cleared during the call may or may not be included. To
+        receive later changes, pass the `revision` of the list to `watch`.
         """
         request = request_of(pb.ListPartitionsRequest, prefix=self._namespace.prefix + prefix)
         pages = self._pages(pb.ListPartitionsResponse, request, self._deadline(timeout))
@@ -224,7 +228,7 @@ class AsyncPartitionCalls(AsyncBase):
         return PartitionList(partitions, revision)
 
     async def describe_partition(self, partition_id: str, *, timeout: float | None = None) -> PartitionDescription:
-        """Return a description of a partition: the sample counts by state, the fields and the tasks.
+        """Return a description of a partition, with its sample counts by state, fields and tasks.
 
         Raises:
             PartitionNotFoundError: the partition does not exist.
@@ -238,23 +242,23 @@ class AsyncPartitionCalls(AsyncBase):
         return read_message(PartitionDescription, answer)
 
     def _name_as_own(self, described: Iterable[pb.DescribePartitionResponse]) -> None:
-        """Convert the names of partitions and policies to names in the client's namespace."""
+        """Convert full names of partitions and policies to names in the client's namespace."""
         for each in described:
             each.summary.partition_id = self._namespace.own_name(each.summary.partition_id)
             for admission in each.admissions:
                 admission.policy = self._namespace.own_name(admission.policy)
 
     async def status(self, prefix: str = "", *, explain: bool = True, timeout: float | None = None) -> ServiceStatus:
-        """Return the service's state: storage services, partitions, and waiting claims with the reasons for their wait.
+        """Return the service's state: storage services, partitions, and waiting claims with the reasons why they wait.
 
-        Large results are read in pages, so partitions created or cleared during the call may or may not be included.
+        Large results are read in pages. Partitions created or cleared during the call may or may not be included.
 
         Args:
-            prefix: prefix of the partition names; it also selects partitions that do not exist yet but that clients
-                wait for.
-            explain: whether to include the reasons why claims wait. The service then scans all samples of each
-                partition that claims wait for.
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            prefix: prefix of the names of partitions to include. Partitions that do not exist yet but that clients wait
+                for are also included.
+            explain: whether to include the reasons why claims wait. To determine them, the service scans all samples of
+                each partition with waiting claims.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
         """
         full_prefix = self._namespace.prefix + prefix
         answer = await self._ask(pb.GetStatusResponse, timeout, prefix=full_prefix, explain=explain)
@@ -266,30 +270,31 @@ class AsyncPartitionCalls(AsyncBase):
         return read_message(ServiceStatus, answer)
 
     async def list_samplers(self, *, timeout: float | None = None) -> list[SamplerDescription]:
-        """Return the samplers that `claim` can use, with their options."""
+        """Return the samplers that the service provides for `claim`, with their options."""
         answer = await self._ask(pb.ListSamplersResponse, timeout)
         return [read_message(SamplerDescription, one) for one in answer.samplers]
 
     async def checkpoint(
         self, name: str, *, metadata: Mapping[str, Any] | None = None, timeout: float | None = None
     ) -> CheckpointCopy:
-        """Write a consistent copy of all partitions to the controller's disk while the service keeps running.
+        """Write a consistent copy of all partitions to the controller's disk. The service keeps running.
 
-        The name always refers to a complete checkpoint, either the previous or the new one. A client with a namespace
-        copies only the partitions in its namespace, and stores them under names without the namespace.
+        If a checkpoint with this name exists, it is replaced atomically. A client with a namespace copies only the
+        partitions in its namespace, and stores them under names without the namespace.
 
         Args:
-            name: a path below the service's `checkpoint_dir`, such as "nightly/2026-11-21"; at most 200 characters.
-                Each part consists of letters, digits and "._=@+-", and begins with a letter or digit.
-            metadata: a mapping of strings to JSON values, such as a trainer's step; at most 256 KiB. Tuples are
-                returned as lists. `restore` and `list_checkpoints` return the mapping.
-            timeout: seconds until the call fails and the copy is cancelled; None: one hour.
+            name: a path below the service's `checkpoint_dir`, such as "nightly/2026-11-21", with at most 200
+                characters. Each path component consists of letters, digits and "._=@+-", and begins with a letter or
+                digit.
+            metadata: a mapping of strings to JSON values, such as a trainer's step; at most 256 KiB. `restore` and
+                `list_checkpoints` return this mapping, with tuples as lists.
+            timeout: seconds until the call fails and the copy is cancelled. Defaults to one hour.
 
         Raises:
-            InvalidArgumentError: the name is invalid, nothing can be written there, or the metadata is not JSON.
+            InvalidArgumentError: the name is invalid, the path is not writable, or the metadata is not JSON.
             PreconditionError: another checkpoint is being written or restored, or the service has no `checkpoint_dir`.
             DiskFullError: the disk is full.
-            DataLossError: some of the data to copy is lost; the error names the samples.
+            DataLossError: some of the data to copy is lost. The error names the samples.
         """
         answer = await self._ask(
             pb.CheckpointResponse,
@@ -313,24 +318,24 @@ class AsyncPartitionCalls(AsyncBase):
         ]
 
     async def restore(self, name: str, *, replace: bool = False, timeout: float | None = None) -> RestoredCheckpoint:
-        """Restore a checkpoint into a service without partitions, or replace all partitions of the service.
+        """Restore a checkpoint into an empty service, or replace all partitions of the service with a checkpoint.
 
-        The entire checkpoint is read and checked first. Its data is sent to the current storage services. Then all its
-        partitions appear atomically, with their claims, so trainers continue from there. A client with a namespace
-        restores into this namespace, even if the checkpoint was written from another one, and does not change
-        partitions of other namespaces.
+        The entire checkpoint is read and checked first, and its data is sent to the current storage services. All its
+        partitions and their claims then appear atomically, so trainers can continue from the checkpoint. A client with
+        a namespace restores into this namespace, even if the checkpoint was written from another namespace. Partitions
+        of other namespaces do not change.
 
         Args:
             name: the name that was passed to `checkpoint`.
-            replace: whether to replace all existing partitions. The replacement is atomic: a crash leaves either the
-                old or the restored state. Calls that wait on old partitions fail with PartitionClearedError. BatchMetas
-                of old partitions are stale (StaleIncarnationError), even if the checkpoint contains the partition. The
-                storage services need capacity for both the old and the restored data.
-            timeout: seconds until the call fails without restoring anything; None: one hour.
+            replace: whether to replace all existing partitions. The replacement is atomic: after a crash, either the
+                old or the restored state exists. Calls that wait on old partitions fail with PartitionClearedError.
+                Calls with a BatchMeta of an old partition raise StaleIncarnationError, even if the checkpoint contains
+                the partition. The storage services need capacity for both the old and the restored data.
+            timeout: seconds until the call fails, in which case nothing is restored. Defaults to one hour.
 
         Raises:
-            PreconditionError: partitions exist and `replace` is False, or another checkpoint is being written or
-                restored, or the service has no `checkpoint_dir`.
+            PreconditionError: partitions exist and `replace` is False, another checkpoint is being written or restored,
+                or the service has no `checkpoint_dir`.
             InvalidArgumentError: the checkpoint does not exist.
             SnapshotDamagedError: the checkpoint is damaged.
             QuotaExceededError: the storage services lack capacity for the checkpoint's data.
@@ -345,7 +350,7 @@ class AsyncPartitionCalls(AsyncBase):
         return read_message(RestoredCheckpoint, answer, metadata=decode_json_object(answer.metadata))
 
     async def storage_stat(self, address: str | None = None, *, timeout: float | None = None) -> StorageStat:
-        """Return the sizes and counts reported by the storage service at an address (None: the client's address)."""
+        """Return the sizes and counts reported by a storage service. By default, call the client's address."""
         deadline = self._deadline(timeout)
         target = parse_address(address) if address else ""
         answer = await self._calls.unary(StatResponse, StatRequest(), deadline, target)
@@ -358,10 +363,10 @@ class AsyncPartitionCalls(AsyncBase):
         )
 
     async def health(self, *, timeout: float | None = None) -> bool:
-        """Return whether the service reports that it is serving. The call is not retried.
+        """Return whether the service reports that it is serving. Make the call only once, without retries.
 
         Raises:
-            UnavailableError: no service answers at the address.
+            UnavailableError: no service responds at the address.
         """
         request = HealthCheckRequest()
         answer = await self._calls.unary_once(HealthCheckResponse, request, self._deadline(timeout), is_retried=False)

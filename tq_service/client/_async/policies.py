@@ -1,4 +1,4 @@
-"""Trainer calls: publish versions of policy weights, and record the progress of training."""
+"""Trainer calls, which publish versions of policy weights and record training progress."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class AsyncPolicyCalls(AsyncBase):
     ) -> None:
         """Record that a version of a policy's weights is in use.
 
-        Publishing the same version again has no effect, so several ranks may publish it.
+        Publishing a version again has no effect, so several ranks may publish it.
 
         Args:
-            version: version number of the weights, 0 or more.
-            policy: name of the policy, in the client's namespace; a new name adds a policy.
-            trained: the batches on which this version was trained: the last batch_index for each (partition_id,
-                task_name), as in `advance`.
-            rewind: whether to accept a version lower than the published one, because the trainer resumed from a
+            version: version number of the weights, at least 0.
+            policy: name of the policy, in the client's namespace. A new name creates a policy.
+            trained: the batches on which this version was trained, as a mapping of (partition_id, task_name) to the
+                last batch_index. See `advance`.
+            rewind: whether to accept a version lower than the published version, because the trainer resumed from a
                 checkpoint.
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Raises:
             VersionError: a higher version has been published, and `rewind` is False.
@@ -80,10 +80,10 @@ class AsyncPolicyCalls(AsyncBase):
 
         Args:
             policy: name of the policy, in the client's namespace.
-            at_least: version to wait for; None: any version. If it is not published in time, the call returns a lower
-                version.
+            at_least: version to wait for. If this version is not published in time, the call returns a lower version.
+                If None, any version is accepted.
             max_wait: seconds to wait for the version.
-            timeout: seconds beyond `max_wait` until the call fails; None: the client's `timeout`.
+            timeout: seconds until the call fails, in addition to `max_wait`. Defaults to the client's `timeout`.
 
         Raises:
             PolicyNotFoundError: no version of the policy was published in time.
@@ -106,15 +106,15 @@ class AsyncPolicyCalls(AsyncBase):
     async def remove_policy(
         self, policy: str = DEFAULT_POLICY, *, missing_ok: bool = False, timeout: float | None = None
     ) -> bool:
-        """Remove a policy, for example when its run has ended, and return whether the policy existed.
+        """Remove a policy, for example after its run has ended. Return whether the policy existed.
 
         Args:
             policy: name of the policy, in the client's namespace.
             missing_ok: whether to return False instead of raising an error if the policy does not exist.
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Raises:
-            PolicyNotFoundError: no version of the policy has been published, unless `missing_ok`.
+            PolicyNotFoundError: no version of the policy has been published and `missing_ok` is False.
         """
         name = self._namespace.full_name(policy)
         return (await self._ask(pb.RemovePolicyResponse, timeout, policy=name, missing_ok=missing_ok)).removed
@@ -130,18 +130,19 @@ class AsyncPolicyCalls(AsyncBase):
         epoch: int | None = None,
         timeout: float | None = None,
     ) -> TrainerProgress:
-        """Record the progress of a trainer. An index lower than the recorded one has no effect.
+        """Record the progress of a trainer. An index lower than the recorded index has no effect.
 
         Args:
             partition_id: the partition.
             task_name: the task that the trainer's ranks run.
-            trained: index of the last trained batch; all earlier batches also count as trained. None: unchanged.
-            saved: index of the last batch covered by a checkpoint of the trainer; all earlier batches count as covered,
-                and all covered batches as trained. None: unchanged. If the partition has a matching `Release`, samples
-                that a resume no longer needs are released.
-            incarnation: expected incarnation of the partition; empty: any.
-            epoch: expected epoch of the task; None: any.
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            trained: index of the last trained batch. All earlier batches also count as trained. If None, the recorded
+                index does not change.
+            saved: index of the last batch covered by a checkpoint of the trainer. All earlier batches also count as
+                covered, and all covered batches count as trained. If None, the recorded index does not change. If the
+                partition has a matching `Release`, samples that are no longer needed to resume are released.
+            incarnation: expected incarnation of the partition. An empty value accepts any incarnation.
+            epoch: expected epoch of the task. If None, any epoch is accepted.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Raises:
             InvalidArgumentError: a batch was never planned, or neither `trained` nor `saved` is given.
@@ -172,23 +173,22 @@ class AsyncPolicyCalls(AsyncBase):
         epoch: int | None = None,
         timeout: float | None = None,
     ) -> RestartedRanks:
-        """Resume a task after the last trained batch with restarted ranks, whose number may differ.
+        """Resume a task after its last trained batch, with restarted ranks. The number of ranks may change.
 
-        The next epoch of the task begins, and claims of the previous ranks are refused. Trained batches stay consumed;
-        batches that were only delivered or prefetched are planned again. `StreamingDataLoader.load_state_dict` makes
-        this call for a state with another `dp_size`.
+        The next epoch of the task begins, and claims of the previous ranks are rejected. Trained batches stay consumed.
+        Batches that were delivered or prefetched but not trained are planned again.
+        `StreamingDataLoader.load_state_dict` makes this call if the `dp_size` of the state differs.
 
         Args:
             partition_id: the partition.
             task_name: the task that the ranks run.
             dp_size: number of restarted ranks.
-            trained: index of the last trained batch; all earlier batches also count as trained. -1: no batch was
-                trained. None: the index recorded by `advance`.
-            incarnation: expected incarnation of the partition; empty: any.
-            epoch: epoch of the previous ranks. If it is given, every new rank may make this call: until the new ranks
-                have trained their first batch, only the first call restarts the task. None: every call restarts the
-                task.
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            trained: index of the last trained batch. All earlier batches also count as trained. -1 if no batch was
+                trained. Defaults to the index recorded by `advance`.
+            incarnation: expected incarnation of the partition. An empty value accepts any incarnation.
+            epoch: epoch of the previous ranks. If set, every new rank may make this call. Only the first call restarts
+                the task, until the new ranks have trained their first batch. If None, every call restarts the task.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Raises:
             InvalidArgumentError: the batch at index `trained` was never planned, or `dp_size` is out of range.

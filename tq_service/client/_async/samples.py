@@ -1,6 +1,7 @@
 """Producer calls on samples.
 
-The client chooses a storage service for a put, sends the put there, and then commits it.
+To put samples, the client chooses a storage service, sends the data to this service, and commits the put at the
+controller.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ _MOST_LOSSES: Final = 3
 
 
 def _measured(began_at: float, size_bytes: int) -> None:
-    """Report to the probes the duration and size of a put that contains columns."""
+    """Report the duration and size of a put with columns to the probes."""
     if (collected := collected_here.get()) is not None:
         collected.note(Stage.PUT, began_at, size_bytes=size_bytes, is_call=True)
     for probe in probes:
@@ -110,71 +111,74 @@ class AsyncSampleCalls(AsyncBase):
         return_meta: Literal["written", "all"] = "written",
         timeout: float | None = None,
     ) -> BatchMeta:
-        """Put columns of `n` samples and their metadata atomically: readers see either the entire put or none of it.
+        """Write columns and metadata of `n` samples atomically.
 
             client.put("train", {"prompt": prompts}, keys=names)  # new samples of a partition
             client.put(batch, {"reward": rewards})                # more columns for the samples of a batch
 
-        The put overwrites existing values, but does not change which tasks have consumed the samples.
+        Readers see either the entire put or none of it. Existing values are overwritten. Samples that a task has
+        already consumed remain consumed.
 
         Concurrent small puts are combined into one call; see `AsyncClient`.
 
-        Do not modify the data until the put returns: large tensors are sent without a copy, and the async client
-        encodes large data in a thread.
+        Do not modify the data until the put returns. Large tensors are sent without being copied, and the async client
+        encodes large data in a background thread.
 
         Args:
-            target: a partition, for new samples or for those named by `keys` (the first put creates the partition); or
-                the metadata of existing samples.
+            target: the partition that will contain new samples, or that contains the samples named by `keys`. The first
+                put creates the partition. To write to existing samples, pass their metadata instead.
             data: a TensorDict, or a dict of columns. A dense column is a tensor or array `(n, ...)`, or a list of `n`
                 numbers (stored as int64, float64 or bool). A jagged column is a jagged nested tensor. A list of lists
                 of numbers, or of tensors with at least one dimension, is jagged if the row shapes differ, else dense. A
                 list of strings, bytes, None, JSON-like values or dicts with tensors is a column of objects. A field of
                 objects accepts any list. Object arrays, `NonTensorStack` and `NonTensorData` are always objects.
-                `NonTensorData` is a single value shared by all rows, as in tensordict's `tolist()`. None: put only
-                metadata or state.
+                `NonTensorData` is a single value shared by all rows, as in tensordict's `tolist()`. If None, only
+                metadata or state is written.
             keys: `n` unique keys, as a list or an array of strings; at most 16,384 per call.
-            key_mode: "upsert" (default): a key refers to its existing sample, or creates one. "new": every key must be
-                new. "existing": every key must exist.
-            groups: the group of each new sample, at most 16,384 per call. For a sample without a group, pass None in a
-                list, or "" in an array of strings.
-            group_size: number of members in a complete group. A rollout counts as one member, as does a sample without
-                a rollout.
-            rollouts: the rollout of each new sample, in the same form as `groups`; for example, a rollout's samples are
-                an agent's turns. A rollout belongs to the group of its first sample.
-            ends_rollouts: whether to close the rollouts of these samples, both new and existing, to further samples.
-            custom_meta: `n` mappings of names to JSON values; or one mapping of names to arrays, tensors or lists of
-                `n` values, which is by far the fastest form for many samples. New values are merged with existing ones:
-                None removes a value, `tq.JSON_NULL` stores null. The first number, bool or string stored under a name
-                determines the name's type; claims compare and order only values of this type.
+            key_mode: "upsert" (default) updates the sample with the key, or creates the sample. "new" requires that no
+                sample has any of the keys. "existing" requires that every key belongs to a sample.
+            groups: the group of each new sample, for at most 16,384 samples per call. For a sample without a group,
+                pass None in a list, or "" in an array of strings.
+            group_size: number of members in a complete group. A member is either a rollout or a sample without a
+                rollout.
+            rollouts: the rollout of each new sample, in the form of `groups`. For example, the samples of a rollout are
+                the turns of an agent. A rollout belongs to the group of its first sample.
+            ends_rollouts: whether to close the rollouts of these samples, so that no further samples can join them.
+                This also applies to existing samples.
+            custom_meta: `n` mappings of names to JSON values, or one mapping of names to arrays, tensors or lists of
+                `n` values. The second form is much faster for many samples. New values are merged with existing values.
+                None removes a value, and `tq.JSON_NULL` stores null. The first number, bool or string stored under a
+                name determines the type of the name. Claims compare and order only values of this type.
             state: the state of the samples: "live" (default for new samples), "held" or "failed".
-            fenced: whether to refuse the put if samples of a leased claim are no longer leased to this worker. False:
-                do not check; the put may then overwrite newer data from another worker.
-            ack: whether to acknowledge the samples in the same change, so that the data and the acknowledgement become
-                durable together. The metadata must be a leased claim or a part of one; see `ack`. Held samples become
-                live, unless `state` is given.
-            return_meta: "written" returns the metadata written by this put; "all" returns all current metadata of the
-                samples, in the same call, for at most 65,536 samples.
-            timeout: seconds until the call fails; None: the client's `timeout`. The timeout also limits how long the
-                put waits for capacity.
+            fenced: whether to reject the put if the samples come from a leased claim and this worker no longer holds
+                the lease. If False, the put may overwrite newer data from another worker.
+            ack: whether to also acknowledge the samples, so that the data and the acknowledgement become durable
+                together. `target` must be a leased claim or a part of a leased claim; see `ack`. Held samples become
+                live unless `state` is set.
+            return_meta: "written" returns the metadata written by this put. "all" returns all current metadata of the
+                samples, of which there may be at most 65,536.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`. The timeout includes the time
+                spent waiting for capacity.
 
         Returns:
             The samples with the given fields, keys, groups, rollouts and custom_meta. With `return_meta="all"`, the
-            samples as returned by `lookup_samples`: they list every field that at least one sample has, and `produced`
-            shows which samples have the field. Pass the batch to `get_data` to read the data.
+            batch has the form returned by `lookup_samples`: `fields` contains every field of at least one sample, and
+            `produced` shows which samples have each field. Pass the batch to `get_data` to read the data.
 
         Raises:
-            InvalidArgumentError: row counts differ, keys are repeated, or the put is empty; or `ack` is set and the
-                metadata does not belong to a single leased claim, the metadata splits a group, or `fenced` is False.
+            InvalidArgumentError: row counts differ, keys are repeated, or the put is empty. Also raised with `ack` if
+                the samples are not from a single leased claim, if they split a group, or if `fenced` is False.
             FieldMismatchError: a field has another dtype or number of dimensions, or its declared layout does not allow
                 these rows.
-            UnsupportedObjectError: a Python object can only be pickled, which is not supported; nothing was sent.
-            KeyNotFoundError, AlreadyExistsError: `key_mode` does not allow one of the keys.
-            PartitionSealedError: the partition is sealed, and the put either adds new samples or upserts columns that
-                existing samples already have (perhaps from another run). `key_mode="existing"` overwrites these
-                columns.
-            LeaseExpiredError: samples of a leased claim are neither leased to this worker nor acknowledged by it;
-                nothing is written. See `ack` and `fenced`.
-            StaleIncarnationError: the partition was cleared after the metadata was returned.
+            UnsupportedObjectError: a Python object could only be stored by pickling, which is not supported. Nothing
+                was sent.
+            KeyNotFoundError, AlreadyExistsError: a key is missing with `key_mode="existing"`, or already exists with
+                `key_mode="new"`.
+            PartitionSealedError: the partition is sealed, and the put adds new samples or upserts columns that existing
+                samples already have, perhaps from another run. To overwrite these columns, set `key_mode="existing"`.
+            LeaseExpiredError: samples of a leased claim are no longer leased to this worker, and this worker has not
+                acknowledged them. Nothing is written. See `ack` and `fenced`.
+            StaleIncarnationError: the partition was cleared after the metadata of the samples was returned.
             QuotaExceededError: no capacity became available in time, or the put is larger than the quota.
         """
         check_word("return_meta", return_meta, ("written", "all"))
@@ -183,7 +187,7 @@ class AsyncSampleCalls(AsyncBase):
             check_ack(metadata, fenced=fenced)
         if metadata is not None:
             check_is_batch(metadata)
-            if not metadata.size:  # make no call for an empty batch, so that all ranks can run the same program
+            if not metadata.size:  # make no call for an empty batch, so that all ranks can run identical code
                 if data is not None and any(len(column) for column in data.values()):
                     raise InvalidArgumentError(
                         "data has rows, but metadata names no samples; put one row per sample", field="data"
@@ -227,12 +231,12 @@ class AsyncSampleCalls(AsyncBase):
                 known |= await self._held_fields(full_name, deadline)
             put, alone = await async_unless_light(encode, data, keys, groups, rollouts, custom_meta)
             if refused is not None and refused_specs == [column.spec for column in put.columns]:
-                raise refused  # the lists are encoded as before, so the service would refuse them again
+                raise refused  # the lists are encoded as before, so the service would reject them again
             began_at = time.perf_counter()
             try:
                 written = await self._write(put, alone, deadline)
             except FieldMismatchError as error:
-                # The service knows the layout of the field: get it, then encode the lists again.
+                # The service knows the layout of the field, so get the layout and encode the lists again.
                 if knows_held or not has_lists(data):
                     raise
                 refused, refused_specs = error, [column.spec for column in put.columns]
@@ -253,30 +257,30 @@ class AsyncSampleCalls(AsyncBase):
         existing: bool = False,
         timeout: float | None = None,
     ) -> None:
-        """Put data that all samples of a group share, such as the image of their prompt; it is stored once per group.
+        """Write data that the samples of a group share, such as the image of a prompt. It is stored once per group.
 
-        Declare the fields with `FieldSpec(..., scope="group")` when you create the partition. Once the group has a
-        value, all of its samples have the field, regardless of whether the samples or the value were put first. Samples
-        without a group never have the field. A rollout in a group has that group's fields. A group's values are freed
-        when its last sample is removed. If a group has no samples yet, its values are kept until the partition is
-        sealed or `clear_samples(groups=...)` clears the group.
+        Declare the fields with `FieldSpec(..., scope="group")` when you create the partition. Once a group has a value,
+        all of its samples have the field, whether they were put before or after the value. Samples without a group
+        never have the field. A rollout in a group has the fields of the group. A group's values are freed when its last
+        sample is removed. If a group has no samples yet, its values are kept until the partition is sealed or
+        `clear_samples(groups=...)` clears the group.
 
         Args:
             partition_id: the partition.
             data: one row per group, in the forms accepted by `put`. Existing values are replaced completely.
             groups: `n` distinct group names, as a list or an array of strings; at most 16,384 per call.
-            existing: whether to require that all groups already have samples. Such a put may use the capacity reserved
-                for columns of existing samples, so a full service can still drain.
-            timeout: seconds until the call fails; None: the client's `timeout`. The timeout also limits how long the
-                put waits for capacity in the storage services. The put does not wait for the partition's limits, but
-                its bytes count towards these limits and may delay new samples.
+            existing: whether to require that all groups already have samples. A put with `existing` may use the
+                capacity reserved for columns of existing samples, so a full service can still be drained.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`. The timeout includes the time
+                spent waiting for capacity in the storage services. The put does not wait for the limits of the
+                partition. However, its bytes count towards these limits and may delay new samples.
 
         Raises:
             InvalidArgumentError: a field is not declared with group scope, or a group name is repeated or empty.
             FieldMismatchError: a field has another dtype, number of dimensions or layout.
             PartitionNotFoundError: the partition does not exist.
-            PartitionSealedError: the partition is sealed, and one of the groups does not exist in it.
-            NotFoundError: with `existing`, a group has no samples; nothing is written.
+            PartitionSealedError: the partition is sealed, and a group does not exist in the partition.
+            NotFoundError: `existing` is set, and a group has no samples. Nothing is written.
             AlreadyExistsError: a field is write-once, and a group already has a value.
             QuotaExceededError: no capacity became available in time, or the put is larger than the quota.
         """
@@ -308,23 +312,24 @@ class AsyncSampleCalls(AsyncBase):
     async def append(
         self, metadata: BatchMeta, data: Any, *, at: Iterable[int], timeout: float | None = None
     ) -> BatchMeta:
-        """Append values to jagged fields of unfinished samples; only the new values are sent and stored.
+        """Append values to jagged fields of unfinished samples. Only the new values are sent and stored.
 
-        The samples must be held and leased to the caller: slots, or samples claimed by `claim(held=True,
-        lease=...)`. The appended values of a cell are concatenated in order along the first dimension of its rows, and
+        The samples must be held and leased to the caller. They are either slots, or samples claimed with
+        `claim(held=True, lease=...)`. Appended values are concatenated in order along the first dimension, and
         `get_data` returns them as one value. A field that does not exist is created as a jagged field with the dtype of
-        the data. A cell accepts at most 1,024 appends; a `put` of the field replaces all of them with one value. Pass
-        the returned batch to `get_data`: a batch claimed or looked up before the append refers to the older cells.
+        the data. A cell accepts at most 1,024 appends. A `put` of the field replaces all appended values with one
+        value. To read the data, pass the returned batch to `get_data`. A batch claimed or looked up before the append
+        does not include the appended values.
 
         Args:
             metadata: samples from one leased claim.
             data: the values to append to each of the `n` samples, in the forms accepted by `put`, except objects and
                 scalars.
-            at: the current length of each sample's fields in the first dimension, `n` values; 0 if the sample does not
-                have the field. All fields of `data` must have this length; append fields of other lengths in separate
-                calls.
-            timeout: seconds until the call fails; None: the client's `timeout`. The timeout also limits how long the
-                append waits for capacity.
+            at: the current length of each sample in the first dimension, as `n` values. The length is 0 if the sample
+                does not have the field. All fields of `data` must have this length. Append fields with different
+                lengths in separate calls.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`. The timeout includes the time
+                spent waiting for capacity.
 
         Returns:
             The samples with the fields of `data`.
@@ -333,9 +338,10 @@ class AsyncSampleCalls(AsyncBase):
             PreconditionError: a sample's field has another length (reason LENGTH_MISMATCH, with `got` and `expected`),
                 a sample is not held (SAMPLE_NOT_HELD), or a cell has too many appends (TOO_MANY_EXTENTS). Nothing is
                 written.
-            LeaseExpiredError: a sample is no longer leased to this worker, or was acknowledged; nothing is written.
+            LeaseExpiredError: a sample is no longer leased to this worker, or was acknowledged. Nothing is written.
             FieldMismatchError: a field has another dtype or shape, or cannot be jagged.
-            InvalidArgumentError: `metadata` does not belong to a single leased claim, or the counts differ.
+            InvalidArgumentError: `metadata` does not belong to a single leased claim, or `at` or `data` does not have
+                one value per sample.
             QuotaExceededError: no capacity became available in time, or the append is larger than the quota.
         """
         check_leased(metadata)
@@ -360,22 +366,22 @@ class AsyncSampleCalls(AsyncBase):
     async def truncate(
         self, metadata: BatchMeta, *, to: Iterable[int], data_fields: Iterable[str], timeout: float | None = None
     ) -> None:
-        """Shorten jagged fields of unfinished samples to a given length and discard the values beyond it.
+        """Truncate jagged fields of unfinished samples to the given lengths.
 
-        A field cut to length 0 is treated as if it had never been put. Storage is freed one append at a time, starting
-        with the last: an append's bytes are freed once all of its values are discarded.
+        A field truncated to length 0 is treated as if it had never been put. The bytes of an append are freed once all
+        of its values have been discarded.
 
         Args:
             metadata: held samples from one leased claim; see `append`.
-            to: the new length of each sample, `n` values; all fields in `data_fields` are cut to it in the first
-                dimension.
-            data_fields: the fields to cut; a field that a sample lacks counts as having length 0.
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            to: the new length of each sample in the first dimension, as `n` values. All fields in `data_fields` are
+                truncated to this length.
+            data_fields: the fields to truncate. If a sample lacks a field, the field is treated as having length 0.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Raises:
-            PreconditionError: a field of a sample is shorter than requested (reason LENGTH_MISMATCH, with `got` and
-                `expected`), or a sample is not held (SAMPLE_NOT_HELD); nothing is cut.
-            LeaseExpiredError: a sample is no longer leased to this worker, or was acknowledged; nothing is cut.
+            PreconditionError: a field of a sample is shorter than the new length (reason LENGTH_MISMATCH, with `got`
+                and `expected`), or a sample is not held (SAMPLE_NOT_HELD). No field is changed.
+            LeaseExpiredError: a sample is no longer leased to this worker, or was acknowledged. No field is changed.
             FieldMismatchError: a field is not jagged in its first dimension.
             InvalidArgumentError: `metadata` does not belong to a single leased claim, `to` does not have one length per
                 sample, or `data_fields` is empty.
@@ -396,20 +402,20 @@ class AsyncSampleCalls(AsyncBase):
         )
 
     async def _held_fields(self, full_partition_id: str, deadline: Deadline) -> dict[str, FieldSpec]:
-        """Return a dict of the partition's fields by name; it is empty if the partition does not exist."""
+        """Return the fields of a partition by name, or an empty dict if the partition does not exist."""
         try:
             return await self._fields_of(full_partition_id, deadline)
         except PartitionNotFoundError:
             return {}
 
     def _alone(self, put: Put) -> JointPut | None:
-        """Return a joint put that contains only this put, or None if the put may be combined with other puts."""
+        """Return a joint put with only this put. Return None if the put may be combined with other puts."""
         may_be_gathered = self.gathers_puts and put.likeness is not None
         is_gathered = may_be_gathered and time.monotonic() >= self._apart.get(put.write.partition_id, 0.0)
         return None if is_gathered else JointPut((put,))
 
     async def _write(self, put: Put, alone: JointPut | None, deadline: Deadline) -> BatchMeta:
-        """Write the put made by one call, either separately or combined with concurrent puts from other calls."""
+        """Send a put, either separately or combined with concurrent puts from other calls."""
         if alone is None:
             likeness = put.likeness, self._credentials.metadata()
             lines = self._lines()
@@ -430,11 +436,11 @@ class AsyncSampleCalls(AsyncBase):
         return Answered(await self._send(alone, deadline), self._namespace).part(put.write)
 
     async def _lead(self, lines: Lines, leader: Member) -> None:
-        """Send the batch of puts that a caller leads, and record the service's answer.
+        """Send the batch of puts led by a caller, and record the response.
 
         Raises:
-            TqError: the outcome of the batch is unknown, so another caller must resume it; or the service refused a
-                batch that contained only one put.
+            TqError: the outcome of the batch is unknown, so another caller must resend the batch. Also raised if the
+                service rejected a batch with only one put.
         """
         if leader.line.batches:
             await async_sleep(0)  # let puts from the same event-loop iteration join
@@ -449,7 +455,7 @@ class AsyncSampleCalls(AsyncBase):
             seconds = seconds_without_capacity(error)
             if not batch.is_refused_by(error) or (seconds is None and len(batch.members) == 1):
                 if isinstance(error, DeadlineError) and leader.line.failure is not None:
-                    raise leader.overdue() from error  # the last try was short, so report earlier failures
+                    raise leader.overdue() from error  # the last attempt was short, so report earlier failures
                 raise
             if seconds is not None:  # send puts separately for some seconds; each then waits for capacity
                 self._keep_apart(leader.put.write.partition_id, seconds)
@@ -464,7 +470,7 @@ class AsyncSampleCalls(AsyncBase):
         self._apart[full_partition_id] = now + seconds
 
     def _lines(self) -> Lines:
-        """Return the lines of this event loop or process; drop those of loops and processes that no longer exist."""
+        """Return the lines of this event loop or process, and drop lines whose loop or process no longer exists."""
         home = async_current_home()
         lines = self._lines_of.get(home)
         if lines is None:
@@ -477,12 +483,12 @@ class AsyncSampleCalls(AsyncBase):
     async def _send(
         self, joint: JointPut, deadline: Deadline, note: Callable[[TqError], object] = lambda failure: None
     ) -> Any:
-        """Send puts and commit them. Start over if a service becomes unavailable before the commit.
+        """Send and commit puts. Start again if a service becomes unavailable before the commit.
 
         Args:
             joint: the puts to send.
-            deadline: deadline for all tries together.
-            note: function called with the failure of each try.
+            deadline: deadline for all attempts together.
+            note: function called with the error of each failed attempt.
         """
         loss_count = 0
 
@@ -522,7 +528,7 @@ class AsyncSampleCalls(AsyncBase):
         return await self._commit_put(header, answer, request, deadline, note)
 
     async def _place(self, header: PutHeader, deadline: Deadline) -> pb.PlacePutResponse:
-        """Choose the storage service for a put and complete the put's header."""
+        """Choose the storage service for a put, and fill in the rest of the put header."""
         place = self._placement.place(header.size_bytes)
         if place is None:
             asked = pb.PlacePutRequest(
@@ -541,7 +547,7 @@ class AsyncSampleCalls(AsyncBase):
         deadline: Deadline,
         note: Callable[[TqError], object],
     ) -> commit_pb2.CommitResponse:
-        """Commit a put that a storage service has stored."""
+        """Commit a put after a storage service has stored the data."""
         commit = commit_pb2.CommitRequest(
             request_id=request.request_id,
             write=request.write,
@@ -567,29 +573,29 @@ class AsyncSampleCalls(AsyncBase):
         lengths: Mapping[str, ArrayLike] = MappingProxyType({}),
         timeout: float | None = None,
     ) -> TensorDict:
-        """Allocate columns in shared memory. On the service's host, columns filled in place are put without a copy.
+        """Allocate columns in shared memory, so that they can be put without a copy on the service's host.
 
-        Put all of the columns together, in the same order, into the same partition. That put is only a commit, and the
-        columns become the stored data. Do not write to them afterwards; allocate new ones. If the service does not
-        share memory with this process, or stores puts elsewhere (data directory, mirror), the columns are in ordinary
-        memory. In this case, the put copies the columns. Any other put of the columns (only some of them, in another
-        order, or into another partition) also copies them. The initial contents are undefined. A forked child process
-        must not use the columns.
+        Fill in the columns, and put all of them together, in the same order, into the same partition. This put only
+        sends a commit, and the columns become the stored data. Do not write to the columns afterwards; allocate new
+        columns instead. The columns are copied if they are put in any other way: only some of them, in another order,
+        or into another partition. The columns are in ordinary memory, and are copied by the put, if the service does
+        not share memory with this process or stores puts elsewhere (data directory, mirror). The initial contents are
+        undefined. A forked child process must not use the columns.
 
-        The capacity is reserved until the put is cleared. Columns that are not put within the service's
-        `put_ttl_seconds` lose their reservation, and a later put copies them.
+        The capacity is reserved until the put is cleared. If the columns are not put within the service's
+        `put_ttl_seconds`, the reservation expires, and a later put copies the columns.
 
         Args:
             partition_id: the partition into which the columns will be put.
-            fields: name, dtype and row shape of each field; -1 marks a ragged dimension of a jagged field.
+            fields: name, dtype and row shape of each field. In a row shape, -1 marks a ragged dimension.
             row_count: number of samples.
-            lengths: for each jagged field, the row sizes, an array of shape `(n,)`, or `(n, dims)` if several
+            lengths: the row sizes of each jagged field, as an array of shape `(n,)`, or `(n, dims)` if several
                 dimensions are ragged.
-            timeout: seconds until the call fails; None: the client's `timeout`. The timeout also limits how long the
-                call waits for capacity.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`. The timeout includes the time
+                spent waiting for capacity.
 
         Returns:
-            The columns in the type that `get_data` returns: a TensorDict with batch size `[n]`, or a dict.
+            The columns, in the type returned by `get_data`: a TensorDict with batch size `[n]`, or a dict.
 
         Raises:
             InvalidArgumentError: a field contains objects, or its size is unknown.
@@ -634,18 +640,18 @@ class AsyncSampleCalls(AsyncBase):
         """Create `row_count` samples without data. Pass the returned metadata to `put` to add columns.
 
         Args:
-            partition_id: the partition; created on first use.
-            row_count: number of samples; None: the length of `keys`, `custom_meta`, `groups` or `rollouts`.
+            partition_id: the partition. It is created if it does not exist.
+            row_count: number of samples. Defaults to the length of `keys`, `custom_meta`, `groups` or `rollouts`.
             keys: unique keys; at most 16,384 per call.
-            groups: the group of each sample, None for samples without a group; at most 16,384 per call.
-            group_size: number of members in a complete group. A rollout counts as one member, as does a sample without
-                a rollout.
+            groups: the group of each sample, or None for samples without a group; at most 16,384 per call.
+            group_size: number of members in a complete group. A member is either a rollout or a sample without a
+                rollout.
             rollouts: the rollout of each sample; see `put`.
-            ends_rollouts: whether to close these rollouts to further samples.
-            custom_meta: mappings of names to JSON values, or columns. See `put` for these forms, and for the forms of
-                keys and groups.
+            ends_rollouts: whether to close these rollouts, so that no further samples can join them.
+            custom_meta: mappings of names to JSON values, or columns. See `put` for the forms of `custom_meta`, `keys`
+                and `groups`.
             state: the state of the samples: "live" (default), "held" or "failed".
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Raises:
             AlreadyExistsError: a key already exists.
@@ -676,19 +682,19 @@ class AsyncSampleCalls(AsyncBase):
     async def set_custom_meta(
         self, metadata: BatchMeta, custom_meta: MetaGiven, *, fenced: bool = True, timeout: float | None = None
     ) -> None:
-        """Write the samples' custom_meta. New values are merged with existing ones.
+        """Write custom_meta of samples. New values are merged with existing values.
 
         Args:
             metadata: the samples.
-            custom_meta: a mapping of names to JSON values for each sample, or columns (see `put`); None removes a
-                value.
-            fenced: whether to refuse the call if samples of a leased claim are no longer leased to this worker.
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            custom_meta: a mapping of names to JSON values for each sample, or columns; see `put`. None removes a value.
+            fenced: whether to reject the call if the samples come from a leased claim and this worker no longer holds
+                the lease.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Raises:
             InvalidArgumentError: a value is not a JSON value, or is too large.
             SampleNotFoundError: a sample was cleared.
-            LeaseExpiredError: samples of a leased claim are no longer leased to this worker; nothing is written.
+            LeaseExpiredError: samples of a leased claim are no longer leased to this worker. Nothing is written.
             StaleIncarnationError: the partition was cleared and created again.
         """
         check_is_batch(metadata)
@@ -726,46 +732,46 @@ class AsyncSampleCalls(AsyncBase):
         limit: int | None = None,
         timeout: float | None = None,
     ) -> tuple[BatchMeta, list[Any]]:
-        """Return samples with all their metadata, and the requested names that match no sample.
+        """Look up samples, and return them with all their metadata.
 
-        The metadata includes keys, groups, rollouts, custom_meta and every field that at least one sample has;
-        `produced` shows which samples have it.
+        The metadata includes keys, groups, rollouts, custom_meta and every field that at least one sample has.
+        `produced` shows which samples have each field.
 
-        Large results are read in pages, so samples cleared or inserted during the call may or may not be included.
+        Large results are read in pages. Samples inserted or cleared during the call may or may not be included.
 
         Args:
             partition_id: the partition.
             keys: keys of samples.
             global_indexes: indexes of samples, instead of keys.
             groups: names of groups, to look up all of their members.
-            rollouts: names of rollouts, to look up all of their samples. Without keys, indexes, groups and rollouts,
-                the call looks up every sample in the partition, including held and failed ones.
-            where: conditions `(column, operator, value)` on custom_meta, as for `claim`; a sample must satisfy all
-                of them.
-            task_name: a task; the result's `consumed`, `leased` and `dead_lettered` then show each sample's state for
-                this task.
-            min_count: number of matching samples to wait for; None: 1.
-            max_wait: seconds to wait for the partition and for `min_count` samples. After that, the call returns the
-                samples that exist. It returns earlier if the partition is sealed with fewer samples. 0: do not wait,
-                ignoring `min_count`.
-            missing_ok: whether to accept a missing partition (as empty) and a task that has not claimed yet (as having
-                consumed nothing).
-            limit: maximum number of samples to examine, starting with the first; None: all. With more than 16,384
-                names, the limit applies to each request of 16,384 names.
-            timeout: seconds beyond `max_wait` until the call fails; None: the client's `timeout`.
+            rollouts: names of rollouts, to look up all of their samples. If no keys, indexes, groups or rollouts are
+                given, the call looks up all samples in the partition, including held and failed samples.
+            where: conditions `(column, operator, value)` on custom_meta, as in `claim`. Only samples that satisfy all
+                conditions are returned.
+            task_name: a task. If set, `consumed`, `leased` and `dead_lettered` of the result show the state of each
+                sample for this task.
+            min_count: number of matching samples to wait for. Defaults to 1.
+            max_wait: maximum seconds to wait for the partition and for `min_count` samples. After this time, the call
+                returns the samples that exist. It returns earlier if the partition is sealed with fewer samples. If 0,
+                the call does not wait, and `min_count` is ignored.
+            missing_ok: whether to treat a missing partition as empty, and a task without claims as having consumed no
+                samples.
+            limit: maximum number of samples to examine, starting with the first sample. If None, all samples are
+                examined. If more than 16,384 names are given, the limit applies to each request of 16,384 names.
+            timeout: seconds until the call fails, in addition to `max_wait`. Defaults to the client's `timeout`.
 
         Returns:
-            The samples, and the keys, indexes, groups or rollouts that match no sample. Samples requested by name are
-            in the order of the names; otherwise, samples are in insertion order.
+            The samples, and a list of the requested keys, indexes, groups or rollouts that match no sample. Samples
+            requested by name are in the order of the names. Other samples are in insertion order.
 
         Raises:
-            PartitionNotFoundError: the partition does not exist, unless `missing_ok`.
-            TaskNotFoundError: the task has not claimed anything yet, unless `missing_ok`; or the partition was created
-                with a list of tasks that does not include it.
+            PartitionNotFoundError: the partition does not exist and `missing_ok` is False.
+            TaskNotFoundError: the task has not claimed any samples yet and `missing_ok` is False, or the task is not in
+                the list of tasks with which the partition was created.
             StaleIncarnationError: the partition was cleared between two pages.
             PartitionClearedError: the partition was cleared while the call waited.
-            InvalidArgumentError: samples are named in two ways; there are too many names to wait for (limit 16,384); or
-                a condition does not match the type of its column.
+            InvalidArgumentError: samples are named in two ways, there are too many names to wait for (the limit is
+                16,384), or a condition does not match the type of its column.
         """
         wait = seconds("max_wait", max_wait)
         deadline = self._deadline(timeout, wait)
@@ -807,9 +813,9 @@ class AsyncSampleCalls(AsyncBase):
     async def _first_page(
         self, request: pb.LookupSamplesRequest, wait: Deadline, deadline: Deadline
     ) -> pb.LookupSamplesResponse:
-        """Poll until enough samples exist or `max_wait` has passed.
+        """Call repeatedly until enough samples exist or `max_wait` has passed, and return the first page.
 
-        The server may limit how long a single call waits.
+        The server may limit the wait of each call, so several calls may be needed.
         """
 
         async def attempt(max_wait: float) -> pb.LookupSamplesResponse:
@@ -825,12 +831,12 @@ class AsyncSampleCalls(AsyncBase):
     async def tags(
         self, partition_id: str, keys: Iterable[str] | None = None, *, timeout: float | None = None
     ) -> dict[str, dict[str, Any]]:
-        """Return a dict that maps the samples' keys to their custom_meta.
+        """Return a dict that maps each sample's key to its custom_meta.
 
         Args:
             partition_id: the partition.
-            keys: the keys to return; missing keys are omitted. None: all samples that have a key.
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            keys: the keys to return. Missing keys are omitted. Defaults to the keys of all samples in the partition.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Raises:
             PartitionNotFoundError: the partition does not exist.
@@ -853,25 +859,26 @@ class AsyncSampleCalls(AsyncBase):
         fenced: bool = True,
         timeout: float | None = None,
     ) -> int:
-        """Remove samples; keys, indexes, groups and rollouts that do not exist are ignored.
+        """Remove samples. Keys, indexes, groups and rollouts that do not exist are ignored.
 
         Args:
-            target: the metadata of the samples; or the partition, with a selection by one of the following arguments.
+            target: the metadata of the samples. To select samples with the arguments below, pass the partition instead.
             keys: keys of samples.
             global_indexes: indexes of samples, instead of keys.
             groups: names of groups, to remove all of their members.
             rollouts: names of rollouts, to remove all of their samples; can be combined with `groups`.
-            skipped_by: a task, to remove all samples that the task will never get (its `skipped_count`). These are
-                samples that failed before the task claimed them, its dead-lettered samples, and, if the task needs
-                complete groups, the remaining members of groups that lost one. Other tasks may still need these
-                samples.
-            where: conditions `(column, operator, value)` on custom_meta; a sample must satisfy all of them when it is
-                removed. Without any other selection, all samples that satisfy the conditions are removed.
-            task_name: restricts the call to samples that remain for this task and that no worker of any task has
-                leased.
+            skipped_by: a task, to remove all samples that the task will never get (its `skipped_count`). These are the
+                samples that failed before the task claimed them, and the task's dead-lettered samples. If the task
+                needs complete groups, they also include the remaining members of groups that lost a member. Other tasks
+                may still need these samples.
+            where: conditions `(column, operator, value)` on custom_meta. Only samples that satisfy all conditions are
+                removed. If there is no other selection, the conditions apply to all samples of the partition.
+            task_name: a task. If set, the call affects only samples that this task can still receive and that are not
+                leased to any worker.
             missing_ok: whether to return 0 instead of raising an error if the partition does not exist.
-            fenced: whether to refuse the call if samples of a leased claim are no longer leased to this worker.
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            fenced: whether to reject the call if the samples come from a leased claim and this worker no longer holds
+                the lease.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Returns:
             The number of samples removed.
@@ -879,10 +886,10 @@ class AsyncSampleCalls(AsyncBase):
         Raises:
             PartitionNotFoundError: the partition does not exist.
             StaleIncarnationError: the partition was cleared and created again after the metadata was returned.
-            LeaseExpiredError: samples of a leased claim are no longer leased to this worker; no sample is removed.
+            LeaseExpiredError: samples of a leased claim are no longer leased to this worker. No sample is removed.
             TaskNotFoundError: the task named by `skipped_by` or `task_name` has not claimed samples from the partition
                 yet.
-            InvalidArgumentError: samples are named in addition to groups, rollouts or `skipped_by`; or a condition does
+            InvalidArgumentError: samples are named in addition to groups, rollouts or `skipped_by`, or a condition does
                 not match the type of its column.
         """
         request = changed_samples(
@@ -920,37 +927,39 @@ class AsyncSampleCalls(AsyncBase):
         fenced: bool = True,
         timeout: float | None = None,
     ) -> int:
-        """Clear fields of samples: the values are freed, but the samples remain.
+        """Clear fields of samples. The values are freed, but the samples remain.
 
         The samples keep their keys, groups, rollouts, custom_meta and consumption. A cleared value is treated as if it
-        had never been put: `get_data` raises `CellNotFoundError`, and tasks that need the field wait for a new value. A
-        new value can be put even if the field is `write_once`. Clear a field only after its last reader.
+        had never been put. `get_data` raises `CellNotFoundError`, and tasks that need the field wait for a new value. A
+        new value can be put even if the field is `write_once`. Clear a field only when no task needs to read the field
+        again.
 
         Args:
-            target: the metadata of the samples; or the partition, with a selection as for `clear_samples`.
-            data_fields: the fields to clear, at least one.
+            target: the metadata of the samples. To select samples as in `clear_samples`, pass the partition instead.
+            data_fields: the fields to clear. At least one field is required.
             keys: keys of samples.
             global_indexes: indexes of samples, instead of keys.
-            groups: names of groups, to clear the fields of all their samples. Fields with group scope, whose value is
-                shared by all samples of a group, can be cleared only this way. Cannot be combined with `where` or
-                `task_name`.
+            groups: names of groups, to clear the fields of all their samples. Fields with group scope, whose values are
+                shared by all samples of a group, can only be cleared with this argument. In this case, `where` and
+                `task_name` cannot be used.
             rollouts: names of rollouts, to clear the fields of all their samples; can be combined with `groups`.
             skipped_by: a task, to clear the fields of all samples that the task will never get.
-            where: conditions on custom_meta; a sample must satisfy all of them when its fields are cleared.
-            task_name: restricts the call to samples that remain for this task and that no worker of any task has
-                leased.
+            where: conditions on custom_meta. Only the fields of samples that satisfy all conditions are cleared.
+            task_name: a task. If set, the call affects only samples that this task can still receive and that are not
+                leased to any worker.
             missing_ok: whether to return 0 instead of raising an error if the partition or a field does not exist.
-            fenced: whether to refuse the call if samples of a leased claim are no longer leased to this worker.
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            fenced: whether to reject the call if the samples come from a leased claim and this worker no longer holds
+                the lease.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Returns:
-            The number of values cleared, at most one per sample and field. A value shared by a group counts once.
+            The number of cleared values. A value shared by a group counts once.
 
         Raises:
             PartitionNotFoundError: the partition does not exist.
-            FieldNotFoundError: one of the fields has never been put for any sample.
+            FieldNotFoundError: a field has never been put for any sample.
             StaleIncarnationError: the partition was cleared and created again after the metadata was returned.
-            LeaseExpiredError: samples of a leased claim are no longer leased to this worker; nothing is cleared.
+            LeaseExpiredError: samples of a leased claim are no longer leased to this worker. No value is cleared.
             TaskNotFoundError: the task named by `skipped_by` or `task_name` has not claimed samples from the partition
                 yet.
             InvalidArgumentError: `data_fields` is empty, a field has group scope but the samples are not selected by
@@ -989,24 +998,24 @@ class AsyncSampleCalls(AsyncBase):
         fenced: bool = True,
         timeout: float | None = None,
     ) -> int:
-        """Mark samples as failed: all tasks treat them as done, and their bytes are freed. This cannot be undone.
+        """Mark samples as failed. All tasks treat them as done, and their bytes are freed. This cannot be undone.
 
-        The samples keep their keys, groups, rollouts and custom_meta; rollouts with a failed sample are closed. Samples
+        The samples keep their keys, groups, rollouts and custom_meta. Rollouts with a failed sample are closed. Samples
         that do not exist or have already failed are ignored.
 
         Args:
-            target: the metadata of the samples; or the partition, with a selection by one of the following arguments.
+            target: the metadata of the samples. To select samples with the arguments below, pass the partition instead.
             keys: keys of samples.
             global_indexes: indexes of samples, instead of keys.
             groups: names of groups, to mark all of their members.
             rollouts: names of rollouts, to mark all of their samples; can be combined with `groups`.
-            where: conditions `(column, operator, value)` on custom_meta; a sample must satisfy all of them when it is
-                marked as failed. Without any other selection, all samples that satisfy the conditions are marked as
-                failed.
-            task_name: restricts the call to samples that remain for this task and that no worker of any task has
-                leased.
-            fenced: whether to refuse the call if samples of a leased claim are no longer leased to this worker.
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            where: conditions `(column, operator, value)` on custom_meta. Only samples that satisfy all conditions are
+                marked as failed. If there is no other selection, the conditions apply to all samples of the partition.
+            task_name: a task. If set, the call affects only samples that this task can still receive and that are not
+                leased to any worker.
+            fenced: whether to reject the call if the samples come from a leased claim and this worker no longer holds
+                the lease.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Returns:
             The number of samples marked as failed by this call.
@@ -1014,7 +1023,7 @@ class AsyncSampleCalls(AsyncBase):
         Raises:
             PartitionNotFoundError: the partition does not exist.
             StaleIncarnationError: the partition was cleared and created again after the metadata was returned.
-            LeaseExpiredError: samples of a leased claim are no longer leased to this worker; no sample is marked as
+            LeaseExpiredError: samples of a leased claim are no longer leased to this worker. No sample is marked as
                 failed.
             TaskNotFoundError: the task has not claimed samples from the partition yet.
             InvalidArgumentError: samples are named in addition to groups or rollouts, or a condition does not match the

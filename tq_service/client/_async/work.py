@@ -1,4 +1,4 @@
-"""Calls that claim and fetch: `get_batch` returns a batch with its data, and `work` runs a queue worker's loop."""
+"""Calls that claim samples and fetch their data: `get_batch` for single batches, and `work` for queue workers."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ DEFAULT_MAX_LEASE_SECONDS: Final = 3600.0
 
 
 class AsyncWorkItem:
-    """Samples leased to a queue worker, with their data. See `AsyncClient.work`.
+    """Samples leased to a queue worker, and their data. See `AsyncClient.work`.
 
     Attributes:
-        meta: the samples. Parts of it may be put, acknowledged or released separately.
+        meta: the samples. Parts of the batch may be put, acknowledged or released separately.
         data: the fetched fields, as returned by `get_data`.
     """
 
@@ -44,26 +44,27 @@ class AsyncWorkItem:
         self._is_done = False
 
     async def put(self, data: Any = None, *, custom_meta: MetaGiven | None = None, ack: bool = True) -> None:
-        """Put results for all samples in the item and, in the same change, acknowledge the samples.
+        """Put results for all samples of the item, and acknowledge the samples atomically with the put.
 
         Args:
             data: columns with one row per sample; see `AsyncClient.put`.
             custom_meta: custom_meta of the samples; see `AsyncClient.put`.
-            ack: whether to acknowledge the samples. False: the samples stay leased, because more results follow.
+            ack: whether to acknowledge the samples. If False, the samples stay leased, so that further results can be
+                put.
 
         Raises:
-            LeaseExpiredError: the samples are no longer leased to this worker; nothing is written.
+            LeaseExpiredError: the samples are no longer leased to this worker. Nothing is written.
         """
         await self._client.put(self.meta, data, custom_meta=custom_meta, ack=ack)
         self._is_done = self._is_done or ack
 
     async def release(self) -> None:
-        """Release the samples, so that other workers can claim them at once. This delivery is not counted."""
+        """Release the samples, so that other workers can claim them immediately. The delivery is not counted."""
         self._is_done = True
         await self._client.release(self.meta)
 
     async def fail(self) -> None:
-        """Mark the samples as failed: they are not delivered to any task again."""
+        """Mark the samples as failed, so that they are not delivered to any task again."""
         self._is_done = True
         await self._client.fail_samples(self.meta)
 
@@ -83,7 +84,7 @@ class AsyncWork:
         self._claim = claim
         self._fetched = fetched
         self._max_lease_seconds = max_lease_seconds
-        # Written by the iterator's consumer, read by the heartbeat.
+        # Written by the consumer of the iterator, and read by the heartbeat.
         self._item: AsyncWorkItem | None = None
         self._began_at = 0.0
         self._heartbeat: AsyncHeartbeat | None = None
@@ -105,10 +106,10 @@ class AsyncWork:
                 continue
             try:
                 data = await self._client.get_data(meta, data_fields=self._fetched, timeout=self._claim["timeout"])
-            except NotFoundError:  # some samples were cleared: release the rest
+            except NotFoundError:  # some samples were cleared, so release the remaining samples
                 await self._client.release(meta)
                 failed_count += 1
-                if failed_count == _MOST_FAILED_FETCHES:  # perhaps a field of `fetch` does not exist
+                if failed_count == _MOST_FAILED_FETCHES:  # a field of `fetch` may not exist
                     raise
                 continue
             self._began_at, self._item = time.monotonic(), AsyncWorkItem(self._client, meta, data)
@@ -128,11 +129,11 @@ class AsyncWork:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            self._item = None  # do not release it: the delivery counts, as after a crash
+            self._item = None  # do not release the item, so that the delivery counts, as after a crash
         await self.aclose()
 
     async def _finish(self) -> None:
-        """Acknowledge the current item, unless it was already acknowledged, released or failed."""
+        """Acknowledge the current item, unless it has already been acknowledged, released or marked as failed."""
         item, self._item = self._item, None
         if item is None or item._is_done:
             return
@@ -143,7 +144,7 @@ class AsyncWork:
             _log.warning(LogMessage("could not acknowledge samples: their lease had expired", error=error))
 
     async def _extend(self) -> None:
-        """Extend the lease of the current item, up to its maximum."""
+        """Extend the lease of the current item, up to the maximum lease."""
         item = self._item
         if item is None or item._is_done or time.monotonic() - self._began_at > self._max_lease_seconds:
             return
@@ -159,7 +160,7 @@ class AsyncWork:
 
 
 class AsyncWorkCalls(AsyncClaimCalls, AsyncFetchCalls, AsyncSampleCalls):
-    """The client's calls that claim and fetch. See `AsyncClient`."""
+    """The client's calls that claim samples and fetch their data. See `AsyncClient`."""
 
     async def get_batch(
         self,
@@ -179,13 +180,14 @@ class AsyncWorkCalls(AsyncClaimCalls, AsyncFetchCalls, AsyncSampleCalls):
         Args:
             partition_id: the partition.
             task_name: the task that consumes the samples.
-            data_fields: fields that a sample must have to be ready.
-            fetch: fields to fetch; None: `data_fields`.
-            timeout: seconds until the claim (beyond its `max_wait`) or the fetch fails; None: the client's `timeout`.
-            **options: arguments of `claim`, such as `batch_size`; all except `batch_count`.
+            data_fields: fields that a sample must have before it can be claimed.
+            fetch: fields to fetch. Defaults to `data_fields`.
+            timeout: seconds until the claim or the fetch fails; for the claim, in addition to `max_wait`. Defaults to
+                the client's `timeout`.
+            **options: arguments of `claim`, such as `batch_size`. `batch_count` is not supported.
 
         Returns:
-            The data, as returned by `get_data`, and the batch. If no batch is returned, the data is None, and
+            The data, as returned by `get_data`, and the batch. If no samples were claimed, the data is None, and
             `batch.status` is "not_yet" or "end".
 
         Raises:
@@ -218,34 +220,35 @@ class AsyncWorkCalls(AsyncClaimCalls, AsyncFetchCalls, AsyncSampleCalls):
         finite: bool = False,
         timeout: float | None = None,
     ) -> AsyncWork:
-        """Return an iterator for a queue worker's loop, which yields samples to process until the partition ends.
+        """Return an iterator for the loop of a queue worker. It yields samples to process until the partition ends.
 
             for item in client.work("train", "reward", ["response"]):
                 item.put({"reward": score(item.data["response"])})
 
-        Each item is a leased claim with its data, and the lease is extended in the background while the loop body runs.
-        `put` acknowledges the item; if the body does not, the next iteration acknowledges it. If the lease expires
-        anyway, for example because the process was paused, `put` raises LeaseExpiredError and another worker gets the
-        samples.
+        Each item is a leased claim with its data. The lease is extended in the background while the loop body runs.
+        `put` acknowledges the item. If the loop body does not call `put`, the next iteration acknowledges the item. If
+        the lease expires, for example because the process was paused, `put` raises LeaseExpiredError and the samples
+        are redelivered to another worker.
 
-        If the body raises, the samples are redelivered once their lease has expired, and the delivery counts towards
-        `max_deliveries`. To release the current item at once after a `break`, use the iterator in a `with` block.
+        If the loop body raises an exception, the samples are redelivered after their lease has expired, and the
+        delivery counts towards `max_deliveries`. To release the current item immediately after a `break`, use the
+        iterator in a `with` block.
 
         Args:
             partition_id: the partition. The iterator waits for the partition if it does not exist yet.
-            task_name: the task that consumes the samples; all workers of a task share its samples.
-            data_fields: fields that a sample must have to be ready.
-            batch_size: maximum number of samples (rollouts or groups, see `batch_unit`) per item. Ready samples are
-                delivered at once, without waiting for a full item.
+            task_name: the task that consumes the samples. The samples are distributed among all workers of the task.
+            data_fields: fields that a sample must have before it can be claimed.
+            batch_size: maximum number of samples per item, or of rollouts or groups (see `batch_unit`). Ready samples
+                are delivered immediately, without waiting for a full item.
             batch_unit: unit of `batch_size`: "sample", "rollout" or "group".
-            fetch: fields to fetch into `item.data`; None: `data_fields`.
+            fetch: fields to fetch into `item.data`. Defaults to `data_fields`.
             lease: seconds after which the samples of a stopped worker are redelivered.
-            max_lease: maximum seconds for which an item's lease is extended, in case its loop body hangs.
-            max_deliveries: maximum number of deliveries of a sample, see `claim`; None: unlimited.
+            max_lease: maximum seconds for which the lease of an item is extended, in case the loop body hangs.
+            max_deliveries: maximum number of deliveries of a sample; see `claim`. Unlimited if None.
             where: conditions on custom_meta; see `claim`.
-            order_by: custom_meta columns that order the samples; see `claim`.
-            finite: whether to end without waiting for the seal; see `claim`.
-            timeout: seconds until a claim or fetch fails; None: the client's `timeout`.
+            order_by: custom_meta columns by which to sort the samples; see `claim`.
+            finite: whether to end once all samples are consumed, even if the partition is not sealed; see `claim`.
+            timeout: seconds until a claim or fetch fails. Defaults to the client's `timeout`.
 
         Raises, from the iterator:
             TqError: any error raised by `claim` or `get_data`.

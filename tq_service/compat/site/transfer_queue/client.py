@@ -1,7 +1,7 @@
-"""`TransferQueueClient`: TransferQueue's calls in sync and `async_...` form, implemented with calls to the service.
+"""`TransferQueueClient`, which implements TransferQueue's calls in sync and `async_...` form with calls to the service.
 
-Each call is written once, as a coroutine of `Calls`. With an `AsyncClient`, the caller awaits the coroutine. With a
-`Client`, whose calls never suspend, `finished` runs the coroutine to completion.
+Each call is implemented once, as a coroutine method of `Calls`. With an `AsyncClient`, the caller awaits the coroutine.
+With a `Client`, whose calls never suspend, `finished` runs the coroutine to completion.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ async def _at_once(function: Callable[..., T], *arguments: Any, **keywords: Any)
 
 
 class Awaitables:
-    """A wrapper for a sync client or module. Its calls return the results as completed awaitables."""
+    """A wrapper for a sync client or module. Its calls return their results as completed awaitables."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
@@ -65,14 +65,14 @@ class Awaitables:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
-    """The options that `get_meta` uses to claim batches.
+    """Options with which `get_meta` claims batches.
 
     Attributes:
         sampler: the sampler that chooses the samples for a batch.
-        sample: function that requests a batch from a user's sampler in the controller; None: this process cannot call
-            such a sampler.
-        polling_mode: whether `get_meta` returns an empty batch instead of raising an error if too few samples are
-            ready.
+        sample: function that requests a batch from a user's sampler in the controller. None if this process cannot call
+            users' samplers.
+        polling_mode: whether `get_meta` returns an empty batch if too few samples are ready. If False, it raises an
+            error.
         wait_seconds: maximum seconds to wait for samples.
     """
 
@@ -83,12 +83,12 @@ class Asking:
 
 
 class Calls:
-    """TransferQueue's calls, implemented with one client for the service.
+    """TransferQueue's calls, implemented with a client for the service.
 
     Args:
         client: an `AsyncClient`, or `Awaitables` of a `Client`.
         asking: options for `get_meta`.
-        run: function that calls another function; if calls run concurrently, it does so in a thread.
+        run: function that calls another function. If calls run concurrently, it uses a thread.
 
     Attributes:
         wait_seconds: maximum seconds that `get_meta` waits for samples; initially the value in `asking`.
@@ -111,11 +111,11 @@ class Calls:
         task_name: str | None = None,
         sampling_config: Mapping[str, Any] | None = None,
     ) -> BatchMeta:
-        """Return samples: a batch for a task ("fetch"), new samples ("insert"), or all samples ("force_fetch").
+        """Return a batch for a task (mode "fetch"), new samples ("insert"), or all samples ("force_fetch").
 
         Raises:
             RuntimeError: too few samples were ready in time. In polling mode, the batch is empty instead.
-            StorageKeyNotFoundError: a rank repeated its request for a batch, but some of the batch's samples have been
+            StorageKeyNotFoundError: a rank repeated its request for a batch, but some samples of the batch have been
                 cleared.
         """
         if mode == "insert":
@@ -146,7 +146,7 @@ class Calls:
         return batch
 
     async def _chosen(self, **wanted: Any) -> BatchMeta:
-        """Wait until a user's sampler chooses samples, and return the batch; it is empty if the wait times out."""
+        """Wait until a user's sampler chooses samples, and return the batch; on timeout, return an empty batch."""
         sample = self._asking.sample
         if sample is None:
             raise RuntimeError("this process cannot call a custom sampler; set num_workers of the loader to 0")
@@ -157,7 +157,7 @@ class Calls:
         return batch
 
     async def get_data(self, metadata: BatchMeta) -> TensorDict:
-        """Return a batch's fields.
+        """Return the fields of a batch.
 
         Rows with dimensions are returned as nested tensors, and objects as a NonTensorStack.
 
@@ -174,7 +174,7 @@ class Calls:
             ]
         except _CLEARED as error:
             raise StorageKeyNotFoundError(str(error)) from error
-        except tq.errors.FieldNotFoundError as error:  # a field is removed with the last sample that contains it
+        except tq.errors.FieldNotFoundError as error:  # a field is removed with the last sample that has the field
             found = [
                 await self._lookup(samples.partition_id, global_indexes=samples.indexes) for _, samples in samples_of
             ]
@@ -193,13 +193,13 @@ class Calls:
         partition_id: str | None = None,
         data_parser: Callable[[Row], Any] | None = None,
     ) -> BatchMeta:
-        """Put fields for the samples in `metadata` (along with their custom_meta) or for new samples in a partition.
+        """Put fields of existing samples, with their custom_meta, or put fields of new samples.
 
         Args:
             data: the fields, with one row per sample.
-            metadata: the samples; the call also adds the fields to this batch.
-            partition_id: partition for new samples if `metadata` is None.
-            data_parser: function called in this process before the put; it modifies a dict of the columns in place.
+            metadata: the samples. The call also adds the fields to this batch.
+            partition_id: partition for new samples, if `metadata` is None.
+            data_parser: function called in this process before the put. It modifies a dict of the columns in place.
 
         Raises:
             ValueError: neither samples nor a partition is given.
@@ -220,7 +220,7 @@ class Calls:
         return metadata.add_fields(data)
 
     async def _put(self, target: str | tq.BatchMeta, data: TensorDict | None, **more: Any) -> tq.BatchMeta:
-        """Put columns. If they do not match their fields, retry with the fields' dtypes, or as objects."""
+        """Put columns. If they do not match existing fields, convert them and retry."""
         try:
             return await self._client.put(target, data, **more)
         except tq.errors.FieldMismatchError:
@@ -233,13 +233,13 @@ class Calls:
             return await self._client.put(target, _fitted(data, specs), **more)
 
     async def set_custom_meta(self, metadata: BatchMeta) -> None:
-        """Write a batch's custom_meta to the service."""
+        """Write the custom_meta of a batch to the service."""
         for positions, samples in self._samples(metadata):
             tags = [metadata.custom_meta[position] for position in positions]
             await self._client.set_custom_meta(samples, keeping_nulls(tags))
 
     async def clear_samples(self, metadata: BatchMeta) -> None:
-        """Remove a batch's samples; samples that are already removed are ignored."""
+        """Remove the samples of a batch. Samples that are already removed are ignored."""
         for _, samples in self._samples(metadata):
             await self._client.clear_samples(samples, missing_ok=True)
 
@@ -256,7 +256,7 @@ class Calls:
     async def get_consumption_status(
         self, task_name: str, partition_id: str
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the indexes of a partition's samples, and whether a task has consumed each sample (1 or 0).
+        """Return the indexes of the samples in a partition, and 1 or 0 for each sample: whether a task has consumed it.
 
         Both tensors have shape `(n,)`. Both results are None if the partition does not exist.
         """
@@ -269,9 +269,9 @@ class Calls:
     async def get_production_status(
         self, data_fields: Sequence[str], partition_id: str
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the indexes `(n,)` of a partition's samples, and a tensor `(n, f)`: 1 if a sample has a field, else 0.
+        """Return sample indexes `(n,)`, and a tensor `(n, f)` with 1 if a sample has a field, otherwise 0.
 
-        Both are None if `data_fields` is empty or a field does not exist.
+        Both results are None if `data_fields` is empty or a field does not exist.
         """
         meta = await self._lookup(partition_id)
         produced = meta.produced
@@ -281,7 +281,7 @@ class Calls:
         return torch.from_numpy(meta.indexes.copy()), torch.from_numpy(has_field.astype(np.int8))
 
     async def check_consumption_status(self, task_name: str, partition_id: str) -> bool:
-        """Return whether the partition has samples, and the task has consumed all samples that it can still get."""
+        """Return whether the partition has samples, and the task has consumed all samples that it can receive."""
         status = await self._client.check_consumption(partition_id, task_name, missing_ok=True)
         return 0 < _expected(status.total_count - status.skipped_count) <= status.consumed_count
 
@@ -291,12 +291,12 @@ class Calls:
         return 0 < _expected(status.total_count) <= status.produced_count
 
     async def reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
-        """Let a task, or all tasks, consume a partition's samples again."""
+        """Let a task, or all tasks, consume the samples of a partition again."""
         try:
             known = () if task_name else (await self._client.describe_partition(partition_id)).tasks
             for name in [task_name] if task_name else [task.task_name for task in known]:
                 await self._client.reset_consumption(partition_id, name)
-        except tq.errors.NotFoundError:  # nothing has been consumed
+        except tq.errors.NotFoundError:  # no samples have been consumed
             pass
         return True
 
@@ -305,7 +305,7 @@ class Calls:
     async def kv_retrieve_meta(self, keys: Sequence[str] | str, partition_id: str, create: bool = False) -> BatchMeta:
         """Return the samples with these keys, and their common fields.
 
-        Unknown keys are omitted, or created if `create`.
+        Unknown keys are omitted. With `create`, samples are created for unknown keys.
         """
         names = _listed("keys", keys, str)
         if create:
@@ -326,7 +326,7 @@ class Calls:
         return [key_of.get(index) for index in indexes]
 
     async def kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Row]]:
-        """Return the samples' tags by partition and key, for one partition or for all partitions."""
+        """Return the tags of samples by partition and key, for one partition or for all partitions."""
         names = [partition_id] if partition_id is not None else await self.get_partition_list()
         metas = [await self._lookup(name) for name in names]
         listed = {name: meta for name, meta in zip(names, metas, strict=True) if meta.incarnation}
@@ -343,10 +343,10 @@ class Calls:
         tag: Row | None = None,
         data_parser: Callable[[Row], Any] | None = None,
     ) -> KVBatchMeta:
-        """Put the fields of one sample, given as a TensorDict with one row or a dict of values, and merge its tag.
+        """Put the fields of one sample, passed as a TensorDict with one row or as a dict of values, and merge its tag.
 
         Raises:
-            ValueError: neither fields nor a tag is given, or fields has several rows.
+            ValueError: neither fields nor a tag is passed, or the fields have several rows.
         """
         if isinstance(fields, dict):
             nested = [name for name, each in fields.items() if isinstance(each, torch.Tensor) and each.is_nested]
@@ -369,13 +369,14 @@ class Calls:
         tags: Sequence[Row] | None = None,
         data_parser: Callable[[Row], Any] | None = None,
     ) -> KVBatchMeta:
-        """Put fields for samples named by key, and merge the samples' tags. Samples are created for unknown keys.
+        """Put fields of samples named by key, and merge the tags of the samples. Samples are created for unknown keys.
 
         Returns:
             References to the samples, with all their tags and their common fields after the put.
 
         Raises:
-            ValueError: neither fields nor tags are given, or there is not one row and one tag per key.
+            ValueError: neither fields nor tags are passed, or the number of rows or tags differs from the number of
+                keys.
         """
         names = _listed("keys", keys, str)
         if fields is None and tags is None:
@@ -400,7 +401,7 @@ class Calls:
     async def kv_batch_get(
         self, keys: Sequence[str] | str, partition_id: str, select_fields: Sequence[str] | str | None = None
     ) -> TensorDict:
-        """Return fields of the samples with these keys; by default, their common fields. Unknown keys are omitted.
+        """Return fields of samples by key. By default, return their common fields. Unknown keys are omitted.
 
         Raises:
             ValueError: none of the keys exists, or no field is common to all samples.
@@ -430,7 +431,7 @@ class Calls:
     async def kv_batch_get_by_meta(
         self, meta: KVBatchMeta, select_fields: Sequence[str] | str | None = None
     ) -> TensorDict:
-        """Return fields of the samples in `meta`: `select_fields` if given, otherwise the fields of `meta`.
+        """Return fields of the samples in `meta`. Without `select_fields`, return the fields of `meta`.
 
         Raises:
             ValueError: the partition of `meta` is not set, or `meta` lacks a selected field.
@@ -443,7 +444,7 @@ class Calls:
         return await self.kv_batch_get(meta.keys, meta.partition_id, fields)
 
     async def kv_clear(self, keys: Sequence[str] | str, partition_id: str) -> None:
-        """Remove samples by key; unknown keys and partitions are ignored."""
+        """Remove samples by key. Unknown keys and partitions are ignored."""
         await self._client.clear_samples(partition_id, keys=_listed("keys", keys, str), missing_ok=True)
 
     # Arguments for calls to the service
@@ -453,7 +454,7 @@ class Calls:
         return meta
 
     def _samples(self, metadata: BatchMeta) -> list[tuple[list[int], tq.BatchMeta]]:
-        """For each partition of the batch, return the positions in the batch and the samples."""
+        """Return the samples of each partition in the batch, with their positions in the batch."""
         indexes = np.asarray(metadata.global_indexes, np.int64)
         return [
             (
@@ -470,7 +471,7 @@ class Calls:
 
 
 def of_samples(meta: tq.BatchMeta, data_fields: Sequence[str] | None = None) -> BatchMeta:
-    """Return samples as a `BatchMeta`, with the requested fields or, by default, their common fields."""
+    """Return samples as a TransferQueue `BatchMeta`, with the given fields or, by default, their common fields."""
     produced = meta.produced
     has_all = [name for name, column in produced.items() if column.all()]
     names = has_all if data_fields is None else data_fields
@@ -495,12 +496,12 @@ def _schema_of(spec: tq.FieldSpec | None) -> Row:
 
 
 def _expected(total_count: int) -> int:
-    """Return the number of samples that a complete partition must have."""
+    """Return the minimum number of samples of a complete partition."""
     return max(total_count, int(os.environ.get("TQ_PRE_ALLOC_SAMPLE_NUM", "1")))
 
 
 def _listed(what: str, values: Any, kind: type) -> list[Any]:
-    """Return the values as a list; a single value becomes a list of one.
+    """Return the values as a list. A single value becomes a list with one item.
 
     Raises:
         ValueError: the list is empty.
@@ -515,7 +516,7 @@ def _listed(what: str, values: Any, kind: type) -> list[Any]:
 
 
 def _parsed(data: TensorDict, data_parser: Callable[[Row], Any] | None) -> TensorDict:
-    """Apply a parser to data and return the result. The parser receives dense columns as tensors, and others as lists.
+    """Apply a parser to data. The parser receives dense columns as tensors and other columns as lists.
 
     Raises:
         ValueError: the parser changed the set of columns or their number of rows.
@@ -538,12 +539,12 @@ def _parsed(data: TensorDict, data_parser: Callable[[Row], Any] | None) -> Tenso
 
 
 def _column_of(rows: Any, ragged_dimension: int = 1) -> Any:
-    """Return rows as a TensorDict column: a nested tensor (jagged if possible) for tensors, objects for other values.
+    """Convert rows to a TensorDict column. Tensors become a nested tensor (jagged if possible).
 
     Args:
         rows: one value per sample.
-        ragged_dimension: ragged dimension to use if the rows differ only in this dimension; 1 is a row's first
-            dimension.
+        ragged_dimension: ragged dimension to use if the rows differ only in this dimension. 1 is the first dimension of
+            a row.
     """
     if isinstance(rows, torch.Tensor):
         return rows
@@ -575,7 +576,7 @@ def _taken(parts: Sequence[TensorDict], places: Sequence[int]) -> TensorDict:
 
 
 def _fitted(data: TensorDict | None, specs: Mapping[str, tq.FieldSpec]) -> TensorDict | None:
-    """Convert data to match the fields. Tensors are converted to a field's dtype, or to objects.
+    """Convert data to match existing fields. Tensors are converted to the dtype of the field, or to objects.
 
     Tensors are not converted to integers or booleans if this would change a value. Complex numbers are never converted.
     """
@@ -602,7 +603,7 @@ def _unbound(column: Any) -> Any:
 
 
 def _as_transfer_queue(data: TensorDict) -> TensorDict:
-    """Return data in TransferQueue's form: tensor rows are nested even if they differ in several dimensions."""
+    """Convert data to TransferQueue's form. Tensor rows are nested even if they differ in several dimensions."""
     for name in list(data.keys()):
         column = data.get(name)
         if not isinstance(column, torch.Tensor) and isinstance(column[0].data, torch.Tensor):
@@ -611,12 +612,12 @@ def _as_transfer_queue(data: TensorDict) -> TensorDict:
 
 
 class TransferQueueClient:
-    """TransferQueue's low-level calls, each as the method `name` and the awaitable method `async_name`.
+    """TransferQueue's low-level calls, each as a sync method `name` and an awaitable method `async_name`.
 
     Args:
         address: address of the service.
         asking: options for `get_meta`.
-        **reached: further arguments for creating clients: `namespace`, `timeout`, `token` and `insecure`.
+        **reached: other arguments for creating clients: `namespace`, `timeout`, `token` and `insecure`.
 
     Attributes:
         client_id: name of this client, for use in logs.
@@ -636,9 +637,9 @@ class TransferQueueClient:
         def __getattr__(self, name: str) -> Callable[..., Any]: ...
 
     def polling(self) -> Callable[..., TransferQueueClient]:
-        """Return a factory of clients for loader workers. Their batches are empty if too few samples are ready.
+        """Return a factory of clients for loader workers. These clients use polling mode.
 
-        The factory's argument is an address. The factory can be pickled if the service implements the sampler.
+        The factory is called with an address. It can be pickled if the service implements the sampler.
         """
         asking = replace(self._options["asking"], polling_mode=True, wait_seconds=0.0)
         if service_samples(asking.sampler):
@@ -646,7 +647,7 @@ class TransferQueueClient:
         return partial(TransferQueueClient, **{**self._options, "asking": asking})
 
     def wait_at_most(self, seconds: float) -> None:
-        """Set the maximum seconds that later `get_meta` calls wait for samples."""
+        """Set the maximum seconds for which later `get_meta` calls wait for samples."""
         self.sync_calls.wait_seconds = self.async_calls.wait_seconds = seconds
 
     def close(self) -> None:
@@ -655,7 +656,7 @@ class TransferQueueClient:
 
 
 def _add_forms(name: str) -> None:
-    """Add a method of `Calls` to the client, once as a sync method and once as an awaitable method."""
+    """Add a method of `Calls` to the client, as a sync method and as an awaitable method."""
 
     def call(client: TransferQueueClient, *arguments: Any, **keywords: Any) -> Any:
         return finished(getattr(client.sync_calls, name)(*arguments, **keywords))

@@ -1,4 +1,4 @@
-"""State shared by the processes of a run: the service (perhaps started for the run) and the sampler."""
+"""State shared by the processes of a run: the service, which may have been started for the run, and the sampler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transfer_queue.sampler import BaseSampler, Config, Indexes, Sampled, claim_
 from transfer_queue.storage import StorageKeyNotFoundError
 
 OWN_CHECKPOINT_DIR: Final = "/"
-"""The checkpoint_dir of a service started for a run, so that the run can write checkpoints to any directory."""
+"""The `checkpoint_dir` of a service started for a run. It allows the run to write checkpoints to any directory."""
 
 
 def setting(conf: Any, *names: str, default: Any = None) -> Any:
@@ -33,15 +33,15 @@ def setting(conf: Any, *names: str, default: Any = None) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A run: any number of processes that use a service, from `init()` to `close()`.
+    """A run, which consists of any number of processes that use a service, and lasts from `init()` to `close()`.
 
     Attributes:
         conf: configuration used to start the run.
-        address: address of the service; empty: start a service.
-        namespace: namespace of the run's partitions; empty: no namespace.
+        address: address of the service. If empty, a service is started.
+        namespace: namespace of the run's partitions. If empty, there is no namespace.
         sampler: sampler that chooses the samples of a batch.
-        service: settings for a service that the run starts.
-        token: token for the service; None: each process reads it from its environment.
+        service: settings for a service started by the run.
+        token: token for the service. If None, each process reads the token from its environment.
         is_service_owned: whether the service was started for the run.
     """
 
@@ -72,7 +72,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class KnownPartition:
-    """A partition as seen by users' samplers: its name, and its samples' custom_meta."""
+    """A partition as passed to users' samplers, with its name and the custom_meta of its samples."""
 
     partition_id: str
     tags: Mapping[int, Mapping[str, Any]]
@@ -84,20 +84,20 @@ class KnownPartition:
 
 @dataclass(slots=True)
 class _Remembered:
-    """A partition that a sampler has used; `last_given` is the highest index that the sampler chose from it."""
+    """A partition that a sampler has used. `last_given` is the highest index chosen by the sampler."""
 
     incarnation: bytes
     last_given: int = -1
 
 
 class TransferQueueController:
-    """The controller of a run, which stores the run's shared state.
+    """The controller of a run, which stores the state shared by its processes.
 
-    It is a named Ray actor, or an object in the process that started the run.
+    The controller is a named Ray actor, or an object in the process that started the run.
 
     Args:
         run: the run to start.
-        host: host on which a newly started service listens; None: loopback only.
+        host: host on which a newly started service listens. If None, it listens only on the loopback address.
     """
 
     def __init__(self, run: Run, host: str | None = None) -> None:
@@ -108,7 +108,7 @@ class TransferQueueController:
         self._remembered: dict[str, _Remembered] = {}
 
     def _with_own_service(self, run: Run, host: str | None) -> Run:
-        """Start a service in a separate process. That process always ends when this process does.
+        """Start a service in a separate process. The service always ends when this process ends.
 
         If other machines can reach the host, the service requires a token known only to the run. Traffic is not
         encrypted, as is usual between processes in a Ray cluster. On the loopback address, no token is needed.
@@ -133,15 +133,15 @@ class TransferQueueController:
         return self._run
 
     def get_config(self) -> Any:
-        """Return the run's configuration, as TransferQueue's actor does."""
+        """Return the configuration of the run, like TransferQueue's actor."""
         return self._run.filled_conf()
 
     def sample(self, batch_size: int, config: Config, **claim: Any) -> BatchMeta:
-        """Let the sampler choose the samples for a batch, claim those that the batch consumes, and return the batch.
+        """Let the sampler choose the samples for a batch, claim the samples to consume, and return the batch.
 
-        Calls run one at a time, from the look-up to the claim, since samplers may have state. The sampler's cache for a
-        partition is reset after the partition is cleared. It is also reset if all samples that the sampler chose from
-        the partition were cleared, because the sampler would choose them again.
+        Samplers may have state, so calls run one at a time, from the look-up to the claim. The sampler's cache for a
+        partition is cleared after the partition is cleared. It is also cleared if all samples that the sampler chose
+        from the partition have been cleared, because the sampler would choose them again.
 
         Args:
             batch_size: number of samples in the batch.
@@ -149,7 +149,8 @@ class TransferQueueController:
             **claim: `partition_id`, `task_name` and `data_fields`.
 
         Returns:
-            The batch; empty if the sampler chooses no samples, or if another consumer claims them first.
+            The batch. It is empty if the sampler chooses no samples, or if another consumer claims the chosen samples
+            first.
 
         Raises:
             StorageKeyNotFoundError: some of the chosen samples were cleared.
@@ -173,8 +174,8 @@ class TransferQueueController:
 
             sampled, consumed = choose()
             if sampled and tags.keys().isdisjoint(sampled):
-                # Indexes only increase: if all stored indexes are higher than every chosen one, all chosen samples are
-                # gone.
+                # Indexes only increase. Therefore, if all stored indexes are higher than the highest chosen index, all
+                # chosen samples have been cleared.
                 is_over = min(tags) > remembered.last_given
                 if is_over:
                     sampler.clear_cache(partition_id)
@@ -190,9 +191,9 @@ class TransferQueueController:
             return of_samples(known, claim["data_fields"]).select_samples(place_of[index] for index in sampled)
 
     def _recall(self, client: tq.Client, partition_id: str, incarnation: bytes) -> _Remembered:
-        """Return the state kept for a partition.
+        """Return the remembered state of a partition.
 
-        If the partition is new, first drop the state of those that no longer exist.
+        If the partition is new, first drop the state of partitions that no longer exist.
         """
         if partition_id not in self._remembered or self._remembered[partition_id].incarnation != incarnation:
             stored = {each.partition_id: each.incarnation for each in client.list_partitions()}
@@ -218,7 +219,7 @@ def _are_claimed(
 ) -> bool:
     if not rows:
         return True
-    # A rank's replicas claim the same samples under the same name. This name is never used for other samples.
+    # Replicas of a rank pass equal claim names, so they get the same samples. The name is never used for other samples.
     is_of_rank = config.get("dp_rank") is not None
     try:
         meta = client.get_meta(

@@ -1,4 +1,4 @@
-"""TransferQueue's key-value calls, in sync and `async_...` form, and TransferQueue's checkpoint calls."""
+"""TransferQueue's checkpoint calls, and its key-value calls in sync and `async_...` form."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ kv_clear, async_kv_clear = _of_client("kv_clear"), _of_client("async_kv_clear")
 def save_checkpoint(
     checkpoint_dir: str | Path, *, include_storage: bool = True, metadata: dict[str, Any] | None = None
 ) -> None:
-    """Write a checkpoint of the run's partitions, replacing an existing checkpoint in the same directory.
+    """Write a checkpoint of the run's partitions. An existing checkpoint in the directory is replaced.
 
     The service writes the checkpoint below its own checkpoint directory. If `checkpoint_dir` is below
-    `controller.checkpoint_dir`, the checkpoint is written to `checkpoint_dir` itself. Otherwise, the checkpoint's name
-    is derived from that path. A file in `checkpoint_dir` records the name.
+    `controller.checkpoint_dir`, the checkpoint is written to `checkpoint_dir` itself. Otherwise, the name of the
+    checkpoint is derived from the path of `checkpoint_dir`. A file in `checkpoint_dir` records the name.
 
     Args:
-        checkpoint_dir: the checkpoint's directory; created if it does not exist.
-        include_storage: ignored, since the data is always included.
+        checkpoint_dir: directory of the checkpoint. It is created if it does not exist.
+        include_storage: ignored, because the data is always included.
         metadata: values to store as "user_metadata" in `metadata.json`.
 
     Raises:
@@ -73,7 +73,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(checkpoint_dir: str | Path) -> None:
-    """Replace the run's partitions with those in a checkpoint.
+    """Replace the run's partitions with the partitions in a checkpoint.
 
     Raises:
         FileNotFoundError: the directory does not contain a checkpoint.
@@ -85,7 +85,7 @@ def load_checkpoint(checkpoint_dir: str | Path) -> None:
 
 
 def get_metrics_endpoint() -> str | None:
-    """Return the host and port of the metrics (the run's `metrics.endpoint`); None if not set or if there is no run."""
+    """Return the run's `metrics.endpoint`, "host:port". Return None if it is not set or if there is no run."""
     try:
         conf = current().run.conf
     except RuntimeError:

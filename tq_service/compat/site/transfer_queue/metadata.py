@@ -1,4 +1,4 @@
-"""TransferQueue's references to samples: `BatchMeta` by index, `KVBatchMeta` by key. Both are mutable and picklable."""
+"""TransferQueue's references to samples by index (`BatchMeta`) and by key (`KVBatchMeta`), mutable and picklable."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from tensordict import TensorDict
 _log = logging.getLogger(__name__)
 
 # On import, NeMo-RL's adapter patches TransferQueue's schema for one-dimensional fields, unless this flag is set. The
-# patch is not needed here, since rows in such fields already have shape ().
+# patch is not needed, because rows of one-dimensional fields already have shape ().
 _nrl_scalar_schema_patched = True
 _IMMUTABLE: Final = (str, int, float, bytes, type(None))
 
 
 class _Batch(ABC):
-    """A batch of samples whose attributes contain one value per sample. The first attribute identifies the samples."""
+    """A batch of samples. Attributes in `_PER_SAMPLE` have one value per sample. The first identifies the samples."""
 
     _PER_SAMPLE: ClassVar[tuple[str, ...]]
 
     @abstractmethod
     def _of(self, positions: Sequence[int]) -> Self:
-        """Return the samples at the given positions, with the batch's fields and extra_info."""
+        """Return the samples at the given positions, with the fields and extra_info of the batch."""
 
     @property
     def size(self) -> int:
@@ -41,7 +41,7 @@ class _Batch(ABC):
         return self.size
 
     def _reorder(self, indexes: Sequence[int]) -> None:
-        """Reorder the samples in place, given their current positions in the new order.
+        """Reorder the samples in place. `indexes` are the current positions of the samples, in the new order.
 
         Raises:
             ValueError: the positions are not a permutation.
@@ -57,7 +57,7 @@ class _Batch(ABC):
     def chunk(self, chunks: int) -> list[Self]:
         """Split the batch into `chunks` batches of consecutive samples.
 
-        The sizes are nearly equal, and larger ones come first.
+        Batch sizes differ by at most one, and larger batches come first.
         """
         if self.size < chunks:
             _log.warning("split %d samples into %d parts; some are empty", self.size, chunks)
@@ -72,7 +72,7 @@ class BatchMeta(_Batch):
         partition_ids: the partition of each sample.
         field_schema: for each field, its `dtype`, row `shape` (-1 for dimensions that differ between rows), `is_nested`
             and `is_non_tensor`.
-        production_status: int8 values of shape `(n,)`: 1 if a sample has all of the fields, otherwise 0.
+        production_status: int8 values of shape `(n,)`: 1 if a sample has all fields, otherwise 0.
         extra_info: additional values for the batch.
         custom_meta: one mapping per sample.
     """
@@ -102,7 +102,7 @@ class BatchMeta(_Batch):
         )
         self.extra_info = dict(extra_info or {})
         self.custom_meta = [dict(each) for each in custom_meta or ({} for _ in self.global_indexes)]
-        # Known incarnation of each partition, used to detect a later partition with the same name.
+        # Known incarnation of each partition, used to detect that a partition was cleared and created again.
         self.incarnations = dict(incarnations or {})
         for what in self._PER_SAMPLE[1:]:
             if (count := len(getattr(self, what))) != self.size:
@@ -132,11 +132,11 @@ class BatchMeta(_Batch):
         return [SampleView(*known, fields) for known in columns]
 
     def get_dtypes(self, field_name: str) -> list[Any]:
-        """Return the dtype of a field once per sample. Raise KeyError for an unknown field."""
+        """Return the dtype of a field, repeated for each sample. Raise KeyError for an unknown field."""
         return [self._schema(field_name).get("dtype")] * self.size
 
     def get_shapes(self, field_name: str) -> list[Any]:
-        """Return the row shape of a field once per sample. Raise KeyError for an unknown field."""
+        """Return the row shape of a field, repeated for each sample. Raise KeyError for an unknown field."""
         return [self._schema(field_name).get("shape")] * self.size
 
     def _schema(self, field_name: str) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class BatchMeta(_Batch):
         return _copied(self.custom_meta)
 
     def update_custom_meta(self, custom_meta: Sequence[Mapping[str, Any]] | None) -> None:
-        """Merge one mapping per sample into `custom_meta`. A client's `set_custom_meta` or `put` writes the result.
+        """Merge one mapping per sample into `custom_meta`. To write the result, call `set_custom_meta` or `put`.
 
         Raises:
             ValueError: the number of mappings differs from the number of samples.
@@ -194,7 +194,7 @@ class BatchMeta(_Batch):
         self.custom_meta = [{} for _ in self.global_indexes]
 
     def add_fields(self, tensor_dict: TensorDict, set_all_ready: bool = True) -> BatchMeta:
-        """Add the fields of a TensorDict that has one row per sample, in place.
+        """Add the fields of a TensorDict with one row per sample, in place.
 
         Raises:
             ValueError: the number of rows differs from the number of samples.
@@ -218,13 +218,13 @@ class BatchMeta(_Batch):
         return self._of(positions)
 
     def select_fields(self, field_names: Iterable[str]) -> BatchMeta:
-        """Return a copy of the batch with only the named fields; unknown names are ignored."""
+        """Return a copy of the batch with only the named fields. Unknown names are ignored."""
         selected = self.copy()
         selected.field_schema = {name: selected.field_schema[name] for name in field_names if name in self.field_schema}
         return selected
 
     def reorder(self, indices: Sequence[int]) -> None:
-        """Reorder the samples in place, given their current positions in the new order, each exactly once."""
+        """Reorder the samples in place. The argument is a permutation of their current positions."""
         self._reorder(indices)
 
     def copy(self) -> BatchMeta:
@@ -254,7 +254,7 @@ class BatchMeta(_Batch):
         return [self._of(positions) for positions in positions_of(self.partition_ids).values()]
 
     def union(self, other: BatchMeta) -> BatchMeta:
-        """Return the same samples with the fields of both batches. For common fields, `other` takes precedence.
+        """Merge the fields of two batches with the same samples. For common fields, `other` takes precedence.
 
         Raises:
             ValueError: `other` has different samples.
@@ -274,7 +274,7 @@ class BatchMeta(_Batch):
 
     @classmethod
     def concat(cls, data: Sequence[BatchMeta], validate: bool = True) -> BatchMeta:
-        """Concatenate batches; empty batches are omitted.
+        """Concatenate batches. Empty batches are omitted.
 
         Raises:
             ValueError: the batches differ in fields or dtypes (checked if `validate`), or in values of `extra_info`.
@@ -315,9 +315,9 @@ class SampleView(NamedTuple):
     Attributes:
         global_index: index of the sample.
         partition_id: partition of the sample.
-        production_status: 1 if the sample has all of the fields, otherwise 0.
+        production_status: 1 if the sample has all fields, otherwise 0.
         custom_meta: custom_meta of the sample.
-        fields: schemas of the batch's fields.
+        fields: schemas of the fields of the batch.
     """
 
     global_index: int
@@ -335,7 +335,7 @@ class KVBatchMeta(_Batch):
         keys: unique keys of the samples.
         tags: one mapping per sample.
         partition_id: partition of the samples, if known.
-        fields: names of the samples' common fields; None if unknown.
+        fields: names of the fields that all samples have; None if unknown.
         extra_info: additional values for the batch.
     """
 
@@ -353,7 +353,7 @@ class KVBatchMeta(_Batch):
         for what, names in (("keys", self.keys), ("fields", self.fields or ())):
             if len(set(names)) != len(names):
                 raise ValueError(f"{what} contains duplicates; list each name once")
-        # Copy the values, so that changes to a part do not affect the batch.
+        # Copy the values, so that changes to a part of a batch do not affect the batch.
         self.tags = _copied(self.tags)
         self.extra_info = copy.deepcopy(self.extra_info)
 
@@ -365,7 +365,7 @@ class KVBatchMeta(_Batch):
         return replace(self, keys=keys, tags=tags)
 
     def reorder(self, indexes: Sequence[int]) -> None:
-        """Reorder the samples in place, given their current positions in the new order, each exactly once."""
+        """Reorder the samples in place. The argument is a permutation of their current positions."""
         self._reorder(indexes)
 
     def select_keys(self, keys_to_select: Sequence[str]) -> KVBatchMeta:
@@ -373,7 +373,7 @@ class KVBatchMeta(_Batch):
 
         Raises:
             ValueError: a key is selected twice.
-            RuntimeError: one of the keys is not in the batch.
+            RuntimeError: a key is not in the batch.
         """
         if unknown := set(keys_to_select) - set(self.keys):
             raise RuntimeError(f"the batch does not have the keys {sorted(unknown)}")
@@ -382,7 +382,7 @@ class KVBatchMeta(_Batch):
 
     @classmethod
     def concat(cls, data: Sequence[KVBatchMeta]) -> KVBatchMeta:
-        """Concatenate batches; empty batches are omitted.
+        """Concatenate batches. Empty batches are omitted.
 
         Raises:
             ValueError: the batches differ in partition, fields or values of `extra_info`.
@@ -455,7 +455,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _copied(rows: Sequence[Any]) -> list[Any]:
-    """Return deep copies of tags; most tags are dicts with immutable values."""
+    """Return deep copies of tags. Dicts with immutable values, the most common case, are copied quickly."""
     return [
         {name: value if isinstance(value, _IMMUTABLE) else copy.deepcopy(value) for name, value in row.items()}
         if type(row) is dict

@@ -1,4 +1,4 @@
-"""This process's session in a run: `init` starts or joins the run, and `close` leaves or ends it."""
+"""The session of this process in a run. `init` starts or joins a run, and `close` leaves or ends the run."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ ACTOR_NAMESPACE: Final = "transfer_queue"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """One process's participation in a run.
+    """The participation of a process in a run.
 
     Attributes:
         run: state shared by all processes of the run.
         client: client for the service.
-        controller: the run's controller: a `TransferQueueController`, or a Ray handle to one.
-        call: function that calls a method of the controller, given its name and arguments.
+        controller: controller of the run, which is a `TransferQueueController` or a Ray handle to a
+            `TransferQueueController`.
+        call: function that calls a method of the controller by name, with the given arguments.
         ray: the `ray` module if the controller is an actor, otherwise None.
         is_owner: whether this process started the run.
     """
@@ -52,14 +53,14 @@ _changing = threading.RLock()
 
 
 def init(conf: Any = None) -> Any:
-    """Start a run with a configuration, or join an existing run. In a Ray cluster, there is one run per cluster.
+    """Start a run, or join an existing run. In a Ray cluster, there is one run per cluster.
 
     Args:
-        conf: a dict or DictConfig (see config.yaml); ignored if a run already exists.
+        conf: configuration of the run, as a dict or DictConfig; see config.yaml. Ignored if a run already exists.
 
     Returns:
-        For a new run, its configuration with defaults, address and namespace; `conf` if the process joined an existing
-        run.
+        The configuration of a new run, with defaults, address and namespace. If the process joined an existing run,
+        `conf`.
 
     Raises:
         ValueError: the configured sampler is invalid.
@@ -88,9 +89,9 @@ def current(*, joins: bool = True) -> Session:
 
 
 def close() -> None:
-    """Leave the run.
+    """Leave the run, or end it if this process started it.
 
-    In the process that started it, end the run, clear its namespace, and stop the run's own service.
+    Ending the run clears its namespace, and stops the service if it was started for the run.
     """
     global _session
     with _changing:
@@ -114,7 +115,7 @@ def get_client() -> TransferQueueClient:
 
 
 def _join() -> Session | None:
-    """Return a session in the Ray cluster's run, or None if there is no run or the program does not use Ray."""
+    """Join the run of the Ray cluster. Return None if there is no run or the program does not use Ray."""
     ray = _ray()
     try:
         actor = ray and ray.get_actor(ACTOR_NAME, namespace=ACTOR_NAMESPACE)
@@ -189,7 +190,7 @@ def _run_of(conf: Any, *, in_cluster: bool) -> Run:
 
 
 def _with_defaults(conf: Any) -> Any:
-    """Return the configuration with the defaults from config.yaml; without OmegaConf, return an unchanged copy."""
+    """Add defaults from config.yaml to the configuration. Without OmegaConf, return an unchanged copy."""
     try:
         from omegaconf import OmegaConf  # noqa: PLC0415  (programs without it pass dicts)
     except ImportError:
@@ -199,7 +200,7 @@ def _with_defaults(conf: Any) -> Any:
 
 
 def _sampler_of(given: Any) -> BaseSampler:
-    """Return the sampler given as a name, a class or an instance.
+    """Return the sampler specified by a name, a class or an instance.
 
     Raises:
         ValueError: `given` is not a sampler.
@@ -216,7 +217,7 @@ def _sampler_of(given: Any) -> BaseSampler:
 
 
 def _ray() -> Any:
-    """Return the Ray module, connected to its cluster, or None if this program does not use Ray."""
+    """Connect to the Ray cluster and return the Ray module. Return None if the program does not use Ray."""
     ray = sys.modules.get("ray")
     if ray is not None and not ray.is_initialized():
         ray.init()

@@ -16,13 +16,13 @@ class StreamingDataLoader(data.StreamingDataLoader[Any]):
 
     Args:
         dataset: the dataset to iterate over.
-        num_workers: number of worker processes; 0: prefetch in a thread.
-        collate_fn: function called with each micro-batch and its meta; the loader yields its result instead.
+        num_workers: number of worker processes. If 0, a thread prefetches the batches.
+        collate_fn: function called with each micro-batch and its meta. The loader yields the result of the function.
         pin_memory: whether to copy tensors to page-locked memory.
-        worker_init_fn: ignored, since workers only fetch.
+        worker_init_fn: ignored, because workers only fetch data.
         multiprocessing_context: multiprocessing context for starting the workers.
-        prefetch_factor: number of batches that each worker prefetches; None: 2.
-        persistent_workers: whether to keep workers alive between iterators.
+        prefetch_factor: number of batches that each worker prefetches. Defaults to 2.
+        persistent_workers: whether to keep worker processes alive between iterations.
         pin_memory_device: ignored.
     """
 

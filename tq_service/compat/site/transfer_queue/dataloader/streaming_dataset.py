@@ -25,22 +25,22 @@ _FIRST_PAUSE_SECONDS: Final = 0.01
 TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL: Final = float(
     os.environ.get("TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL", "1")
 )
-"""Maximum seconds between two checks for a batch; the next check is earlier if samples become ready."""
+"""Maximum seconds between two checks for a batch. If samples become ready, the next check is earlier."""
 
 
 class StreamingDataset(data.StreamingDataset[Any]):
     """The micro-batches for one rank and its replicas, in the run that this process has joined.
 
     Args:
-        config: ignored, since the run's configuration applies.
+        config: ignored, because the configuration of the run applies.
         batch_size: number of samples per batch.
         micro_batch_size: number of samples per micro-batch.
-        data_fields: fields to fetch; a sample is ready once it has all of them.
+        data_fields: fields to fetch. A sample is ready once it has all of these fields.
         partition_id: the partition to read.
         task_name: the task that consumes the samples.
-        dp_rank: the rank's number, which is the same for all of its replicas.
-        should_check_consumption_status: whether to end once all samples are consumed. False: wait indefinitely for more
-            samples.
+        dp_rank: number of the rank. All replicas of a rank have the same number.
+        should_check_consumption_status: whether to end once all samples are consumed. If False, wait indefinitely for
+            more samples.
         fetch_batch_fn: function to use instead of `default_fetch_batch_fn`, called with the same keyword arguments.
         process_batch_fn: function to use instead of `chunk_batch_fn`, called with the batch, its meta, and
             `micro_batch_size` as a keyword argument.
@@ -104,7 +104,7 @@ class StreamingDataset(data.StreamingDataset[Any]):
 
 @dataclass(frozen=True, slots=True)
 class FetchBatch:
-    """The function that tq_service's loader calls to fetch a batch. It calls the user's function or TransferQueue's."""
+    """The function that the loader calls to fetch a batch. It calls the user's function or the default function."""
 
     fetch_batch_fn: Callable[..., Any]
     sampling_config: Mapping[str, Any]
@@ -112,8 +112,8 @@ class FetchBatch:
     def __call__(self, *, client: TransferQueueClient, batch_index: int, finite: bool, **asked: Any) -> Any:
         """Return a batch and its meta. The batch is None if the data has ended or no batch is ready yet.
 
-        A finite pass checks at once, and then again after pauses that double each time. It checks often, because other
-        ranks may claim the last samples at any time. A replica that is late still receives its last batch.
+        A finite pass checks for a batch immediately, and again after pauses that double each time. It checks often,
+        because other ranks may claim the last samples at any time. A late replica still receives its last batch.
         """
         pause, pauses_until = 0.0, time.monotonic() + TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL
         if not finite:
@@ -129,7 +129,7 @@ class FetchBatch:
                 return batch, meta
             if finite and client.check_consumption_status(asked["task_name"], asked["partition_id"]):
                 return None, _END
-            time.sleep(max(0.0, asked_at + pause - time.monotonic()))  # a user's function may not wait
+            time.sleep(max(0.0, asked_at + pause - time.monotonic()))  # the user's function may return without waiting
             left = pauses_until - time.monotonic()
             if left <= 0:
                 return None, None
@@ -145,7 +145,7 @@ def default_fetch_batch_fn(
     sampling_config: Mapping[str, Any],
     batch_index: int,
 ) -> tuple[TensorDict | None, BatchMeta]:
-    """Return the next batch of a rank with its meta. The batch is None if too few samples are ready."""
+    """Return the next batch of a rank, with its meta. The batch is None if too few samples are ready."""
     meta = tq_client.get_meta(
         data_fields=data_fields,
         batch_size=batch_size,
@@ -159,7 +159,7 @@ def default_fetch_batch_fn(
 def chunk_batch_fn(
     td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int = 1
 ) -> list[tuple[TensorDict, BatchMeta]]:
-    """Split a batch into parts with `micro_batch_size` rows, each with its meta. The last part may have fewer rows.
+    """Split a batch into parts with `micro_batch_size` rows, and return them with their meta. The last may be smaller.
 
     Raises:
         ValueError: the batch has fewer than `micro_batch_size` rows.

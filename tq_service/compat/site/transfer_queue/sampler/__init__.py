@@ -1,7 +1,7 @@
-"""TransferQueue's samplers. The service implements the four built-in samplers; users' samplers run in the controller.
+"""TransferQueue's samplers. The service implements the built-in samplers. Users' samplers run in the controller.
 
 A user's sampler is a subclass of `BaseSampler` with a method `sample`, which is called for one batch at a time. In a
-Ray cluster, the actor shared by all of the run's processes calls this method; otherwise, the process that requests the
+Ray cluster, the actor shared by all processes of the run calls this method. Otherwise, the process that requests the
 batch calls it.
 """
 
@@ -22,29 +22,29 @@ _log = logging.getLogger(__name__)
 
 
 class BaseSampler(ABC):
-    """Base class for samplers. A sampler chooses a batch's samples, and which samples the batch consumes.
+    """Base class of samplers. A sampler chooses the samples of a batch, and the samples that the batch consumes.
 
     Until a partition is cleared, `_states` stores the choices by partition, task, rank and batch, so that a rank can
     repeat a request.
     """
 
     claim: ClassVar[Callable[[Any, int, Config], dict[str, Any]] | None] = None
-    """Method that returns the arguments of the service's `get_meta`; None if the service lacks the sampler."""
+    """Method that returns arguments for the client's `get_meta`. None if the service does not implement the sampler."""
 
     def __init__(self) -> None:
         self._states: dict[str, dict[str, dict[Any, dict[Any, Any]]]] = {}
 
     @abstractmethod
     def sample(self, ready_indexes: Indexes, batch_size: int, *args: Any, **kwargs: Any) -> Sampled:
-        """Return a batch's samples and the samples that it consumes; two empty lists if too few samples are ready.
+        """Return the samples of a batch, and the samples that it consumes. Return two empty lists if too few are ready.
 
         Args:
             ready_indexes: indexes of samples that have all requested fields and that the task has not consumed.
             batch_size: number of samples in the batch.
             *args: unused.
-            **kwargs: `partition`, an object with `partition_id` and `get_custom_meta(indexes)`, which returns a dict of
-                the samples that have custom_meta. Also `task_name`, `partition_id`, `dp_rank` and `batch_index` if the
-                call's `sampling_config` contains them.
+            **kwargs: `partition`, an object with `partition_id` and `get_custom_meta(indexes)`, which returns a dict
+                with the custom_meta of samples. Also `task_name`, `partition_id`, `dp_rank` and `batch_index`, if they
+                are in the `sampling_config` of the call.
         """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Sampled:
@@ -58,7 +58,7 @@ class BaseSampler(ABC):
         return config.get("batch_index") in known
 
     def clear_cache(self, partition_id: str) -> None:
-        """Drop the stored choices for a partition."""
+        """Drop the choices stored for a partition."""
         self._states.pop(partition_id, None)
 
     def save_checkpoint(self) -> dict[str, Any]:
@@ -70,12 +70,12 @@ class BaseSampler(ABC):
         self._states = state["_states"]
 
     def _batches(self, partition_id: str, task_name: str, dp_rank: Any) -> dict[Any, Sampled]:
-        """Return the choices stored for a rank, by batch."""
+        """Return the choices stored for a rank, by batch index."""
         tasks = self._states.setdefault(partition_id, {})
         return tasks.setdefault(task_name, {}).setdefault(dp_rank, {})
 
     def _recalled(self, batches: dict[Any, Sampled], batch_index: Any, choose: Callable[[], Indexes]) -> Sampled:
-        """Return the stored choice for a batch, or make and store a new one; empty lists if no samples are chosen."""
+        """Return the stored choice for a batch, or make and store a new choice. Two empty lists mean no choice."""
         if batch_index not in batches and (chosen := choose()):
             batches[batch_index] = chosen, list(chosen)
         sampled, consumed = batches.get(batch_index, ((), ()))
@@ -95,13 +95,13 @@ class SequentialSampler(BaseSampler):
 
 
 class RankAwareSampler(BaseSampler):
-    """A sampler that chooses the next samples for each of a rank's batches.
+    """A sampler that chooses the next samples for each batch of a rank.
 
     All replicas of the rank get the same samples.
     """
 
     def claim(self, batch_size: int, config: Config) -> dict[str, Any]:
-        """Return the `get_meta` arguments that claim the next samples; repeated requests get the same samples."""
+        """Return the `get_meta` arguments that claim the next samples. Repeated requests return the same samples."""
         return {"batch_size": batch_size, "claim_name": claim_name(config)}
 
     def sample(
@@ -115,7 +115,7 @@ class RankAwareSampler(BaseSampler):
         *args: Any,
         **kwargs: Any,
     ) -> Sampled:
-        """Return the first ready samples, or the previous choice if the rank repeats its request.
+        """Return the first ready samples. If the rank repeats its request, return the previous choice.
 
         Raises:
             ValueError: the rank is negative, or the rank or the batch index is missing.
@@ -140,7 +140,7 @@ class GRPOGroupNSampler(BaseSampler):
         self.n_samples_per_prompt = n_samples_per_prompt
 
     def claim(self, batch_size: int, config: Config) -> dict[str, Any]:
-        """Return the `get_meta` arguments that claim complete groups; a rank's repeated requests get the same ones."""
+        """Return the `get_meta` arguments that claim complete groups. A repeated request returns the same groups."""
         named = {} if config.get("dp_rank") is None else {"claim_name": claim_name(config)}
         return {"batch_size": batch_size, "sampler": "grpo_group_n", "sampler_config": self._groups(), **named}
 
@@ -156,7 +156,7 @@ class GRPOGroupNSampler(BaseSampler):
         *args: Any,
         **kwargs: Any,
     ) -> Sampled:
-        """Return complete groups sorted by index, or the previous choice if a rank repeats its request.
+        """Return complete groups, sorted by index. If a rank repeats its request, return the previous choice.
 
         Raises:
             ValueError: `batch_size` is not a multiple of the group size.
@@ -181,7 +181,7 @@ class GRPOGroupNSampler(BaseSampler):
 
 
 class SeqlenBalancedSampler(GRPOGroupNSampler):
-    """A sampler that chooses complete groups for all ranks at once and balances their token counts (`total_lengths`).
+    """A sampler that chooses complete groups for all ranks at once, and balances token counts (`total_lengths`).
 
     Args:
         n_samples_per_prompt: number of samples per group.
@@ -211,7 +211,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         *args: Any,
         **kwargs: Any,
     ) -> Sampled:
-        """Return the requesting rank's share, and store the other ranks' shares for their requests."""
+        """Return the share of the requesting rank. Store the shares of the other ranks for later requests."""
         rank, batch_index = kwargs.get("dp_rank") or 0, kwargs.get("batch_index") or 0
         batches = self._batches(partition_id, task_name, rank)
         if batch_index not in batches:
@@ -237,7 +237,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
 
 
 def service_samples(sampler: BaseSampler) -> bool:
-    """Return whether the service implements the sampler: one of the four built-in classes, not a subclass."""
+    """Return whether the service implements the sampler, as it does for the four built-in classes."""
     return type(sampler) in (SequentialSampler, RankAwareSampler, GRPOGroupNSampler, SeqlenBalancedSampler)
 
 

@@ -1,4 +1,4 @@
-"""TransferQueue's module of the same name."""
+"""Replacement for TransferQueue's module with this name."""
 
 from transfer_queue.sampler import SequentialSampler
 

@@ -1,4 +1,4 @@
-"""Names that programs import from TransferQueue's storage: an error, and a placeholder for the storage unit."""
+"""Names that programs import from TransferQueue's storage package: an error, and a placeholder for the storage unit."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from typing import Any, NoReturn
 
 
 class StorageKeyNotFoundError(KeyError):
-    """A sample was cleared before its data was read. Programs that clear and read concurrently catch this error."""
+    """Raised if a sample was cleared before its data was read. Programs that clear and read concurrently catch it."""
 
 
 class SimpleStorageUnit:
-    """A placeholder that cannot be instantiated, since the service stores the data."""
+    """A placeholder that cannot be instantiated, because the service stores the data."""
 
     @classmethod
     def options(cls, **options: Any) -> type[SimpleStorageUnit]:
-        """Return the class itself; options are ignored."""
+        """Return the class itself. Options are ignored."""
         return cls
 
     @classmethod
     def remote(cls, *arguments: Any, **keywords: Any) -> NoReturn:
-        """Raise RuntimeError, since storage units do not exist."""
+        """Raise RuntimeError, because there are no storage units."""
         raise RuntimeError(
             "storage units do not exist, since the service at controller.address stores the data. Do not create them"
         )
