@@ -548,7 +548,7 @@ def _sizes(count: int) -> struct.Struct:
 
 @lru_cache(maxsize=256)
 def _packed_columns(kind: PutKind, sizes: bytes, *, is_durable: bool) -> dict[str, StoredColumn | None]:
-    """Return the columns shared by packed puts of equal kind and sizes. In a durable store, values follow the tables."""
+    """Return the columns shared by packed puts of one kind and size. In a durable store, values follow the tables."""
     row_set, columns = RowSet(kind.row_count), list[StoredColumn]()
     for spec, value_bytes in zip(kind.specs, unpack_sizes(sizes), strict=True):
         columns.append(StoredColumn(spec, row_set, value_bytes))

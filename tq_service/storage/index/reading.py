@@ -255,7 +255,7 @@ class Reading(AbstractContextManager["Reading"]):
             blob.pin()
 
     async def parts(self, without: Collection[int] = ()) -> AsyncIterator[Iterable[memoryview]]:
-        """Yield the bytes of all columns except `without`, in order. Each part is valid only until the next part is read.
+        """Yield the bytes of all columns except `without`, in order. Reading the next part invalidates the previous part.
 
         If all blobs are in memory and there are few slices, a single part is yielded without waiting. Otherwise,
         threads read the parts.
@@ -282,7 +282,7 @@ class Reading(AbstractContextManager["Reading"]):
             yield part
 
     def chunks(self, without: Collection[int] = ()) -> Iterator[memoryview]:
-        """Yield the bytes of all columns except `without`. They are valid until `close`. Blocks if blobs are in files."""
+        """Yield the bytes of all columns except `without`, valid until `close`. Blocks if any blobs are in files."""
         for index, span in enumerate(self._spans):
             if index not in without:
                 yield from self._column_chunks(span)
@@ -389,7 +389,7 @@ class GatherList:
             self._addresses = _integers(bases)[owners] + self._starts
 
     def _clip(self, values: Rows, start: int, end: int) -> tuple[Rows, Rows]:
-        """Return the starts or addresses and the sizes of the slices in a range. Clip the first and last slice to the range."""
+        """Return the starts (or addresses) and sizes of the slices in a range, clipped to the range."""
         first, last = self._between(start, end)
         values, sizes = values[first:last].copy(), self._sizes[first:last].copy()
         skipped = start - (int(self._ends[first]) - int(sizes[0]))
@@ -462,7 +462,7 @@ def _join_neighbours(puts: Rows, starts: Rows, sizes: Rows) -> tuple[Rows, Rows,
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spans:
-    """The location of a column's bytes. Each slice is described by its put, and by its start and size in the put's blob.
+    """The location of a column's bytes, as slices. Each slice has a put, and a start and size in the put's blob.
 
     The size of each slice, and the distances between starts within a put, are multiples of `unit` bytes.
     """
@@ -551,7 +551,7 @@ class SpanFinder:
         return Spans(pieces.column, *found, pieces.unit)
 
     def _find_rows(self, name: str, row_sets: list[RowSet]) -> Rows:
-        """Return the position of each run among the stored rows. The result is cached for fields with the same row sets."""
+        """Return the position of each run among the stored rows. The result is cached by row sets."""
         for known, found in self._positions:
             if known == row_sets:
                 return found
@@ -672,7 +672,6 @@ def _blocks(puts: Rows, starts: Rows, sizes: Rows, unit: int) -> Iterator[tuple[
 
     Yields:
         The puts, starts and sizes of the slices in each block.
-    """
     """
     most_bytes = max((_BLOCK_BYTES if _are_scattered(sizes, unit) else _PIECE_BYTES) // unit, 1) * unit
     counts = -(-sizes // most_bytes)

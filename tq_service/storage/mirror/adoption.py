@@ -94,7 +94,7 @@ class _Search:
         self._listed: set[str] | None = None
 
     async def copies(self, names: Sequence[str], *, counted: bool = False) -> list[int]:
-        """Return the number of copies of each object, or 0 if missing. With `counted`, ask the store even if names are listed."""
+        """Return the number of copies of each object, or 0 if missing. With `counted`, ignore the listed names."""
         if counted or not self._objects.abilities.lists_names:
             starts = range(0, len(names), _NAMES_A_CALL)
             calls = [self._objects.copies(names[start : start + _NAMES_A_CALL]) for start in starts]
