@@ -255,7 +255,7 @@ class Reading(AbstractContextManager["Reading"]):
             blob.pin()
 
     async def parts(self, without: Collection[int] = ()) -> AsyncIterator[Iterable[memoryview]]:
-        """Yield the bytes of all columns except `without`, in order. Reading the next part invalidates the previous part.
+        """Yield the bytes of all columns except `without`, in order. The next iteration invalidates each part.
 
         If all blobs are in memory and there are few slices, a single part is yielded without waiting. Otherwise,
         threads read the parts.
