@@ -164,7 +164,7 @@ class StreamingDataset(IterableDataset[Item]):
         totals: custom_meta columns to sum over all ranks in `BatchMeta.totals`; see `Client.claim`.
         start_batch_index: index of the first batch to fetch when resuming from a checkpoint.
         where: conditions on custom_meta, such as `("version", ">=", 3)`. A sample must meet all conditions.
-        order_by: custom_meta columns by which ready samples are sorted.
+        order_by: custom_meta columns for sorting ready samples.
         drop_last: whether to drop an incomplete last batch.
         batch_unit: whether `batch_size` counts samples, rollouts or groups.
         version_lag: how many batches may be planned ahead of the published version of `policy`, regardless of
@@ -187,6 +187,7 @@ class StreamingDataset(IterableDataset[Item]):
         on_wait: called with the `WaitReason` after a wait of 10 s, and then every minute. The callback runs in the
             thread or worker process that fetches batches, and must be picklable for a worker process. By default, the
             reason is logged as a warning.
+
     Raises:
         InvalidArgumentError: an argument is invalid.
     """
@@ -846,6 +847,7 @@ class StreamingDataLoader(Generic[Item]):
             and the replay buffer occupy device memory. By default, batches stay on the CPU.
         pin_memory: whether to copy micro-batches to pinned memory, for a trainer that uploads them itself. Ignored with
             `device`.
+
     Raises:
         InvalidArgumentError: an argument is invalid.
     """

@@ -100,11 +100,11 @@ class DeviceFeed:
         return cuda.new_stream(self.device)
 
     def copying(self) -> AbstractContextManager[Any]:
-        """Return a context in which the upload stream is the current stream of this thread."""
+        """Return a context manager that makes the upload stream the current stream of this thread."""
         return cuda.using(copy_stream(self.device, "up"))
 
     def splitting(self) -> AbstractContextManager[Any]:
-        """Return a context in which the splitting stream is the current stream of this thread."""
+        """Return a context manager that makes the splitting stream the current stream of this thread."""
         return cuda.using(self._stream)
 
     def upload(self, batch: FetchedBatch) -> FetchedBatch:

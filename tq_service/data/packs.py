@@ -369,7 +369,7 @@ class _Packing:
         self._check_names()
 
     def _token_column(self, key: FieldKey, column: FlatColumn, made: dict[int, RowPattern]) -> FlatColumn:
-        """Convert a dense per-token column to a jagged column. Return other columns unchanged.
+        """Convert a per-token column with equally shaped rows to a jagged column. Return other columns unchanged.
 
         Args:
             key: name of the column.

@@ -149,7 +149,7 @@ class ReplicaGroup:
         self.asks = dist.get_rank(group) == 0
         # The config has the form "cpu:gloo,cuda:nccl".
         self._devices = [pair.partition(":")[0] for pair in str(dist.get_backend_config(group)).split(",")]
-        # The device from which CPU data is sent. This is the CPU if the group has a backend for it.
+        # CPU data is sent from this device. It is the CPU if the group has a backend for CPU tensors.
         self._device = torch.device("cpu" if "cpu" in self._devices else self._devices[0])
 
     def sends_from(self, device: torch.device) -> bool:

@@ -97,7 +97,7 @@ class FetchedBatch:
         micro_batches: the micro-batches if a background thread splits the batch, otherwise None.
         on_consumed: called when the consumer begins the batch, so that another batch can be prefetched.
         measured_bytes: value of `size_bytes` if already computed, otherwise None.
-        arrival: if the tensors are on a device, the point at which they are available, otherwise None.
+        arrival: point in a CUDA stream after which device tensors are available. None for tensors on the CPU.
         spans: time spans of the stages of the fetch.
     """
 
@@ -218,7 +218,7 @@ class BatchRequest:
     policy: str = DEFAULT_POLICY
 
     def keywords(self, batch_index: int) -> dict[str, Any]:
-        """Return the keyword arguments with which fetch_batch_fn requests a batch."""
+        """Return the keyword arguments for requesting a batch from fetch_batch_fn."""
         named = {each.name: getattr(self, each.name) for each in fields(self)}
         lag, first, policy = (named.pop(name) for name in ("version_lag", "first_version", "policy"))
         given = ("layout", "max_uses", "unmatched", "least_members", "refill", "totals", "device", "read_options")
@@ -676,7 +676,7 @@ class PrefetchQueue(Generic[T]):
             return None
 
     def on_consumed(self, size_bytes: int = 0) -> None:
-        """Record that an item of this size has been consumed, so that another item can be admitted."""
+        """Record that an item of this size has been consumed, which may allow another item to begin."""
         with self._changed:
             self._limit.consume(size_bytes)
             self._changed.notify_all()

@@ -1,7 +1,7 @@
 """Objects in the memory of other nodes, stored by Mooncake Store (extra `mooncake`) over TCP or RDMA.
 
-The URL is `mooncake://MASTER:50051?host=ADDRESS`. This module works around the following pitfalls of Mooncake, all of
-which were observed in tests:
+The URL is `mooncake://MASTER:50051?host=ADDRESS`. This module works around the following pitfalls of Mooncake, which
+were observed in tests:
 
 - A put may return 0 (success) with fewer copies than requested. It also returns 0 if a killed writer left the name
   without a copy, or if an old value is stored under the name. This module checks that the name does not exist before

@@ -174,7 +174,8 @@ class StorageEngine:
         self.storage_id = storage_id
         self.put_ttl_seconds = put_ttl_seconds
         self._clock = clock
-        # Adopted puts may exceed the quota, because the mirror preserves them even if this process fails.
+        # Puts taken over from a lost storage service may exceed the quota. The mirror preserves them if this process
+        # fails.
         self._admission: Admission = (
             Admission(
                 max_bytes, reserve_share, clock, self._relieve, max_bytes if memory_bytes is None else memory_bytes
@@ -197,7 +198,7 @@ class StorageEngine:
             store.on_freed = self._admission.release
         self.puts = PutTable(put_ttl_seconds, clock, self._backing)
         self._pending: dict[bytes, PendingPut] = {}
-        self._holed: dict[bytes, None] = {}  # puts in which at least an eighth of the bytes are dead
+        self._holed: dict[bytes, None] = {}  # puts whose bytes are at least one eighth dead
         self._due: dict[bytes, None] = {}  # puts to compact next
         self._move: Move | None = None  # the compaction in progress
         self._compaction: asyncio.Task[None] | None = None
@@ -618,7 +619,7 @@ class StorageEngine:
     async def open_long_read(
         self, runs: Sequence[CellRuns], put_ids: Sequence[bytes], slices: Sequence[RowSlice] = ()
     ) -> Reading:
-        """Like `open_read`, but finds cells in a thread if there are many, so that other tasks can run."""
+        """Like `open_read`, but large reads find their cells in a thread to avoid blocking the event loop."""
         if is_light_read(runs, slices):
             return self.open_read(runs, put_ids, slices)
         check_sound(put_ids, self.damaged, self.storage_id)

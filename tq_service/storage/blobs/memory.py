@@ -189,7 +189,7 @@ class Blob:
         receive(self.view()[start:end])
 
     def read_back(self, start: int) -> Iterator[tuple[int, memoryview]]:
-        """Read back all filled bytes from `start` in a thread, and add them to the checksum.
+        """Read back all filled bytes from `start` in a thread, and add them to the checksum, if any.
 
         Yields:
             The start and the bytes of each chunk, in order.

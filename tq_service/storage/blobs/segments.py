@@ -37,7 +37,7 @@ from tq_service.wire.shared_memory import read_into
 
 _THREAD_COUNT: Final = 2
 MIN_FREE_BYTES: Final = 256 << 20
-"""Free disk space in bytes that must remain, so that freed puts can still be recorded."""
+"""Minimum free disk space in bytes. The reserve allows freed puts to be recorded on a full disk."""
 
 _READ_BYTES: Final = 4 << 20
 _COPY_BYTES: Final = 1 << 20
@@ -300,7 +300,7 @@ class SegmentBlobs(ThreadedStore[Segment]):
         return checksum
 
     async def take_files(self, paths: Sequence[Path]) -> None:
-        """Move files of a recording into the store's directory, so that they can be reused for other puts.
+        """Move files of a recording into the store's directory, where they can be reused for other puts.
 
         A file is left in place if it has another link, was truncated, or is on a different file system.
         """

@@ -176,7 +176,7 @@ class RegionBlobs(ThreadedStore[Region], SharedStore):
         return self._wrap(backing, size)
 
     def _recycled(self, capacity: int) -> Region | None:
-        """Return the smallest pooled region with at least this capacity, or None. Skips regions that are much larger."""
+        """Return the smallest pooled region with at least this capacity, or None. Ignores much larger regions."""
         fitting = (each for each in self._pool if capacity <= each <= capacity * _MOST_SLACK)
         return super()._recycled(min(fitting, default=capacity))
 

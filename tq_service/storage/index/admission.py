@@ -29,7 +29,7 @@ class Admission:
         max_bytes: quota in bytes, or None if unlimited.
         reserve_share: share of the quota that is reserved for columns of existing rows.
         clock: time source for deadlines.
-        on_shortage: called when no waiting put fits. The callback may `release` bytes.
+        on_shortage: called when the first waiting put does not fit. The callback may `release` bytes.
         memory_bytes: maximum number of bytes in memory, within the quota. None allows the full quota.
 
     Attributes:
@@ -144,7 +144,7 @@ class Admission:
         self.used_bytes += size
 
     def admit(self) -> None:
-        """Admit waiting puts that fit. If none fits, call `on_shortage` to free bytes and try again."""
+        """Admit waiting puts that fit. If the first remaining put does not fit, call `on_shortage` and try again."""
         if not self._waiting:
             return
         if not self._admit_fitting() and not self._is_relieving:
@@ -221,7 +221,7 @@ class Admission:
                     await waiter.granted
         except BaseException as error:
             in_front = self._in_front_of(waiter)
-            # The put may have been admitted in the event-loop iteration in which the wait ended.
+            # The put may have been admitted in the same event-loop iteration that ended the wait.
             granted = waiter.granted
             if granted.done() and not granted.cancelled() and granted.exception() is None:
                 self.release(waiter.size)

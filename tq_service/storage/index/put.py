@@ -327,7 +327,7 @@ class StoredPut:
 
     @property
     def values_at(self) -> int:
-        """Position in the blob at which the values start."""
+        """Start position of the values in the blob."""
         return self.tables_bytes if self.values.store.is_durable else 0
 
     def tables(self) -> Tables:
@@ -344,12 +344,12 @@ class StoredPut:
         raise UnavailableError(f"segment {values.number} has not been read since the service started; try again")
 
     def table_views(self) -> list[memoryview]:
-        """Return the tables of the remaining columns, in the order in which a copy concatenates them."""
+        """Return the tables of the remaining columns, in column order. A copy concatenates them."""
         tables = memoryview(self.tables())
         return [tables[column.table_at :][: column.tables_size()] for column in self.left_columns()]
 
     def value_spans(self) -> list[Span]:
-        """Return the spans of the remaining columns' values, in the order in which a copy concatenates them."""
+        """Return the value spans of the remaining columns, in column order. A copy concatenates them."""
         return [(column.values_at, column.value_bytes) for column in self.left_columns()]
 
     def left_columns(self) -> list[StoredColumn]:

@@ -88,7 +88,7 @@ class PutState(Enum):
 
 
 class Overdue(NamedTuple):
-    """A storage service's query for which of the given overdue puts are known to a controller.
+    """A query sent to a controller, asking which of the given overdue puts it knows.
 
     Attributes:
         put_ids: ids of the overdue puts.
@@ -140,7 +140,7 @@ class PutTable(Mapping[bytes, StoredPut]):
         self._shards: list[dict[bytes, AnyPut]] = [{} for _ in range(_SHARDS)]
         self._owned: Counter[bytes] = Counter()  # number of puts by owner
         self._absent_since: dict[bytes, float] = {}  # by owner, if its controller is not running
-        # Time at which each put started to wait, in ascending order. The put's receipt contains this time.
+        # Start of each put's wait, in ascending order. The put's receipt contains this time.
         self._waiting: dict[bytes, float] = {}
         self._recovered: set[bytes] = set()
 
@@ -173,7 +173,7 @@ class PutTable(Mapping[bytes, StoredPut]):
         return put
 
     def _kept(self) -> Iterator[tuple[bytes, AnyPut]]:
-        """Return an iterator over all puts in the form in which they are stored. Any thread may use the iterator."""
+        """Return an iterator over all puts as stored (unpacked or packed). Any thread may use the iterator."""
         names = list(chain.from_iterable(self._shards))
         return zip(names, list(chain.from_iterable(map(dict.values, self._shards))), strict=True)
 
@@ -212,7 +212,7 @@ class PutTable(Mapping[bytes, StoredPut]):
         return PutState.RECOVERED if put_id in self._recovered else PutState.COMMITTED
 
     def wait(self, put_id: bytes) -> None:
-        """Start or restart the time for which a put waits for its confirmation."""
+        """Start (or restart) waiting for the confirmation of a put."""
         self.confirm(put_id)
         self._waiting[put_id] = self.clock()
 
@@ -368,7 +368,7 @@ class Reconciliation:
             end.
         freed: puts freed during the comparison. The list may still contain them, but they are not reported as missing.
             If a new put is stored under such an id, the list does not refer to the new put.
-        partial: puts of which only some cells were listed.
+        partial: puts for which only some cells were listed.
         put_id: put whose cells are being listed.
         parts: cells listed so far for the put `put_id`.
         missing_put_ids: ids of listed puts that do not exist or are damaged. The number of ids is limited.
@@ -455,7 +455,7 @@ class Backing(Generic[SourceT]):
         on_fetched: called with the record and the bytes of each fetched put. The callback stores the bytes and returns
             the put, or None if all cells of the put were freed.
         on_looked_at: called with each recovered put after its verification.
-        kept_puts: returns all puts in the form in which the engine stores them.
+        kept_puts: returns all puts of the engine as stored (unpacked or packed).
         is_volatile: whether puts are lost when the process ends.
     """
 
@@ -524,7 +524,7 @@ class Backing(Generic[SourceT]):
         raise TypeError(f"put {put_id.hex()} has no record")
 
     def spill(self, put_id: bytes) -> bool:
-        """Mark a put as unfetched, so that its bytes are stored only in this backing. Return False if not possible."""
+        """Mark a put as stored only in this backing. Return False if this is not possible."""
         return False
 
     def partition_of(self, put_id: bytes) -> str | None:

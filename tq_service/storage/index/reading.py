@@ -92,7 +92,7 @@ async def open_reading_in_thread(
     unreadable: Unreadable,
     slices: Sequence[RowSlice] = (),
 ) -> Reading:
-    """Like `open_reading`, but runs in a thread so that other tasks can run.
+    """Like `open_reading`, but finds the cells in a thread to avoid blocking the event loop.
 
     Cells that are freed during this call are still read.
     """
@@ -662,7 +662,7 @@ def _are_scattered(sizes: Rows, unit: int) -> bool:
 
 
 def _blocks(puts: Rows, starts: Rows, sizes: Rows, unit: int) -> Iterator[tuple[Rows, Rows, Rows]]:
-    """Split slices into blocks, each of which is gathered in a single step. Large slices are split between units.
+    """Split slices into blocks that are gathered in a single step. Large slices are split at unit boundaries.
 
     Args:
         puts: put of each slice.
@@ -739,7 +739,7 @@ def _gather_from(source: Octets, starts: Rows, sizes: Rows, target: Octets, unit
 
 
 class Move:
-    """The compaction of a put, in which threads copy its live cells to a smaller put.
+    """The compaction of a put. Threads copy its live cells to a smaller put.
 
     Args:
         put_id: id of the put.

@@ -1,4 +1,4 @@
-"""Finds the mirrored puts of a lost storage service, so that another storage service can take them over."""
+"""Search for the mirrored puts of a lost storage service, which another storage service then takes over."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class _Search:
         self._listed: set[str] | None = None
 
     async def copies(self, names: Sequence[str], *, counted: bool = False) -> list[int]:
-        """Return the number of copies of each object, or 0 if missing. With `counted`, ignore the listed names."""
+        """Return the number of copies of each object, or 0 if missing. With `counted`, always ask the store."""
         if counted or not self._objects.abilities.lists_names:
             starts = range(0, len(names), _NAMES_A_CALL)
             calls = [self._objects.copies(names[start : start + _NAMES_A_CALL]) for start in starts]
@@ -105,7 +105,7 @@ class _Search:
         return [int(name in self._listed) * (self._objects.abilities.fixed_copies or 1) for name in names]
 
     async def of_generation(self, generation: int, now: int) -> list[PutObject] | None:
-        """Return the objects of a generation according to its last list. Return None if the generation has no list."""
+        """Return the objects of a generation, based on its last list. Return None if it has no list."""
         for _ in range(_TRIES):
             second = await self._last_list(generation, now)
             if second is None:
@@ -127,7 +127,7 @@ class _Search:
         )
 
     async def _last_list(self, generation: int, now: int) -> int | None:
-        """Return the second in which the last list of a generation was written, or None if there is no list."""
+        """Return the time of a generation's last list in seconds since the epoch, or None if no list exists."""
         searched = range(now + _SECONDS_AHEAD, now - _SECONDS_BACK, -1)
         for at in range(0, len(searched), _NAMES_A_CALL):
             seconds = searched[at : at + _NAMES_A_CALL]
@@ -168,8 +168,8 @@ class _Search:
     async def complete(self, found: Sequence[PutObject], copies: int) -> list[PutObject]:
         """Return the existing objects, and mark objects that must be mirrored again.
 
-        If the object store has no fixed number of copies, all objects are mirrored again, because a copy may be on the
-        calling service's own node.
+        If the caller of `put` determines the number of copies, all objects are mirrored again. One of their copies may
+        be on the calling service's own node.
         """
         are_fixed = self._objects.abilities.fixed_copies is not None
         counts = await self.copies([self._names.pieces(each)[0] for each in found], counted=not are_fixed)

@@ -6,9 +6,9 @@
 Freeing rows and compaction affect only memory. An object is removed when the last of its puts is dropped. Therefore, a
 storage service that was wrongly declared dead cannot destroy data that its successor has taken over.
 
-Adopted puts are unfetched: only their id, owner and partition are known. They are fetched when they are first read, or
-later in the background. Spilled puts, whose bytes are no longer in memory, are fetched when they are read or when some
-of their cells must be freed.
+Puts that were taken over from a lost storage service are unfetched: only their id, owner and partition are known. They
+are fetched on the first read, or later in the background. Spilled puts, whose bytes are no longer in memory, are
+fetched when they are read or when some of their cells must be freed.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Mirror(Backing[PutObject]):
         self._gathered: dict[_Kind, _Batch] = {}
         self._small_count = 0  # batches of small puts being written
         self._tasks: set[asyncio.Task[None]] = set()
-        # Adopted puts are also fetched without a reader's request if memory is available.
+        # Puts that were taken over. If memory is available, they are fetched even without a reader's request.
         self._to_scrub: dict[bytes, None] = {}
         self._unmirrored_bytes = self._short_put_count = 0
         self._is_closed = False
@@ -136,7 +136,7 @@ class Mirror(Backing[PutObject]):
         )
 
     def on_unreachable(self, error: UnavailableError) -> None:
-        """Record that the object store cannot be reached, so that `stat` reports this before anything is written."""
+        """Record that the object store cannot be reached. `stat` then reports this before the first write."""
         self._writer.on_error(error)
 
     async def run(self) -> None:
@@ -320,7 +320,7 @@ class Mirror(Backing[PutObject]):
     # Puts outside memory
 
     def spill(self, put_id: bytes) -> bool:
-        """Mark a put as unfetched, so that only the mirror stores its bytes. Return False if copies are missing."""
+        """Mark a put as stored only in the mirror. Return False if the mirror lacks requested copies of the put."""
         copy = self._copies.get(put_id)
         if copy is None or copy.stored is None or copy.blob is not None or put_id in self.damaged:
             return False
@@ -330,7 +330,7 @@ class Mirror(Backing[PutObject]):
         return True
 
     def fetch_to_free(self, put_id: bytes) -> None:
-        """Fetch a spilled put in the background. Adopted puts are ignored, because `scrub` fetches them anyway."""
+        """Fetch a spilled put in the background. Ignores puts that `scrub` will fetch anyway."""
         if put_id not in self._to_scrub:
             super().fetch_to_free(put_id)
 

@@ -18,8 +18,8 @@ from tq_service.storage.mirror.layout import WINDOW, Names, PutObject, cut, pack
 
 _log = logging.getLogger(__name__)
 _LIST_SECONDS: Final = 5.0
-_LIST_BYTES_PER_SECOND: Final = 4e6  # maximum rate at which lists are written
-_IDLE_LIST_SECONDS: Final = 1800.0  # well below the age at which searches no longer find a list
+_LIST_BYTES_PER_SECOND: Final = 4e6  # maximum write rate for lists
+_IDLE_LIST_SECONDS: Final = 1800.0  # well below the maximum age of lists that a search can find
 _RETRY_SECONDS: Final = 1.0
 _TOKEN_BYTES: Final = 16
 
