@@ -464,7 +464,7 @@ class StreamingDataset(IterableDataset[Item]):
         return self._replicas is None and self._follows_plan
 
     def may_upload_ahead(self, device: torch.device) -> bool:
-        """Return whether batches may be uploaded before they are read. Replicas must then broadcast from the device."""
+        """Return whether batches may be uploaded before they are read. Replicas must broadcast from the device for this."""
         return self._replicas is None or self._replicas.sends_from(device)
 
     def _accept(self, batch: FetchedBatch) -> None:
@@ -766,7 +766,7 @@ class ReplayBuffer:
         return [self._batches[index] for index in indexes]
 
     def add(self, batch: FetchedBatch) -> None:
-        """Keep the batch if it fits and all earlier batches fit. A replay stops at the first missing batch."""
+        """Keep the batch if it and all earlier batches fit, because a replay stops at the first missing batch."""
         if not self._left_bytes or batch.index in self._batches:
             return
         size_bytes = batch.size_bytes

@@ -662,7 +662,9 @@ def padding_sequences(padding_tokens: int, sequence_length: int = PADDING_SEQUEN
 
 
 def _filled(like: torch.Tensor, shape: list[int], value: bool | int | float, name: object) -> torch.Tensor:
-    """Expand `value` to a tensor of the given shape, with the dtype and device of `like`, without allocating the shape.
+    """Return a tensor of the given shape filled with `value`, with the dtype and device of `like`.
+
+    All elements share the memory of a single element.
 
     Raises:
         ValueError: the dtype cannot represent the value.

@@ -312,7 +312,7 @@ class StorageEngine:
             self.regions.give_up(self._admission.used_bytes + pooled_bytes - most)
 
     async def flush(self, pending: PendingPut, deadline: float | None = None) -> None:
-        """Wait until a put's bytes are safe from the loss of this process. Call this before finishing the put.
+        """Wait until a put's bytes would survive a crash of this process. Call this before finishing the put.
 
         Args:
             pending: a put whose bytes are fully written.
@@ -604,7 +604,7 @@ class StorageEngine:
 
         Args:
             runs: runs of the requested cells by field, in the requested order.
-            put_ids: ids of the puts to which `runs` refer by index.
+            put_ids: ids of the requested puts. `runs` contains indices into this list.
             slices: requested parts of rows, for fields that are not read in full.
 
         Raises:

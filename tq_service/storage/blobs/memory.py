@@ -264,7 +264,7 @@ class BlobStore(ABC):
         blob.write_from(data, start)
 
     async def flush(self, blob: Blob) -> None:  # noqa: B027  (most stores are in memory)
-        """Wait until all bytes of a blob are safe from the loss of the process. Do nothing unless `is_durable`.
+        """Wait until all bytes of a blob would survive a crash of the process. Do nothing unless `is_durable`.
 
         Raises:
             OSError: the blob cannot be written.

@@ -7,7 +7,7 @@ reused only if no process may still read or write its bytes. Session leases ensu
                                     -> blob freed, leased -> last lease released ------------------> pooled, or dropped
                                                           -> memory needed -> abandoned, then dropped
 
-If a session ends without releasing its leases, a process may still map the leased regions. Such regions are dropped
+If a session ends without releasing its leases, a process may still map the leased regions. These regions are dropped
 instead of being reused.
 """
 
@@ -38,7 +38,8 @@ _THREAD_COUNT: Final = 2
 # A reinforcement learning step takes minutes and begins with an empty store. If regions were dropped between steps,
 # each step would begin with new pages, which take 5 to 20 times as long to fill as existing pages.
 _KEPT_SECONDS: Final = 300.0
-# Batch sizes vary, so a region may be larger than requested by this factor, and twice the used bytes are kept.
+# Batch sizes vary. A reused region may be larger than requested by up to this factor, and the store keeps up to twice
+# as many bytes in regions as are used.
 _MOST_SLACK: Final = 1.25
 _KEPT_SHARE: Final = 2
 
@@ -75,7 +76,7 @@ class SharedStore(BlobStore):
 
 
 class Region(SharedMemory):
-    """A memfd created by this service, to which clients that run as the same user write.
+    """A memfd created by this service. Clients that run as the same user write to it.
 
     Args:
         number: identifier of the region, which this process never reuses.

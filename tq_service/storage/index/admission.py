@@ -55,7 +55,7 @@ class Admission:
         # order.
         self._waiting: OrderedDict[str, OrderedDict[str, dict[_Waiter, None]]] = OrderedDict()
         self._first: _Waiter | None = None  # first waiter at the last check; None: the queue must be checked again
-        self._fits_at = 0  # one of the waiting puts fits if at most this many bytes are used
+        self._fits_at = 0  # a waiting put fits if at most this number of bytes is used
         self._turn = AdmissionTurn(clock)
         self._timer: asyncio.TimerHandle | None = None
         self._is_draining = False

@@ -344,12 +344,12 @@ class StoredPut:
         raise UnavailableError(f"segment {values.number} has not been read since the service started; try again")
 
     def table_views(self) -> list[memoryview]:
-        """Return the tables of the remaining columns, in column order. A copy concatenates them."""
+        """Return the tables of the remaining columns, in the order used by copies of the put."""
         tables = memoryview(self.tables())
         return [tables[column.table_at :][: column.tables_size()] for column in self.left_columns()]
 
     def value_spans(self) -> list[Span]:
-        """Return the value spans of the remaining columns, in column order. A copy concatenates them."""
+        """Return the value spans of the remaining columns, in the order used by copies of the put."""
         return [(column.values_at, column.value_bytes) for column in self.left_columns()]
 
     def left_columns(self) -> list[StoredColumn]:

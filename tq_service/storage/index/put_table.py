@@ -128,7 +128,7 @@ class PutTable(Mapping[bytes, StoredPut]):
 
     Args:
         ttl_seconds: how long a put waits for its confirmation.
-        clock: time source for waits.
+        clock: time source for measuring waits.
         backing: loads recovered puts on demand.
     """
 
@@ -139,7 +139,7 @@ class PutTable(Mapping[bytes, StoredPut]):
         backing.kept_puts = self._kept
         self._shards: list[dict[bytes, AnyPut]] = [{} for _ in range(_SHARDS)]
         self._owned: Counter[bytes] = Counter()  # number of puts by owner
-        self._absent_since: dict[bytes, float] = {}  # by owner, if its controller is not running
+        self._absent_since: dict[bytes, float] = {}  # when each owner's controller was first missing
         # Start of each put's wait, in ascending order. The put's receipt contains this time.
         self._waiting: dict[bytes, float] = {}
         self._recovered: set[bytes] = set()
@@ -478,7 +478,7 @@ class Backing(Generic[SourceT]):
         self._fetching: dict[SourceT, asyncio.Task[None]] = {}
 
     async def flush(self, pending: PendingPut, deadline: float | None) -> None:
-        """Wait until a put's bytes are safe from the loss of this process. Called before the put is finished.
+        """Wait until a put's bytes would survive a crash of this process. Called before the put is finished.
 
         Args:
             pending: a put whose bytes are fully written.
@@ -709,7 +709,7 @@ class PutJournal(Backing[Blob]):
     # Storing puts
 
     async def flush(self, pending: PendingPut, deadline: float | None = None) -> None:
-        """Wait until a put's bytes are safe from the loss of this process; see `StorageEngine.flush`."""
+        """Wait until a put's bytes would survive a crash of this process; see `StorageEngine.flush`."""
         stored = pending.require_complete()
         values = stored.values
         if values.store is not self._store:  # shared memory, which is lost with this process

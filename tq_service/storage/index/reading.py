@@ -551,7 +551,7 @@ class SpanFinder:
         return Spans(pieces.column, *found, pieces.unit)
 
     def _find_rows(self, name: str, row_sets: list[RowSet]) -> Rows:
-        """Return the position of each run among the stored rows. The result is cached by row sets."""
+        """Return the position of each run among the stored rows. Results are cached by row sets."""
         for known, found in self._positions:
             if known == row_sets:
                 return found
