@@ -464,7 +464,7 @@ class StreamingDataset(IterableDataset[Item]):
         return self._replicas is None and self._follows_plan
 
     def may_upload_ahead(self, device: torch.device) -> bool:
-        """Return whether batches may be uploaded before they are read. Replicas must broadcast from the device for this."""
+        """Return whether batches may be uploaded before they are read. Replicas allow it if they use the device."""
         return self._replicas is None or self._replicas.sends_from(device)
 
     def _accept(self, batch: FetchedBatch) -> None:

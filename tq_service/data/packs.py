@@ -331,7 +331,7 @@ def split_packs(
 def _check_padding(pack: Pack, lengths: NDArray[np.int64], options: PackOptions) -> None:
     tokens = int(lengths.sum())
     expected = options.pack_max_length - tokens
-    # The number is also 0 if the sampler does not plan padding.
+    # `padding_tokens` is also 0 if the sampler does not plan padding.
     if pack.padding_tokens not in (0, expected):
         raise ValueError(
             f"the plan has a pack of {tokens} tokens and {pack.padding_tokens} padding tokens; expected {expected}, to "
@@ -412,7 +412,7 @@ class _Packing:
         if len(dims) == 1 and (self._is_dense or is_named):
             return dims[0]
         if is_named and length is None and (len(row) == 1 or not self.row_count):
-            # `lengths` checks the sizes of samples later.
+            # If there are samples, `lengths` checks their sizes later.
             return len(row) - 1 if key == POSITIONS else 0
         if is_named and not dims:
             raise ValueError(

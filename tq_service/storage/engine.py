@@ -1,4 +1,4 @@
-"""The storage engine, which stores puts within a quota and reads and frees their cells, independently of gRPC.
+"""The storage engine, which stores puts within a quota, and reads and frees their cells. It does not depend on gRPC.
 
 The engine has two layers. The index tracks puts, rows, the quota and confirmations. The blob store below it stores
 the bytes. All engine state is changed on one event loop, between awaits, so no locks are needed.
@@ -198,7 +198,7 @@ class StorageEngine:
             store.on_freed = self._admission.release
         self.puts = PutTable(put_ttl_seconds, clock, self._backing)
         self._pending: dict[bytes, PendingPut] = {}
-        self._holed: dict[bytes, None] = {}  # puts whose bytes are at least one eighth dead
+        self._holed: dict[bytes, None] = {}  # puts with at least one eighth of dead bytes
         self._due: dict[bytes, None] = {}  # puts to compact next
         self._move: Move | None = None  # the compaction in progress
         self._compaction: asyncio.Task[None] | None = None
@@ -298,7 +298,7 @@ class StorageEngine:
 
     @property
     def is_volatile(self) -> bool:
-        """Whether puts are lost when this process ends."""
+        """Whether puts are lost when the storage service's process ends."""
         return self._backing.is_volatile
 
     def shared_store(self, *, is_own_user: bool) -> SharedStore:
@@ -818,7 +818,7 @@ class StorageEngine:
         self._compaction = None
         if not compaction.cancelled() and (error := compaction.exception()) is not None:
             _log.error(LogMessage("compaction of puts failed", error=error), exc_info=error)
-        self._start_compaction()  # for puts that became due after the last check
+        self._start_compaction()  # compact puts that became due after the last check
 
     def _give_up_move(self) -> None:
         if self._move is not None:

@@ -34,7 +34,7 @@ SMALL_BYTES: Final = 64 << 10
 """Size in bytes below which blobs are allocated with malloc, and stored in the journal if there is one."""
 
 PIECE_BYTES: Final = 1 << 20
-"""Number of text bytes that are checked in a single step, which blocks all other threads for at most 2 ms."""
+"""Number of text bytes that are validated in a single step. A step blocks all other threads for at most 2 ms."""
 
 UNMAPPED_IN_BACKGROUND_FROM_BYTES: Final = 8 << 20
 """Minimum size in bytes of mappings that are unmapped in a thread. The system takes at least 20 ms to free a GiB."""
@@ -66,8 +66,8 @@ class SharedMemory:
 
     Args:
         fd: file descriptor of the memory, owned by this object.
-        size: size of the memory in bytes. The constructor reserves an address range of this size, over which the
-            creator maps the memory.
+        size: size of the memory in bytes. The constructor reserves an address range of this size, into which the
+            caller maps the memory.
 
     Attributes:
         fd: file descriptor of the memory.

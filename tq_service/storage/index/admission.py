@@ -54,7 +54,7 @@ class Admission:
         # Waiting puts by token and partition, both in the order of their turns. Puts of a partition are in arrival
         # order.
         self._waiting: OrderedDict[str, OrderedDict[str, dict[_Waiter, None]]] = OrderedDict()
-        self._first: _Waiter | None = None  # first waiter at the last check; None: the queue must be checked again
+        self._first: _Waiter | None = None  # first waiter at the last check, or None if the queue must be checked again
         self._fits_at = 0  # a waiting put fits if at most this number of bytes is used
         self._turn = AdmissionTurn(clock)
         self._timer: asyncio.TimerHandle | None = None
@@ -185,7 +185,7 @@ class Admission:
         return self._first is None or self._lacking(self._first) <= 0
 
     def _lacking(self, waiter: _Waiter) -> int:
-        """Return how many bytes are missing to admit a waiting put. The put fits if the result is at most 0."""
+        """Return how many more bytes must be free to admit a waiting put. The put fits if the result is at most 0."""
         return 0 if waiter.limit is None else self.used_bytes + waiter.size - waiter.limit
 
     def _waiters(self) -> Iterator[_Waiter]:
@@ -205,7 +205,7 @@ class Admission:
             self._first = None
 
     def _set_timer(self) -> None:
-        """Schedule a check of all waiting puts for the end of the current turn."""
+        """Schedule a check of all waiting puts at the end of the current turn."""
         over_at = self._turn.over_at if self._waiting else None
         if self._timer is not None:
             self._timer.cancel()

@@ -1,4 +1,4 @@
-"""The storage and reception of a single put: its columns, their live cells, and the location of their bytes.
+"""A single put, while it is received and after it is stored: its columns, live cells, and the location of its bytes.
 
 The int64 tables that divide jagged and object columns into rows (offsets and extents) are stored in the index. The
 values are stored separately in a single blob, column by column, as received. A blob that outlives the process begins
@@ -143,7 +143,7 @@ class RowSet:
 
 
 def _ascending(positions: NDArray[np.intp], bound: int) -> NDArray[np.intp]:
-    """Return distinct positions in ascending order. Much faster than np.unique, which takes 0.7 s for 1M positions."""
+    """Return the distinct positions in ascending order. np.unique would take 0.7 s for a million positions."""
     if positions.size < 2 or bool((positions[1:] > positions[:-1]).all()):
         return positions
     if positions.size * _MARKED_SHARE < bound:
@@ -567,7 +567,7 @@ def _one_of(owner: bytes) -> bytes:
 
 @lru_cache(maxsize=256)
 def _shared_columns(row_count: int, *columns: tuple[FieldSpec, int, int, int]) -> dict[str, StoredColumn | None]:
-    """Return the columns of a put. Each is specified by its spec, value size, table position and value position."""
+    """Return the columns of a put, given the spec, value size, table position and value position of each column."""
     row_set, shared = RowSet(row_count), dict[str, StoredColumn | None]()
     for spec, value_bytes, table_at, values_at in columns:
         shared[spec.name] = column = StoredColumn(spec, row_set, value_bytes)
@@ -599,7 +599,7 @@ class TextCheck:
         self.end = values_at + int(offsets[-1])
 
     def look_at(self, data: memoryview | bytes, at: int) -> None:
-        """Check the bytes of the column that lie within a part of the blob. The part starts at position `at`.
+        """Validate the column's bytes in a part of the blob. The part starts at position `at`.
 
         Raises:
             InvalidArgumentError: a row is not valid UTF-8. The error names the first invalid row.

@@ -66,10 +66,10 @@ from tq_service.storage.index.put import (
 
 _log = logging.getLogger(__name__)
 _SHARDS: Final = 1024
-_KEPT_SECONDS: Final = 10.0  # in memory after a read, which may be part of a larger read that needs all its puts
+_KEPT_SECONDS: Final = 10.0  # how long puts stay in memory after a read, which may be part of a larger read
 _LOOKED_AT: Final = 256
 _MOST_NAMED: Final = 5
-_MOST_LISTED: Final = 100  # a response's metadata can contain about twice as many
+_MOST_LISTED: Final = 100  # the metadata of a response has space for about twice this number
 _SCRUB_BYTES_PER_SECOND: Final = 100e6
 _LEAST_PAUSE_SECONDS: Final = 0.001
 _RETRY_SECONDS: Final = 1.0
@@ -83,7 +83,7 @@ class PutState(Enum):
     """Commit state of a complete put, from the storage service's point of view."""
 
     WAITING = "waiting"  # the put waits for its commit
-    RECOVERED = "recovered"  # the put is from an earlier process, which may have known that it was committed
+    RECOVERED = "recovered"  # the put is from an earlier process and may have been committed
     COMMITTED = "committed"
 
 
@@ -139,7 +139,7 @@ class PutTable(Mapping[bytes, StoredPut]):
         backing.kept_puts = self._kept
         self._shards: list[dict[bytes, AnyPut]] = [{} for _ in range(_SHARDS)]
         self._owned: Counter[bytes] = Counter()  # number of puts by owner
-        self._absent_since: dict[bytes, float] = {}  # when each owner's controller was first missing
+        self._absent_since: dict[bytes, float] = {}  # time at which each missing owner was first absent
         # Start of each put's wait, in ascending order. The put's receipt contains this time.
         self._waiting: dict[bytes, float] = {}
         self._recovered: set[bytes] = set()
@@ -538,7 +538,7 @@ class Backing(Generic[SourceT]):
     # Unfetched puts
 
     def is_unfetched(self, put_id: bytes) -> bool:
-        """Return whether a put's tables must be loaded with `check` before use."""
+        """Return whether a put's tables must be loaded by calling `check` before they are used."""
         return put_id in self._unfetched
 
     async def check(self, put_ids: Collection[bytes]) -> None:
@@ -555,7 +555,7 @@ class Backing(Generic[SourceT]):
                 return
             was_under_way = not self._fetching.keys().isdisjoint(sources)
             await asyncio.wait([self._start_fetch(put_id, source) for source, put_id in sources.items()])
-            if not was_under_way:  # otherwise retry: the running fetch may have missed a put spilled since its start
+            if not was_under_way:  # otherwise retry: the fetch in progress may have missed a recently spilled put
                 break
         for put_id in put_ids:
             if put_id in self._unfetched:
@@ -743,7 +743,7 @@ class PutJournal(Backing[Blob]):
         self._log.append_put(*encoded)
 
     def pack(self, put_id: bytes, put: StoredPut) -> PackedPut | None:
-        """Return the packed form of a committed put if its record is packed, otherwise None."""
+        """Return the packed form of a committed put, or None if its record is not packed."""
         kept = self._records[put_id]
         if not isinstance(kept, PackedPut) or not put.may_be_packed:
             return None

@@ -221,7 +221,7 @@ def _count_cells(fields: CellRuns, what: str) -> int:
 
 
 def _owners(put_indexes: Rows) -> tuple[list[int], Rows]:
-    """Return the distinct puts of the runs and, for each run, the index of its put among these."""
+    """Return the distinct puts of the runs and, for each run, the index of its put in the returned list."""
     if (put_indexes == put_indexes[0]).all():
         return [int(put_indexes[0])], np.zeros(len(put_indexes), np.int64)
     used, owners = np.unique(put_indexes, return_inverse=True)
@@ -255,7 +255,7 @@ class Reading(AbstractContextManager["Reading"]):
             blob.pin()
 
     async def parts(self, without: Collection[int] = ()) -> AsyncIterator[Iterable[memoryview]]:
-        """Yield the bytes of all columns except `without`, in order. The next iteration invalidates each part.
+        """Yield the bytes of all columns except `without`, in order. Each part is valid until the next iteration.
 
         If all blobs are in memory and there are few slices, a single part is yielded without waiting. Otherwise,
         threads read the parts.
@@ -607,7 +607,7 @@ class SpanFinder:
         return begins, sizes, joined[expand_runs(extents_at, counts * width)].reshape(-1, width)
 
     def _of_runs(self, values: list[int]) -> Rows | int:
-        """Return the value of the put of each run, or a single number if there is only one put."""
+        """Return the value that belongs to each run's put, or a single number if there is only one put."""
         return values[0] if len(values) == 1 else _integers(values)[self._owners]
 
     def _runs_of(self, numbers: Sequence[int]) -> Rows:

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Left(NamedTuple):
-    """The objects of a lost storage service.
+    """The mirrored objects of a lost storage service.
 
     Attributes:
         next_generation: generation of the storage service that takes over the objects.

@@ -39,7 +39,7 @@ WINDOW: Final = 8192
 """Maximum number of objects that are written between two lists."""
 
 HEAD_BYTES: Final = 64 << 10
-"""Number of bytes to read from the start of an object. They nearly always include all records of the object."""
+"""Number of bytes to read from the start of an object. This range nearly always includes all records."""
 
 _COUNT: Final = struct.Struct("<I")
 _SIZES: Final = struct.Struct("<IQ")
@@ -60,7 +60,7 @@ class PutObject:
         piece_count: number of chunks.
         is_written: whether the object exists.
         is_short: whether the object has fewer copies than requested.
-        is_to_renew: whether the puts should be mirrored again, in new objects, once they are in memory.
+        is_to_renew: whether the puts should be mirrored again, in new objects, after they are fetched into memory.
     """
 
     generation: int
