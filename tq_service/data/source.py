@@ -44,7 +44,7 @@ ClientFactory = Callable[[Any], Any]
 # Delay before the next call if fetch_batch_fn returned "not_yet" immediately.
 _RETRY_SECONDS = 0.05
 
-# Upper limit of max_wait for a single call. The reason for a wait is requested only by the next call.
+# Upper limit of max_wait for a single call. Calls are short, because only a later call requests the reason for a wait.
 _LONGEST_CALL_SECONDS = 10.0
 _MOST_CLAIMED: Final = 64  # batches per call
 
@@ -98,7 +98,7 @@ class FetchedBatch:
         on_consumed: called when the consumer begins the batch, so that another batch can be prefetched.
         measured_bytes: value of `size_bytes` if already computed, otherwise None.
         arrival: point in a CUDA stream after which device tensors are available. None for tensors on the CPU.
-        spans: time spans of the stages of the fetch.
+        spans: time spans of the fetch stages.
     """
 
     index: int
@@ -307,7 +307,7 @@ class ClaimsAhead:
         self._metas: dict[int, BatchMeta] = {}
 
     def claim(self, client: Client, *, batch_index: int, **claim: Any) -> BatchMeta:
-        """Return a batch that is already claimed, or claim it together with up to `batch_count - 1` later batches."""
+        """Return a batch that is already claimed, or claim it with up to `batch_count - 1` later batches if ready."""
         if batch_index in self._metas:
             return self._metas.pop(batch_index)
         if self.batch_count > 1:
@@ -535,8 +535,9 @@ class PrefetchLimit:
 
     A batch counts as prefetched from `begin` to `consume`. Until `arrive` reports its size, a batch is assumed to be as
     large as the largest batch that has arrived. Before the first arrival, only one batch may be in flight. The total
-    size therefore exceeds `max_bytes` only if a batch is larger than all earlier batches, by at most the difference. If
-    no batch is prefetched, the next batch is admitted regardless of its size, because the consumer waits for it.
+    size therefore exceeds `max_bytes` only if a batch is larger than all earlier batches. The excess is at most the
+    difference between its size and the previous maximum. If no batch is prefetched, the next batch is admitted
+    regardless of its size, because the consumer waits for it.
 
     Not thread-safe. The owner must hold a lock.
 
@@ -854,7 +855,10 @@ class MicroBatchPrefetcher(_QueuedStream[BatchStream, _Prefetched]):
         super().__init__(inner.next_index, [inner], limit, partial(_split_ahead, split), "tq-split-ahead")
 
     def read(self) -> FetchedBatch | End | None:
-        """Skip the rest of the current batch, and wait for the next batch or the end marker. None if closed."""
+        """Skip the rest of the current batch, and wait for the next batch or the end marker.
+
+        Return None if the stream is closed.
+        """
         while self._begun is None:
             if (item := self._get()) is None:
                 return None

@@ -126,7 +126,7 @@ class MooncakeObjects(BlockingObjectStore):
         config.replica_num = copies
         config.with_hard_pin = True
         others = [name for name in self._admin.segments() if host_of(name) != self._host]
-        random.shuffle(others)  # because Mooncake fills the first segments first
+        random.shuffle(others)  # distribute objects, because Mooncake fills the first segments first
         config.preferred_segments = others
         size = sum(map(len, sealed))
         with self._staging(size) as buffer:
