@@ -1,4 +1,4 @@
-"""Loads batches for trainer ranks: `StreamingDataset` and `StreamingDataLoader`, based on torch."""
+"""Data loading for trainer ranks with torch: `StreamingDataset` and `StreamingDataLoader`."""
 
 try:
     from tq_service.data.columns import split_micro_batches, take_rows

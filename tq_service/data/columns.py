@@ -1,10 +1,10 @@
-"""Batches as flat columns, row selection, and micro-batches.
+"""Flat columns of a batch, row selection, and splitting into micro-batches.
 
-Torch supports few operations on nested tensors, and some of them turn rows of equal length into a dense tensor. This
-module works on the underlying values and offsets, so jagged fields stay jagged through every operation.
+Torch supports few operations on nested tensors, and some operations convert rows of equal length to a dense tensor.
+This module operates on the underlying values and offsets, so jagged fields always stay jagged.
 
-A micro-batch owns its memory. A trainer can change it in place without affecting the batch kept for `reset()` or other
-micro-batches. The batch can be freed while its micro-batches are in use.
+Each micro-batch owns its memory. A trainer can modify it in place without affecting other micro-batches or the batch
+kept for `reset()`. The batch can be freed while its micro-batches are in use.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ FieldKey = str | tuple[str, ...]
 Positions = NDArray[np.int64]
 
 Item = TypeVar("Item", default=tuple[TensorDict, BatchMeta])
-"""Type of a loader's items: micro-batches with their meta, unless a dataset option determines another type."""
+"""Item type of a loader. Defaults to `(micro_batch, meta)` pairs, unless a dataset option determines another type."""
 
 ProcessBatch = Callable[..., Iterable[Item]]
-"""`process_batch_fn(data, meta, micro_batch_size=...)`: returns the items that the loader yields for one batch."""
+"""`process_batch_fn(data, meta, micro_batch_size=...)`, which returns the items that the loader yields for a batch."""
 
 
 class ItemOptions(Generic[Item]):
-    """Dataset options that determine its items; type checkers infer the item type from the options' type."""
+    """Base class of dataset options that determine the item type, so that type checkers can infer it."""
 
     __slots__ = ()
 
@@ -45,9 +45,9 @@ class JaggedColumn:
     """A column whose rows differ in size in one dimension.
 
     Attributes:
-        values: the rows, concatenated along dimension `ragged_dim - 1`.
-        pattern: offsets that split the values into rows; columns with the same row lengths share a pattern.
-        ragged_dim: the ragged dimension of the nested tensor; 1 if rows differ in their first dimension.
+        values: all rows, concatenated along dimension `ragged_dim - 1`.
+        pattern: offsets that split the values into rows. Columns with the same row lengths share a pattern.
+        ragged_dim: ragged dimension of the nested tensor. 1 if rows differ in their first dimension.
     """
 
     values: torch.Tensor
@@ -56,25 +56,25 @@ class JaggedColumn:
 
 
 FlatColumn = torch.Tensor | JaggedColumn | list[Any]
-"""A tensor of equally shaped rows, `(n, ...)`; jagged rows; or objects, such as rows with several ragged dimensions."""
+"""A tensor of equally shaped rows, `(n, ...)`, a jagged column, or a list of objects or irregularly shaped rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlatBatch:
-    """A batch of `row_count` rows as columns, keyed as in the TensorDict."""
+    """A batch as a mapping of columns, with the keys of its TensorDict."""
 
     row_count: int
     columns: Mapping[FieldKey, FlatColumn]
 
     def parts(self) -> list[torch.Tensor | list[Any]]:
-        """Return the columns' tensors, including offsets, and the rows of object columns."""
+        """Return all tensors of the columns, including offsets, and the row lists of object columns."""
         columns = self.columns.values()
         patterns = dict.fromkeys(column.pattern for column in columns if isinstance(column, JaggedColumn))
         values = (column.values if isinstance(column, JaggedColumn) else column for column in columns)
         return [*(pattern.offsets for pattern in patterns), *values]
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the columns' tensors, including offsets and the rows of object columns that contain only tensors."""
+        """Return all tensors of the columns, including offsets and the rows of object columns made up of tensors."""
         return [
             tensor
             for part in self.parts()
@@ -82,11 +82,11 @@ class FlatBatch:
         ]
 
     def replacing(self, kind: type, other: Callable[[Any], Any]) -> FlatBatch:
-        """Return a copy of the batch with its tensors, or the placeholders for tensors, replaced.
+        """Return a copy of the batch in which tensors, or placeholders for tensors, are replaced.
 
         Args:
             kind: type of the values to replace.
-            other: function that returns the replacement of a value.
+            other: function that returns the replacement for a value.
         """
         there: dict[RowPattern, RowPattern] = {}
 
@@ -104,7 +104,7 @@ class FlatBatch:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the tensors and objects; see `object_bytes`."""
+        """Size of the tensors and objects in bytes, as computed by `object_bytes`."""
         return object_bytes(self.parts())
 
 
@@ -113,14 +113,14 @@ def _is_all(kind: type, rows: list[Any]) -> bool:
 
 
 def flatten(batch: TensorDict) -> FlatBatch:
-    """Convert a batch to flat columns. Only nested tensors that are strided or have gaps between rows are copied.
+    """Convert a batch to flat columns.
 
-    As in a put, a strided nested tensor becomes a jagged column, or a list of rows if the rows differ in several
-    dimensions.
+    Tensors are copied only if they are strided nested tensors or have gaps between rows. As in a put, a strided nested
+    tensor becomes a jagged column, or a list of rows if the rows differ in several dimensions.
 
     Raises:
-        ValueError: the batch does not have exactly one batch dimension, or a non-tensor field has fewer or more items
-            than the batch has rows.
+        ValueError: the batch does not have exactly one batch dimension, or the number of items in a non-tensor field
+            differs from the number of rows.
     """
     if len(batch.batch_size) != 1:
         raise ValueError(f"got a TensorDict of batch size {tuple(batch.batch_size)}; expected one dimension, (n,)")
@@ -136,12 +136,12 @@ def flatten(batch: TensorDict) -> FlatBatch:
 
 
 def _is_leaf(kind: type) -> bool:
-    """Return whether an entry of a TensorDict is a column; tensordict 0.6 lacks a public function for this."""
+    """Return whether a TensorDict entry of this type is a column. tensordict 0.6 has no public function for this."""
     return not is_tensor_collection(kind) or issubclass(kind, NonTensorData | NonTensorStack)
 
 
 def build(flat: FlatBatch) -> TensorDict:
-    """Build a TensorDict from a flat batch. Nested tensors with the same pattern share one offsets tensor."""
+    """Build a TensorDict from a flat batch. Nested tensors with the same row lengths share an offsets tensor."""
     fields: dict[FieldKey, Any] = {}
     for key, column in flat.columns.items():
         if isinstance(column, JaggedColumn):
@@ -152,7 +152,7 @@ def build(flat: FlatBatch) -> TensorDict:
 
 
 def _flatten_nested(nested: Any, patterns: list[RowPattern]) -> FlatColumn:
-    """Convert a nested tensor to a column. Reuse an equal pattern from `patterns`, or add the new one to it."""
+    """Convert a nested tensor to a column. Reuse an equal pattern from `patterns`, or append the new pattern."""
     is_jagged = nested.layout is torch.jagged
     if is_jagged and nested.lengths() is None:
         dim = nested._ragged_idx - 1  # torch has no public attribute for this
@@ -179,7 +179,7 @@ def _flatten_nested(nested: Any, patterns: list[RowPattern]) -> FlatColumn:
 
 
 def _shared(pattern: RowPattern, patterns: list[RowPattern]) -> RowPattern:
-    """Return the equal pattern in `patterns` if there is one; otherwise add and return `pattern`."""
+    """Return an equal pattern from `patterns`. If there is none, append `pattern` and return it."""
     for each in patterns:
         if each.offsets.dtype == pattern.offsets.dtype and np.array_equal(each.bounds, pattern.bounds):
             return each
@@ -188,7 +188,7 @@ def _shared(pattern: RowPattern, patterns: list[RowPattern]) -> RowPattern:
 
 
 def object_bytes(value: Any) -> int:
-    """Return the bytes of the tensors, arrays, strings and PIL images in an object, including nested containers."""
+    """Return the total size of tensors, arrays, strings and PIL images in an object, including nested containers."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, np.ndarray) and value.dtype.hasobject:
@@ -203,12 +203,12 @@ def object_bytes(value: Any) -> int:
 
 
 def take_rows(data: TensorDict, positions: Sequence[int] | Positions) -> TensorDict:
-    """Return a batch of the rows at `positions`, in that order, for process_batch_fn. Jagged fields stay jagged."""
+    """Return a batch of the rows at `positions`, in order. Jagged fields stay jagged. For use in process_batch_fn."""
     return build(select_rows(flatten(data), np.asarray(positions, dtype=np.int64)))
 
 
 def select_rows(flat: FlatBatch, positions: Positions) -> FlatBatch:
-    """Return a copy of the rows at `positions`, an array of shape `(m,)`, in that order.
+    """Return a copy of the rows at `positions`, an array of shape `(m,)`, in order.
 
     Raises:
         IndexError: a position is outside the batch.
@@ -235,7 +235,7 @@ def select_rows(flat: FlatBatch, positions: Positions) -> FlatBatch:
 
 
 def check_positions(row_count: int, positions: Positions) -> None:
-    """Raise IndexError if any of the positions is outside a batch of `row_count` rows."""
+    """Raise IndexError if a position is outside a batch of `row_count` rows."""
     if positions.size and (positions.min() < 0 or positions.max() >= row_count):
         raise IndexError(
             f"got positions {positions.min()} to {positions.max()} for a batch of {row_count} rows; "
@@ -244,7 +244,7 @@ def check_positions(row_count: int, positions: Positions) -> None:
 
 
 def _ranges(starts: Positions, stops: Positions) -> list[tuple[int, int]]:
-    """Return the row ranges, joining adjacent ones. The result contains at least one range, which may be empty."""
+    """Merge adjacent row ranges. Return at least one range, which may be empty."""
     if not starts.size:
         return [(0, 0)]
     begins = np.append(True, starts[1:] != stops[:-1])
@@ -252,15 +252,15 @@ def _ranges(starts: Positions, stops: Positions) -> list[tuple[int, int]]:
     return list(zip(starts[begins].tolist(), stops[ends].tolist(), strict=True))
 
 
-# A dtype that NumPy supports for each item size, since NumPy lacks some of torch's dtypes, such as bfloat16.
+# NumPy lacks some torch dtypes, such as bfloat16. Use a dtype of the same item size that NumPy supports.
 _STAND_INS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 def _copied(values: torch.Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Copy ranges of a tensor and concatenate the copies.
 
-    NumPy copies in this thread. Torch would distribute the work over its thread pool, which takes longer than copying a
-    micro-batch, and much longer if the CPUs are busy.
+    CPU tensors are copied by NumPy in the current thread. Torch would distribute the copy over its thread pool. This
+    takes longer than the copy itself, and much longer if the CPUs are busy.
     """
     if values.device.type != "cpu" or values.requires_grad or values.is_conj() or values.is_neg():
         return torch.cat([values.narrow(dim, start, stop - start) for start, stop in ranges], dim=dim)
@@ -274,16 +274,17 @@ def _copied(values: torch.Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -
 def split_micro_batches(
     data: TensorDict, meta: BatchMeta, micro_batch_size: int | None = None
 ) -> Iterator[tuple[TensorDict, BatchMeta]]:
-    """Yield the micro-batches of a batch, each with its part of the meta.
+    """Yield the micro-batches of a batch, each with the corresponding part of the meta.
 
-    The plan, `meta.steps`, determines the micro-batches: one per pack of each step, in order. Every rank therefore gets
-    the same number of micro-batches, including empty ones. A micro-batch's meta has one step with one pack. A batch
-    whose meta has no steps is split by `micro_batch_size`.
+    The plan in `meta.steps` determines the micro-batches. Each pack of each step becomes one micro-batch, so all ranks
+    have the same number of micro-batches, some of which may be empty. The meta of a micro-batch has a single step with
+    a single pack. If the meta has no steps, the batch is split into micro-batches of `micro_batch_size` samples.
 
     Args:
         data: the batch, with `meta.size` rows.
         meta: metadata of the samples in `data`.
-        micro_batch_size: samples per micro-batch if the meta has no steps; None: the batch is one micro-batch.
+        micro_batch_size: number of samples per micro-batch if the meta has no steps. By default, such a batch is a
+            single micro-batch.
 
     Raises:
         ValueError: the batch and the meta differ in size.
@@ -300,7 +301,7 @@ def split_micro_batches(
 
 
 def steps_of(meta: BatchMeta, micro_batch_size: int | None) -> tuple[Step, ...]:
-    """Return a batch's steps or, without a plan, one step with micro-batches of `micro_batch_size` samples."""
+    """Return the planned steps of a batch. Without a plan, return one step with packs of `micro_batch_size` samples."""
     if meta.steps:
         return meta.steps
     size = micro_batch_size or max(meta.size, 1)
@@ -309,13 +310,13 @@ def steps_of(meta: BatchMeta, micro_batch_size: int | None) -> tuple[Step, ...]:
 
 
 def micro_batch_count(meta: BatchMeta, micro_batch_size: int | None) -> int:
-    """Return the number of micro-batches, or packs, that a batch is split into."""
+    """Return the number of micro-batches, or packs, into which a batch is split."""
     return sum(len(step.packs) for step in steps_of(meta, micro_batch_size))
 
 
 def part_of(meta: BatchMeta, pack: Pack, step_index: int) -> BatchMeta:
-    """Return the meta of one pack's samples, with the pack as its only step and the totals of the pack's step."""
+    """Return the meta of a pack's samples. Its only step contains this pack, and its totals are those of the step."""
     whole = replace(pack, positions=tuple(range(len(pack.positions))))
-    # Drop the steps first: selecting from all steps for each pack would take quadratic time.
+    # Drop the steps first. Selecting from all steps for every pack would take quadratic time.
     samples = replace(meta, steps=(), totals=()).select_samples(pack.positions)
     return replace(samples, steps=(Step(packs=(whole,)),), totals=meta.totals[step_index : step_index + 1])

@@ -1,4 +1,4 @@
-"""StreamingDataset and StreamingDataLoader: iterate over one DP rank's micro-batches, with prefetching and replay."""
+"""Dataset and data loader that stream the micro-batches of a DP rank, with prefetching and replay."""
 
 from __future__ import annotations
 
@@ -68,18 +68,18 @@ _NONE_LEFT: Final = object()
 _MAY_CHANGE_WITH_RANKS: Final = {"dp_size", "batch_size", "micro_batch_size"}
 
 OpenRest = Callable[[BatchSource, int, StreamIdentity | None], BatchStream]
-"""Opens a stream of a source's batches, given the first batch_index and the identity that all batches must have."""
+"""Function that opens a stream of batches, given a source, the first batch_index and the expected identity, if any."""
 
 
 class StreamingDataset(IterableDataset[Item]):
-    """The micro-batches of one DP rank.
+    """An iterable dataset of the micro-batches of one DP rank.
 
     Each item is a pair `(micro_batch, meta)`: a TensorDict and the `BatchMeta` of its samples. With `pack`, each item
-    is a `PackedMicroBatch`; with `process_batch_fn`, the dataset yields the items that this function returns. Type
+    is a `PackedMicroBatch`. With `process_batch_fn`, the dataset yields the items returned by this function. Type
     checkers infer the item type.
 
-    Iterating over the dataset fetches batches in the consumer's thread; `StreamingDataLoader` prefetches them.
-    Lifecycle::
+    Iterating directly over the dataset fetches batches in the consumer's thread. Use `StreamingDataLoader` to prefetch
+    batches. Lifecycle::
 
         __init__ ──> batch_index = start_batch_index
                         │
@@ -90,100 +90,103 @@ class StreamingDataset(IterableDataset[Item]):
           │                 └─ step(partition_id): moves to batch 0 of another partition, clears the buffer
           └─────────────────┘
 
-    After `reset()` or `step()`, a live iterator continues at the new position. A batch counts as delivered once its
-    first micro-batch is yielded. `batch_index` then refers to the next batch. Save it in a checkpoint, and pass it as
-    `start_batch_index` to resume.
+    After `reset()` or `step()`, active iterators continue at the new position. A batch counts as delivered when its
+    first micro-batch is yielded, and `batch_index` then advances to the next batch. To resume later, save `batch_index`
+    in a checkpoint and pass it as `start_batch_index`.
 
-    If samples were inserted but the task reaches the end of the partition without receiving any, all ranks raise
-    `NothingDeliveredError`. If only some samples were skipped, a warning logged at the end gives the counts and
-    reasons.
+    If the partition contains samples but the task receives none of them, all ranks raise `NothingDeliveredError` at the
+    end of the partition. If only some samples were skipped, the dataset logs a warning with the counts and reasons at
+    the end.
 
-    Every DP rank yields the same number of micro-batches, so every rank can take part in every collective. An empty
-    micro-batch has 0 rows and the same fields, dtypes and layouts as the others. An undeclared field is dense until a
-    row with a different shape is put, so its layout may change to jagged between two fetches. Declare such fields, or
-    pass `layout`.
+    All DP ranks yield the same number of micro-batches, so collectives match on all ranks. An empty micro-batch has
+    0 rows and the same fields, dtypes and layouts as other micro-batches. An undeclared field is dense until a row with
+    a different shape is put, so its layout may change to jagged between two fetches. To prevent this, declare the field
+    or pass `layout`.
 
     Args:
-        address: service address, as in `Client(address)`: "host:port", "host" (port 50051), or several addresses in a
-            list or separated by commas. None: `TQ_ADDRESS` if it is set, otherwise localhost:50051.
-        batch_size: samples (or rollouts or groups, see `batch_unit`) per batch and rank.
-        micro_batch_size: samples per micro-batch; None: the batch is one micro-batch, unless the sampler splits it.
-        data_fields: fields to fetch; a sample is ready when it has all of them.
-        partition_id: partition to consume. If it does not exist yet, the dataset waits for it.
+        address: service address, as in `Client(address)`: "host:port", "host" (port 50051), or several addresses as a
+            list or a comma-separated string. Defaults to `TQ_ADDRESS` if set, otherwise to localhost:50051.
+        batch_size: number of samples (or rollouts or groups, see `batch_unit`) per batch and rank.
+        micro_batch_size: number of samples per micro-batch. By default, the batch is a single micro-batch unless the
+            sampler splits it.
+        data_fields: fields to fetch. A sample is ready when all of these fields are stored.
+        partition_id: partition to consume. If the partition does not exist yet, the dataset waits for it.
         task_name: name of the consuming task. Each task consumes the partition independently.
-        dp_rank: DP rank of this process. Replicas of a rank pass the same number and get the same batches. If
-            `dp_rank`, `dp_size` and `dp_group` are all None and torch.distributed is initialized, its world group
-            determines rank and size; with a replica or context-parallel group, this raises an error. Otherwise None
-            means 0.
-        dp_size: number of DP ranks. None: determined by torch.distributed as for `dp_rank`, otherwise 1.
-        dp_group: a `DeviceMesh` or process group of the DP ranks, which determines `dp_rank` and `dp_size`. A mesh with
-            several dimensions, such as for hybrid sharding, is flattened into one rank.
-        replica_group: a process group, or one-dimensional `DeviceMesh`, of the processes that share this DP rank. The
-            first process fetches each batch and broadcasts it to the others. Without a group, each process fetches the
-            same batches itself. The broadcast is a collective in the consumer's thread, so all processes must iterate,
+        dp_rank: DP rank of this process. Replicas of a rank pass the same number and receive the same batches. If
+            `dp_rank`, `dp_size` and `dp_group` are all None and torch.distributed is initialized, rank and size are
+            those of its world group. With a replica or context-parallel group, this default raises an error. Without
+            torch.distributed, the default is 0.
+        dp_size: number of DP ranks. Defaults to the world size as described for `dp_rank`, otherwise to 1.
+        dp_group: `DeviceMesh` or process group of the DP ranks, which determines `dp_rank` and `dp_size`. The
+            dimensions of a multi-dimensional mesh, for example for hybrid sharding, are flattened.
+        replica_group: process group, or one-dimensional `DeviceMesh`, of the processes that share this DP rank. The
+            first process fetches each batch and broadcasts it to the group. Without a group, each process fetches the
+            batches itself. The broadcast is a collective in the consumer's thread, so all processes must iterate,
             reset, step and stop in the same order. If the group has no backend for CPU tensors, the data is broadcast
             through the accelerator.
-        cp_rank: this process's rank in its context-parallel group. All ranks of the group have the same `dp_rank` and
-            therefore get the same batches. Each rank fetches only its share of the fields in `cp_fields`, and all other
-            fields in full.
+        cp_rank: rank of this process in its context-parallel group. All ranks of the group have the same `dp_rank` and
+            therefore receive the same batches. Each rank fetches only its share of the fields in `cp_fields`. All
+            remaining fields are fetched in full.
         cp_size: number of ranks in the context-parallel group.
-        cp_group: a process group, or `DeviceMesh`, which determines `cp_rank` and `cp_size`.
-        cp_fields: fields with one item per token, whose rows are split among the group's ranks. Micro-batches get an
-            additional field, `cp_positions`, with the full-row position of each item in the share.
-        cp_layout: how rows are split into shares, see `RowSlice.share`.
-        cp_align: multiple to which each chunk's length is padded; with `pack`, it is derived from `pack.align`.
-        cp_fill: padding value that makes all shares of a row equally long: one value for all `cp_fields`, or one per
-            field.
+        cp_group: process group or `DeviceMesh` that determines `cp_rank` and `cp_size`.
+        cp_fields: fields with one value per token, whose rows are split among the ranks of the context-parallel group.
+            Micro-batches contain an additional field, `cp_positions`, with the position of each token in its full row.
+        cp_layout: how rows are split into shares; see `RowSlice.share`.
+        cp_align: each chunk is padded to a multiple of this length. With `pack`, it is derived from `pack.align`.
+        cp_fill: padding value that makes all shares of a row equally long. Pass a single value for all `cp_fields`, or
+            a value per field.
         read_options: additional arguments of `Client.get_data`: slices, padded, pad_value, length, side, mask and
             truncate.
-        sampler: the sampler, by name or as an object with its options, such as
+        sampler: name of the sampler, or a sampler object such as
             `tq.samplers.SeqlenBalancedSampler(n_samples_per_prompt=8)`.
-        sampler_config: options for a sampler given by name.
-        finite: whether iteration ends once all samples inserted so far are consumed. If false, the dataset waits for
+        sampler_config: options of a sampler given by name.
+        finite: whether iteration ends when all samples inserted so far are consumed. If false, the dataset waits for
             more batches until the partition is sealed.
-        fetch_batch_fn: function to call instead of `fetch_batch`, whose docstring lists the keywords. It runs in the
-            prefetching thread or worker; with spawn and forkserver, it must be picklable. If it claims as a queue
-            worker, use at most one loader worker, because the loader delivers batches in index order, not in order of
-            arrival.
-        process_batch_fn: called in the consumer's thread as `process_batch_fn(data, meta, micro_batch_size=...)`,
-            instead of `split_micro_batches`. It returns an iterable, whose items the dataset yields one by one.
+        fetch_batch_fn: function to call instead of `fetch_batch`; its docstring lists the keyword arguments. The
+            function runs in the prefetching thread or worker process, and must be picklable with spawn and forkserver.
+            If it claims as a queue worker, use at most one loader worker, because the loader delivers batches in index
+            order rather than in arrival order.
+        process_batch_fn: function called in the consumer's thread as `process_batch_fn(data, meta,
+            micro_batch_size=...)`, instead of `split_micro_batches`. It returns an iterable of the items to yield.
         pack: packing options. If given, the dataset yields a `PackedMicroBatch` of `pack.pack_max_length` tokens for
-            each planned pack, as `split_packs` does. Use it with the sampler `packed`. With `cp_fields`, each rank of
-            the group gets its share of each sequence, padded like the pack. `cp_fields` must then list all fields with
-            one value per token.
-        layout: layout of the fetched fields, see `Client.get_data`; None: each field's own layout.
-        max_uses: number of times a sample is delivered before it counts as consumed, see `Client.claim`; None: once.
-        unmatched: how to treat samples that `where` excludes, see `Client.claim`.
-        least_members: minimum number of remaining members, below which a group is evicted, see `Client.claim`; None: no
-            eviction.
-        refill: `(partition_id, task_name)` of the task that regenerates evicted units, see `Client.claim`; None: no
-            refill.
-        max_refills: maximum refills per sample, if `refill` is given.
-        totals: custom_meta columns to sum over all ranks in `BatchMeta.totals`, see `Client.claim`.
+            each planned pack, as `split_packs` does. Use the sampler `packed`. With `cp_fields`, each rank of the
+            context-parallel group receives its share of each sequence, padded to the same length as the pack.
+            `cp_fields` must then list all fields with one value per token.
+        layout: layout of the fetched fields; see `Client.get_data`. By default, each field has its own layout.
+        max_uses: number of times a sample is delivered before it counts as consumed; see `Client.claim`. The default is
+            once.
+        unmatched: how to treat samples that do not match `where`; see `Client.claim`.
+        least_members: a group with fewer remaining members is evicted; see `Client.claim`. By default, groups are not
+            evicted.
+        refill: `(partition_id, task_name)` of the task that regenerates evicted units; see `Client.claim`. By default,
+            evicted units are not regenerated.
+        max_refills: maximum number of refills per sample, if `refill` is given.
+        totals: custom_meta columns to sum over all ranks in `BatchMeta.totals`; see `Client.claim`.
         start_batch_index: index of the first batch to fetch when resuming from a checkpoint.
-        where: conditions on custom_meta, such as `("version", ">=", 3)`; a sample must meet all of them.
-        order_by: custom_meta columns that determine the order of ready samples.
-        drop_last: whether to drop the last batch if it is short.
+        where: conditions on custom_meta, such as `("version", ">=", 3)`. A sample must meet all conditions.
+        order_by: custom_meta columns for sorting ready samples.
+        drop_last: whether to drop an incomplete last batch.
         batch_unit: whether `batch_size` counts samples, rollouts or groups.
         version_lag: how many batches may be planned ahead of the published version of `policy`, regardless of
-            prefetching; 0 is on-policy. The trainer publishes a version after each batch (`Client.publish_version`).
-            None: unlimited.
-        first_version: version of `policy` that trains on batch `start_batch_index`; used with `version_lag`.
+            prefetching. 0 means on-policy training. The trainer publishes a version after each batch
+            (`Client.publish_version`). By default, the lag is unlimited.
+        first_version: version of `policy` that trains on batch `start_batch_index`. Used only with `version_lag`.
         policy: name of the trained policy.
-        replay_buffer_bytes: maximum total bytes of the batches kept in memory for `reset()`, starting with the first
-            batch. Only tensors, arrays, strings and images are counted. 0: no batches are kept, and all are fetched
-            again after `reset()`.
-        max_wait: seconds that one call waits for a batch before the call is repeated. Larger values than 10 have no
-            effect.
-        timeout: seconds that a call may take beyond `max_wait`, including retries; shorter outages are tolerated.
+        replay_buffer_bytes: maximum total size of the batches kept in memory for `reset()`, starting with the first
+            batch. Only tensors, arrays, strings and images are counted. With 0, no batches are kept, so all batches are
+            fetched again after `reset()`.
+        max_wait: seconds that a single call waits for a batch before the call is repeated. Values above 10 have no
+            additional effect.
+        timeout: seconds that a call may take beyond `max_wait`, including retries. Shorter outages are tolerated.
         client_factory: called with `address` to open the sync client, instead of `Client(address, ...)`. It must pass
             `token`, `tls`, `insecure` and `namespace` itself.
-        token: bearer token, or path of a token file, as in `Client(token=...)`. It is passed on to workers.
+        token: bearer token, or path of a token file, as in `Client(token=...)`. It is also passed to worker processes.
         tls: TLS settings of the connection, as in `Client(tls=...)`.
         insecure: whether the token may be sent in plaintext, as in `Client(insecure=...)`.
         namespace: namespace of the partition, as in `Client(namespace=...)`.
-        on_wait: called with the `WaitReason` once a wait has taken 10 s, and then every minute. It runs in the fetching
-            thread or worker, and must be picklable for a worker. None: the reason is logged as a warning.
+        on_wait: called with the `WaitReason` after a wait of 10 s, and then every minute. The callback runs in the
+            thread or worker process that fetches batches, and must be picklable for a worker process. By default, the
+            reason is logged as a warning.
 
     Raises:
         InvalidArgumentError: an argument is invalid.
@@ -339,18 +342,18 @@ class StreamingDataset(IterableDataset[Item]):
         self._buffer = ReplayBuffer(replay_buffer_bytes)
         self._replicas = None if replica_group is None else ReplicaGroup(replica_group)
         self._batch_index = start_batch_index
-        # The current batch and how many of its micro-batches were delivered; (next batch_index, 0) between batches.
+        # The current batch and its number of delivered micro-batches, or (next batch_index, 0) between two batches.
         self._delivered = (start_batch_index, 0)
         self._identity: StreamIdentity | None = None
         self._warned_of: StreamIdentity | None = None
         self._warned_of_dropped: StreamIdentity | None = None
-        # Number of reset(), step() and load_state_dict() calls; live iterators compare it to detect a move.
+        # Number of reset(), step() and load_state_dict() calls. Active iterators compare it to detect a move.
         self._moves = 0
         self._step_timer = StepTimer()
 
     @property
     def step_timer(self) -> StepTimer:
-        """Breakdown of the trainer's step times; show it with `print(dataset.step_timer)`."""
+        """Breakdown of the trainer's step times. Print it with `print(dataset.step_timer)`."""
         return self._step_timer
 
     @property
@@ -360,7 +363,7 @@ class StreamingDataset(IterableDataset[Item]):
 
     @property
     def move_count(self) -> int:
-        """Number of times that `reset`, `step` or `load_state_dict` moved the dataset."""
+        """Number of times that `reset`, `step` or `load_state_dict` has moved the dataset."""
         return self._moves
 
     @property
@@ -370,7 +373,7 @@ class StreamingDataset(IterableDataset[Item]):
 
     @property
     def partition_id(self) -> str:
-        """The partition that the dataset consumes."""
+        """Id of the partition that the dataset consumes."""
         return self._source.request.partition_id
 
     def __iter__(self) -> Iterator[Item]:
@@ -382,15 +385,15 @@ class StreamingDataset(IterableDataset[Item]):
         return self.iterate(lambda dataset: dataset.open_stream(dataset.open_inline), self.split)
 
     def open_inline(self, source: BatchSource, batch_index: int, identity: StreamIdentity | None) -> InlineStream:
-        """Return a stream that fetches in the reader's thread."""
+        """Return a stream that fetches each batch in the thread that reads it."""
         return InlineStream(source, batch_index, identity, self.step_timer.take_report)
 
     def iterate(self, open_stream: Callable[[StreamingDataset[Item]], BatchStream], split: Split) -> Iterator[Item]:
-        """Yield micro-batches, starting with the next batch.
+        """Yield the micro-batches of the next batch and all following batches.
 
         Args:
-            open_stream: opens a stream of batches.
-            split: splits a batch into micro-batches unless the stream has already done so.
+            open_stream: function that opens a stream of batches.
+            split: function that splits a batch, used if the stream has not already split it.
         """
         return timed(self._iterate(open_stream, split), self.step_timer)
 
@@ -436,11 +439,11 @@ class StreamingDataset(IterableDataset[Item]):
                 stream.close()
 
     def open_stream(self, open_rest: OpenRest, device: torch.device | None = None) -> BatchStream:
-        """Return a stream of the buffered batches from the next batch onward, followed by the `open_rest` stream.
+        """Return a stream of the buffered batches from the next batch onward, followed by fetched batches.
 
         Args:
-            open_rest: called with the source, the first batch_index, and the identity that the batches must have.
-            device: device to which the batches are uploaded, see `may_upload_ahead`; None: the CPU.
+            open_rest: function that opens the stream of fetched batches.
+            device: device to which batches are uploaded, see `may_upload_ahead`. By default, batches stay on the CPU.
         """
         kept = self._buffer.following(self._batch_index)
         first = self._batch_index + len(kept)
@@ -452,20 +455,20 @@ class StreamingDataset(IterableDataset[Item]):
         return ReplayStream(kept, rest) if kept else rest
 
     def split(self, batch: FetchedBatch) -> Iterator[Any]:
-        """Return an iterator that creates a batch's micro-batches one by one."""
+        """Return an iterator that creates the micro-batches of a batch lazily."""
         return iter(self._process_batch(batch.data, batch.meta, micro_batch_size=self._source.request.micro_batch_size))
 
     @property
     def may_split_ahead(self) -> bool:
-        """Whether another thread may split batches; false with `process_batch_fn`, `pack` or a replica group."""
+        """Whether a background thread may split batches. False with `process_batch_fn`, `pack` or a replica group."""
         return self._replicas is None and self._follows_plan
 
     def may_upload_ahead(self, device: torch.device) -> bool:
-        """Return whether batches may be uploaded before they are read; replicas must broadcast from the device."""
+        """Return whether batches may be uploaded before they are read. Replicas allow it if they use the device."""
         return self._replicas is None or self._replicas.sends_from(device)
 
     def _accept(self, batch: FetchedBatch) -> None:
-        """Mark a batch as begun, check that its identity matches the previous batches, and keep it for replays."""
+        """Mark a batch as begun, check its identity against previous batches, and add it to the replay buffer."""
         if (collected := collected_here.get()) is not None:
             collected.add(batch.spans, batch_count=1)
         if batch.on_consumed is not None:
@@ -497,7 +500,7 @@ class StreamingDataset(IterableDataset[Item]):
         self._buffer.add(batch)
 
     def _warn_of_dropped(self, batch: FetchedBatch) -> None:
-        """Log a warning for the first batch that drops samples; a warning at the end reports the total."""
+        """Log a warning for the first batch with dropped samples. The total is logged at the end of the stream."""
         dropped: Any = getattr(batch.meta, "dropped_indexes", ())  # fetch_batch_fn may return a meta without it
         if len(dropped) and self._warned_of_dropped != self._identity:
             self._warned_of_dropped = self._identity
@@ -509,7 +512,11 @@ class StreamingDataset(IterableDataset[Item]):
             )  # fmt: skip
 
     def _check_end(self, end: End) -> None:
-        """Log a warning about skipped samples, once per epoch; raise NothingDeliveredError if all were skipped."""
+        """Log a warning about skipped samples, at most once per epoch.
+
+        Raises:
+            NothingDeliveredError: all samples were skipped.
+        """
         if (collected := collected_here.get()) is not None:
             collected.add(end.spans)
         warning = end_warning(end, self._source.request)
@@ -518,10 +525,10 @@ class StreamingDataset(IterableDataset[Item]):
             _log.warning("%s", warning)
 
     def _deliver(self, index: int, micro_batches: Iterator[Any], count: int | None) -> Iterator[Any]:
-        """Yield a batch's micro-batches, except those delivered before the state was saved.
+        """Yield the micro-batches of a batch, except micro-batches delivered before the state was saved.
 
-        The batch counts as delivered once its first micro-batch is yielded. A batch that cannot be split does not count
-        as delivered.
+        The batch counts as delivered when its first micro-batch is yielded. If splitting fails, the batch is not
+        delivered.
 
         Args:
             index: the batch_index.
@@ -536,8 +543,8 @@ class StreamingDataset(IterableDataset[Item]):
                 self._batch_index = index + 1
                 self._delivered = (index, number) if number != count else (index + 1, 0)
                 yield micro_batch.receive() if isinstance(micro_batch, ArrivingItem) else micro_batch
-            del micro_batch  # do not keep it alive while the next one is created
-        # Do not move back: another iterator may have advanced further.
+            del micro_batch  # release the micro-batch before the next is created
+        # Do not move back, because another iterator may have advanced further.
         if self._delivered[0] <= index:
             self._batch_index = index + 1
             self._delivered = (index + 1, 0)
@@ -545,10 +552,10 @@ class StreamingDataset(IterableDataset[Item]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last delivered micro-batch, as plain numbers and strings.
 
-        The state is the same on all DP ranks and replicas that have delivered the same number of micro-batches. Batches
-        that were only prefetched are not included. On resume, a partly delivered batch is fetched and split again.
-        Therefore `process_batch_fn` must be deterministic, and the batch's samples must not be cleared until a later
-        state is saved.
+        The state is identical on all DP ranks and replicas that have delivered the same number of micro-batches.
+        Batches that were only prefetched are not included. A partly delivered batch is fetched and split again on
+        resume. Therefore `process_batch_fn` must be deterministic, and the batch's samples must not be cleared until a
+        later state is saved.
         """
         batch_index, micro_batch_index = self._delivered
         identity, request = self._identity or StreamIdentity(), self._source.request
@@ -564,25 +571,24 @@ class StreamingDataset(IterableDataset[Item]):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, restart: bool = False) -> None:
-        """Continue after the last micro-batch that was delivered when the state was saved.
+        """Resume after the last micro-batch that was delivered before the state was saved.
 
-        If `dp_size` differs from the saved one, the ranks restart after the last complete batch
-        (`Client.restart_ranks`); batch sizes may then differ too. All ranks must load the same state. On a restart, the
-        service plans new batches when the first rank loads the state. Without a restart, the ranks get the same batches
-        as before.
-
-        Args:
-            state_dict: the value that `state_dict()` returned.
-            restart: whether to restart the ranks even if `dp_size` is unchanged; required with `max_staleness` if
-                batches were trained after the state was saved.
+        All ranks must load the same state. If `dp_size` differs from the saved value, the ranks restart after the last
+        complete batch (`Client.restart_ranks`), and the batch sizes may differ too. When the first rank restarts, the
+        service plans new batches. Without a restart, the ranks receive the same batches as before.
 
         If the partition was cleared or the task reset after the state was saved, the next batch raises
         `StaleIncarnationError` or `StaleEpochError`.
 
+        Args:
+            state_dict: a state returned by `state_dict()`.
+            restart: whether to restart the ranks even if `dp_size` is unchanged. Required with `max_staleness` if
+                batches were trained after the state was saved.
+
         Raises:
-            InvalidArgumentError: the state was saved with another task or batch size, or is malformed.
-            StaleIncarnationError, StaleEpochError: the ranks were to restart, but the partition was cleared or the task
-                reset.
+            InvalidArgumentError: the state is malformed, or was saved with a different task or batch size.
+            StaleIncarnationError, StaleEpochError: the ranks cannot restart because the partition was cleared or the
+                task was reset.
         """
         dp_size = state_dict.get("dp_size")
         _require(isinstance(dp_size, int), "state_dict", f"dp_size {dp_size!r}", "an integer number of ranks")
@@ -613,7 +619,7 @@ class StreamingDataset(IterableDataset[Item]):
     def _restart_ranks(
         self, partition_id: str, incarnation: bytes, epoch: int, batch_index: int, micro_batch_index: int
     ) -> int:
-        """Restart the task's ranks at a batch, with this dataset's `dp_size`, and return the new epoch."""
+        """Restart the task's ranks at a batch, using the `dp_size` of this dataset, and return the new epoch."""
         request = self._source.request
         if micro_batch_index:
             _log.warning(
@@ -634,7 +640,7 @@ class StreamingDataset(IterableDataset[Item]):
         except (PartitionNotFoundError, TaskNotFoundError):
             if incarnation:
                 raise
-            return epoch  # the state was saved before any rank claimed a batch of this partition
+            return epoch  # no rank had claimed a batch of this partition when the state was saved
         if restarted.repeated_batch_count:
             _log.warning(
                 "batches were trained after the state was saved, so %s samples of batches %s to %s are trained again",
@@ -643,12 +649,12 @@ class StreamingDataset(IterableDataset[Item]):
         return int(restarted.epoch)
 
     def _state_must_fit(self) -> dict[str, Any]:
-        """Return the arguments that must match a loaded state; otherwise its position refers to other samples."""
+        """Return the arguments that must match a loaded state, because its position depends on them."""
         names = ("task_name", "dp_size", "batch_size", "batch_unit", "micro_batch_size")
         return {name: getattr(self._source.request, name) for name in names}
 
     def reset(self) -> None:
-        """Restart at the first batch; the same batches are replayed from the buffer or fetched again.
+        """Restart at the first batch. Batches are replayed from the buffer or fetched again.
 
         Fetching a batch again raises `SamplesClearedError` if its samples have been cleared.
         """
@@ -659,10 +665,10 @@ class StreamingDataset(IterableDataset[Item]):
         self._moves += 1
 
     def step(self, partition_id: str) -> None:
-        """Move to the first batch of another partition and clear the replay buffer.
+        """Move to the first batch of another partition, and clear the replay buffer.
 
-        If `partition_id` is the current partition, move to its next incarnation or, after a task reset, to the task's
-        next epoch.
+        If `partition_id` is the current partition, move to its next incarnation, or to the next epoch if the task was
+        reset.
         """
         self._source = self._source.of_partition(partition_id)
         self._buffer.clear()
@@ -670,12 +676,12 @@ class StreamingDataset(IterableDataset[Item]):
         self.reset()
 
     def get_buffer(self) -> list[tuple[Any, BatchMeta]]:
-        """Return `(data, meta)` of each batch kept for `reset()`, in order; see `replay_buffer_bytes`."""
+        """Return a `(data, meta)` pair for each batch in the replay buffer, in order; see `replay_buffer_bytes`."""
         return self._buffer.pairs()
 
 
 def _noted(micro_batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield micro-batches, and record how long each takes to create."""
+    """Yield micro-batches, and record the time it takes to create each micro-batch."""
     while True:
         began_at = time.perf_counter()
         found = next(micro_batches, _NONE_LEFT)
@@ -684,13 +690,20 @@ def _noted(micro_batches: Iterator[Any]) -> Iterator[Any]:
         if found is _NONE_LEFT:
             return
         yield found
-        del found  # do not keep it alive while the next one is created
+        del found  # release the micro-batch before the next is created
 
 
 def _dp_rank_and_size(
     dp_rank: int | None, dp_size: int | None, dp_group: Ranks | None, *, is_shared: bool
 ) -> tuple[int, int]:
-    """Return this process's DP rank and the number of DP ranks. `is_shared`: whether several processes share a rank."""
+    """Return the DP rank of this process and the number of DP ranks.
+
+    Args:
+        dp_rank: the rank passed by the user, if any.
+        dp_size: the number of ranks passed by the user, if any.
+        dp_group: the group passed by the user, if any.
+        is_shared: whether several processes share a rank.
+    """
     if dp_rank is not None or dp_size is not None:
         _require(dp_group is None, "dp_group", "a group as well as dp_rank or dp_size", "only one of the two")
         return dp_rank or 0, 1 if dp_size is None else dp_size
@@ -716,7 +729,7 @@ def _check_data_fields(data_fields: Sequence[str]) -> None:
 
 
 def _require_agreement(pack: PackOptions, options: Mapping[str, Any]) -> None:
-    """Raise InvalidArgumentError if the packing options disagree with the sampler's options."""
+    """Raise InvalidArgumentError if the packing options contradict the sampler's options."""
     planned = options.get("pack_max_length", pack.pack_max_length)
     _require(
         planned == pack.pack_max_length,
@@ -734,14 +747,13 @@ def _require_agreement(pack: PackOptions, options: Mapping[str, Any]) -> None:
 
 
 class ReplayBuffer:
-    """A buffer that keeps the first batches in memory for a replay, up to the first batch that does not fit.
+    """A buffer that keeps batches in memory for replay, from the first batch up to the first batch that does not fit.
 
-    A replay starts with the first batch, so the first batches are kept. A buffer of the latest batches would drop each
-    batch just before its replay. Batches beyond the limit are fetched again; the service returns the same batches to
-    the same ranks.
+    A replay starts with the first batch. A buffer of the latest batches would therefore drop each batch just before its
+    replay. Batches beyond the limit are fetched again, and the service returns the same batches to the same ranks.
 
     Args:
-        max_bytes: maximum total `FetchedBatch.size_bytes` of the kept batches; 0: no batches are kept.
+        max_bytes: maximum total `FetchedBatch.size_bytes` of the kept batches. With 0, no batches are kept.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -749,12 +761,12 @@ class ReplayBuffer:
         self._max_bytes = self._left_bytes = max_bytes
 
     def following(self, batch_index: int) -> list[FetchedBatch]:
-        """Return the kept batches starting with `batch_index`, up to the first gap."""
+        """Return the kept batches from `batch_index` up to the first missing batch."""
         indexes = itertools.takewhile(self._batches.__contains__, itertools.count(batch_index))
         return [self._batches[index] for index in indexes]
 
     def add(self, batch: FetchedBatch) -> None:
-        """Keep the batch if it and all earlier batches fit, since a replay stops at the first missing batch."""
+        """Keep the batch if it and all earlier batches fit, because a replay stops at the first missing batch."""
         if not self._left_bytes or batch.index in self._batches:
             return
         size_bytes = batch.size_bytes
@@ -765,17 +777,17 @@ class ReplayBuffer:
         self._batches[batch.index] = replace(batch, micro_batches=None, on_consumed=None, spans=())
 
     def pairs(self) -> list[tuple[Any, BatchMeta]]:
-        """Return `(data, meta)` of each kept batch, ordered by batch_index."""
+        """Return a `(data, meta)` pair for each kept batch, in order of batch_index."""
         return [(batch.data, batch.meta) for _, batch in sorted(self._batches.items())]
 
     def clear(self) -> None:
-        """Drop all batches."""
+        """Remove all batches from the buffer."""
         self._batches.clear()
         self._left_bytes = self._max_bytes
 
 
 class ReplayStream:
-    """A stream of the batches in a replay buffer, followed by the batches of another stream."""
+    """A stream of replayed batches, followed by the batches of another stream."""
 
     def __init__(self, kept: Sequence[FetchedBatch], rest: BatchStream) -> None:
         self._kept = deque(kept)
@@ -783,16 +795,16 @@ class ReplayStream:
 
     @property
     def next_index(self) -> int:
-        """Index of the batch that `read` returns next."""
+        """Index of the next batch that `read` returns."""
         return self._kept[0].index if self._kept else self._rest.next_index
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """Whether the stream has been closed."""
         return self._rest.closed
 
     def read(self) -> FetchedBatch | End | None:
-        """Return the next batch, or the end marker; None after `close`."""
+        """Return the next batch, the end marker, or None if the stream is closed."""
         return self._kept.popleft() if self._kept else self._rest.read()
 
     def close(self) -> None:
@@ -801,7 +813,7 @@ class ReplayStream:
 
 
 class StreamingDataLoader(Generic[Item]):
-    """Iterates over a `StreamingDataset` and prefetches its batches.
+    """An iterable over a `StreamingDataset` that prefetches batches.
 
     ::
 
@@ -810,31 +822,31 @@ class StreamingDataLoader(Generic[Item]):
         num_workers=2   worker 0 ── batches 0, 2, 3, ... ──┐      │
                         worker 1 ── batches 1, 4, 5, ... ──┴──────┘   (in order, no duplicates, no gaps)
 
-    When a loop over the loader ends, breaks or raises, the iterator stops fetching and drops the prefetched batches. No
-    data is lost, because the next iterator requests the same batches again. Worker processes keep running between
-    iterators, until `close()` or until the loader is garbage-collected.
+    When a loop over the loader ends, breaks or raises, the iterator stops fetching and drops all prefetched batches. No
+    data is lost, because the next iterator requests these batches again. Worker processes keep running between
+    iterators, until `close()` is called or the loader is garbage-collected.
 
     The length is not known in advance, so `len()` raises TypeError.
 
     Args:
-        dataset: the dataset to iterate.
-        num_workers: number of worker processes that fetch the rank's batches; 0: a thread of this process fetches them.
-        prefetch_factor: number of batches to prefetch per worker, or in total without workers. 0, only valid without
-            workers: batches are fetched in the consumer's thread, which is required if fetch_batch_fn takes part in
-            collectives.
-        multiprocessing_context: how workers are started: "fork", "spawn", "forkserver" or a context. None: forkserver,
-            or fork if fetch_batch_fn cannot be pickled. Each worker has its own sync client. Forking is safe while
-            clients are open in this process, provided that no other thread is inside a call when the workers start.
-        prefetch_bytes: maximum bytes that are prefetched or in flight, in total over all workers. A batch whose size is
-            not known yet is assumed to be as large as the largest batch so far. If no batch is prefetched or in flight,
-            the next batch is fetched regardless of its size.
+        dataset: the dataset to iterate over.
+        num_workers: number of worker processes that fetch batches. With 0, a background thread fetches them.
+        prefetch_factor: number of batches to prefetch per worker, or in total without workers. With 0, which is only
+            valid without workers, batches are fetched in the consumer's thread. This is required if fetch_batch_fn
+            takes part in collectives.
+        multiprocessing_context: how workers are started: "fork", "spawn", "forkserver" or a context. Defaults to
+            forkserver, or to fork if fetch_batch_fn cannot be pickled. Each worker opens its own sync client. Forking
+            is safe with open clients in this process, provided that no thread is inside a call while the workers start.
+        prefetch_bytes: maximum number of bytes that are prefetched or in flight, over all workers. A batch of unknown
+            size is assumed to be as large as the largest batch so far. If no batch is prefetched or in flight, the next
+            batch is fetched regardless of its size.
         persistent_workers: whether worker processes keep running between iterators.
-        device: CUDA device, such as "cuda:0", for micro-batches and packs; objects stay on the CPU. While the current
-            step runs, the next batch is uploaded in one copy from pinned memory and split on the device. The consumer's
-            current CUDA stream waits for the tensors that the consumer receives. Prefetched batches and the replay
-            buffer occupy device memory. None: batches stay on the CPU.
-        pin_memory: whether micro-batches are copied to pinned memory, for a trainer that uploads them itself. Ignored
-            with `device`.
+        device: CUDA device, such as "cuda:0", for micro-batches and packs. Non-tensor data stays on the CPU. During
+            each training step, the next batch is uploaded in a single copy from pinned memory and split on the device.
+            The consumer's current CUDA stream waits until the received tensors have been uploaded. Prefetched batches
+            and the replay buffer occupy device memory. By default, batches stay on the CPU.
+        pin_memory: whether to copy micro-batches to pinned memory, for a trainer that uploads them itself. Ignored with
+            `device`.
 
     Raises:
         InvalidArgumentError: an argument is invalid.
@@ -875,7 +887,7 @@ class StreamingDataLoader(Generic[Item]):
             find_device("cuda")  # pinning memory requires CUDA
             self._split = pinned(dataset.split)
         self._stream: BatchStream | None = None
-        # The stream that fetches batches, and the dataset's move_count when that stream was opened.
+        # The stream that fetches batches, and the dataset's move_count at the time the stream was opened.
         self._fetching: tuple[InlineStream | PrefetchStream, int] | None = None
         self._pool: WorkerPool | None = None
 
@@ -885,11 +897,11 @@ class StreamingDataLoader(Generic[Item]):
         return self.dataset.batch_index
 
     def __iter__(self) -> Iterator[Item]:
-        """Yield micro-batches, starting with the batch after the last delivered one.
+        """Yield micro-batches, starting with the batch after the last delivered batch.
 
         Raises:
             RuntimeError: a worker process died. The next iterator starts new workers and continues.
-            Exception: fetching failed. The original error is raised, and the next iterator requests the same batch
+            Exception: a batch could not be fetched; the original error is raised. The next iterator requests the batch
                 again.
         """
         try:
@@ -902,7 +914,7 @@ class StreamingDataLoader(Generic[Item]):
                 self._end_workers()
 
     def _open_stream(self, dataset: StreamingDataset[Item]) -> BatchStream:
-        """Open a stream, and close the stream of the previous iterator, if any."""
+        """Open a stream after closing the stream of the previous iterator, if any."""
         if self._stream is not None:
             self._stream.close()
         self._stream = dataset.open_stream(self._open_rest, None if self._ahead is None else self._ahead.device)
@@ -913,12 +925,12 @@ class StreamingDataLoader(Generic[Item]):
 
     @property
     def step_timer(self) -> StepTimer:
-        """Breakdown of the trainer's step times; show it with `print(loader.step_timer)`."""
+        """Breakdown of the trainer's step times. Print it with `print(loader.step_timer)`."""
         return self.dataset.step_timer
 
     @property
     def _ahead(self) -> DeviceFeed | None:
-        """The feed that uploads batches once they are fetched; None if they stay on the CPU until they are split."""
+        """The feed that uploads batches as soon as they are fetched, or None if batches are split on the CPU."""
         return self._feed if self._feed is not None and self.dataset.may_upload_ahead(self._feed.device) else None
 
     def _open_rest(self, source: BatchSource, batch_index: int, identity: StreamIdentity | None) -> BatchStream:
@@ -949,15 +961,15 @@ class StreamingDataLoader(Generic[Item]):
             pool.close()
 
     def reset(self) -> None:
-        """Restart at the first batch; the same batches come from the replay buffer or are fetched again."""
+        """Restart at the first batch. Batches are replayed from the buffer or fetched again."""
         self.dataset.reset()
 
     def step(self, partition_id: str) -> None:
-        """Move to the first batch of another partition and clear the replay buffer."""
+        """Move to the first batch of another partition, and clear the replay buffer."""
         self.dataset.step(partition_id)
 
     def get_buffer(self) -> list[tuple[Any, BatchMeta]]:
-        """Return `(data, meta)` of each batch in the dataset's replay buffer, in order."""
+        """Return a `(data, meta)` pair for each batch in the dataset's replay buffer, in order."""
         return self.dataset.get_buffer()
 
     def state_dict(self) -> dict[str, Any]:
@@ -965,16 +977,17 @@ class StreamingDataLoader(Generic[Item]):
         return self.dataset.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, restart: bool = False) -> None:
-        """Continue after the last micro-batch delivered when the state was saved; the number of workers may differ.
+        """Resume after the last micro-batch that was delivered before the state was saved.
 
-        See `StreamingDataset.load_state_dict`.
+        The number of workers may have changed. See `StreamingDataset.load_state_dict`.
         """
         self.dataset.load_state_dict(state_dict, restart=restart)
 
     def close(self) -> None:
-        """Stop fetching and end the thread or the workers, which a new iterator starts again. Idempotent.
+        """Stop fetching, and end the background thread or the workers. Idempotent.
 
-        Logs a warning if prefetched batches were not delivered, since the service counts them as consumed.
+        A new iterator starts the thread or workers again. Logs a warning if prefetched batches were not delivered,
+        because the service counts their samples as consumed.
         """
         fetching, self._fetching = self._fetching, None
         if fetching is not None and fetching[1] == self.dataset.move_count:

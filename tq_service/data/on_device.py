@@ -1,4 +1,4 @@
-"""Batches on a device: uploaded and split on separate streams while the current step runs.
+"""Uploading and splitting of batches on a device, in separate CUDA streams, while the current step runs.
 
 ::
 
@@ -6,7 +6,7 @@
     splitting thread                               └─> its micro-batches ── event ─┐
     consumer's thread                                                              └─> the consumer's stream
 
-Each of the three threads uses a separate CUDA stream. Work on the default stream would wait for the consumer's kernels.
+Each of the three threads uses its own CUDA stream. Work on the default stream would wait for the consumer's kernels.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from tq_service.wire.host_memory import PINNED
 from tq_service.wire.mapping import Bytes
 
 Split = Callable[[FetchedBatch], Iterator[Any]]
-"""Returns an iterator that creates the items that the loader yields for a batch."""
+"""Function that splits a batch. It returns an iterator over the items that the loader yields."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivingItem:
-    """A loader item and its tensors, which the consumer's stream may use only after `receive`."""
+    """A loader item with its tensors. The consumer's stream may use them only after `receive`."""
 
     item: Any
     tensors: Sequence[torch.Tensor]
     arrival: Arrival
 
     def receive(self) -> Any:
-        """Make the tensors usable in the current stream, and return the item. Called in the consumer's thread."""
+        """Make the tensors available in the current stream, and return the item. Call this in the consumer's thread."""
         self.arrival.take(self.tensors)
         return self.item
 
 
 def tensors_of(item: Any) -> list[torch.Tensor]:
-    """Return all device tensors in a batch, a micro-batch with its meta, or a pack."""
+    """Return all device tensors in a batch, a pack, or a pair of a micro-batch and its meta."""
     if isinstance(item, tuple):
         return [tensor for each in item for tensor in tensors_of(each)]
     if isinstance(item, PackedMicroBatch):
@@ -65,9 +65,9 @@ def _parts_of(value: Any) -> list[torch.Tensor]:
 
 
 def upload_batch(flat: FlatBatch, device: torch.device) -> FlatBatch:
-    """Upload a batch's tensors, and return the batch; the current stream waits for the copies.
+    """Upload the tensors of a batch, and return the batch. The current stream waits for the uploads.
 
-    Columns of objects stay on the CPU, except columns that contain only tensors.
+    Object columns stay on the CPU unless all of their rows are tensors.
     """
     tensors = [tensor for tensor in flat.tensors() if not is_on_device(tensor)]
     if not tensors:
@@ -86,10 +86,10 @@ def _host_bytes(tensor: torch.Tensor) -> Bytes:
 
 
 class DeviceFeed:
-    """Uploads a loader's batches to a device.
+    """Uploads the batches of a loader to a device.
 
     Args:
-        device: the device to upload to.
+        device: target device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -100,15 +100,15 @@ class DeviceFeed:
         return cuda.new_stream(self.device)
 
     def copying(self) -> AbstractContextManager[Any]:
-        """Return a context in which the upload stream is this thread's current stream."""
+        """Return a context manager that makes the upload stream the current stream of this thread."""
         return cuda.using(copy_stream(self.device, "up"))
 
     def splitting(self) -> AbstractContextManager[Any]:
-        """Return a context in which the splitting stream is this thread's current stream."""
+        """Return a context manager that makes the splitting stream the current stream of this thread."""
         return cuda.using(self._stream)
 
     def upload(self, batch: FetchedBatch) -> FetchedBatch:
-        """Upload a batch and record its arrival. A batch whose data is not a TensorDict is returned unchanged."""
+        """Upload a batch and record its arrival. Return the batch unchanged if its data is not a TensorDict."""
         if not isinstance(batch.data, TensorDict) or batch.arrival is not None:
             return batch
         flat = flatten(batch.data)
@@ -119,11 +119,11 @@ class DeviceFeed:
         return replace(batch, data=data, arrival=arrival, measured_bytes=measured)
 
     def release(self) -> None:
-        """Release host memory whose copies to the device are complete."""
+        """Release host memory that is no longer needed, because its uploads are complete."""
         PINNED.tidy()
 
     def split(self, split: Split) -> Split:
-        """Return a function that splits batches on the device, in the calling thread's current stream."""
+        """Return a function that splits batches on the device, in the current stream of the calling thread."""
 
         def split_there(batch: FetchedBatch) -> Iterator[Any]:
             uploaded = self.upload(batch)
@@ -134,7 +134,7 @@ class DeviceFeed:
         return split_there
 
     def split_ahead(self, split: Split) -> Split:
-        """Return a function that splits batches into `ArrivingItem`s in the feed's stream."""
+        """Return a function that splits batches into `ArrivingItem` objects in the feed's stream."""
         split_there = self.split(split)
 
         def split_beside(batch: FetchedBatch) -> Iterator[Any]:
@@ -168,11 +168,11 @@ class UploadingFetcher:
         return self._fetcher.fetched_until
 
     def request(self, batch_index: int) -> None:
-        """Announce the batch that the next `fetch` call will return."""
+        """Announce the batch that will be fetched next."""
         self._fetcher.request(batch_index)
 
     def fetch(self, batch_index: int, is_wanted: Callable[[], bool], batch_count: int) -> FetchedBatch | End:
-        """Wait for a batch or the end marker, and return it; the copies of its tensors may still be running."""
+        """Wait for a batch or the end marker, and return it. Uploads of its tensors may still be in progress."""
         with self._feed.copying():
             fetched = self._fetcher.fetch(batch_index, is_wanted, batch_count)
             if isinstance(fetched, End):
@@ -204,7 +204,7 @@ def _pinned_item(item: Any) -> Any:
 
 
 def _pinned_tensor(tensor: Any) -> torch.Tensor:
-    """Return a copy in torch's pinned memory, which torch does not reuse while uploads from it are running."""
+    """Copy a tensor to torch's pinned memory. Torch does not reuse this memory while uploads from it are running."""
     if not tensor.is_nested:
         pinned_copy: torch.Tensor = tensor.pin_memory()
         return pinned_copy

@@ -1,12 +1,12 @@
-"""Packs: samples concatenated into sequences of a fixed number of tokens, with packing options and batch splitting.
+"""Packing of samples into sequences with a fixed number of tokens, and splitting of batches into packs.
 
     | sample 0 | its padding to a multiple of `align` | sample 1 | ... | padding sequence | padding sequence |
 
-Padding tokens form short separate sequences. Attention cost is quadratic in the sequence length, so one long padding
-sequence would cost as much as a long sample.
+Padding tokens form short sequences of their own. Attention cost is quadratic in the sequence length, so a single long
+padding sequence would cost as much as a long sample.
 
-A context-parallel rank's pack contains the rank's chunks of every sequence, concatenated in order. The packs of all
-ranks have the same size and the same `cu_seqlens`.
+The pack of a context-parallel rank contains the rank's chunks of every sequence, concatenated in order. All ranks of
+the group have packs of the same size with the same `cu_seqlens`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tq_service.wire.metadata import expand_runs
 
 PADDING_SEQUENCE_LENGTH: Final = 1024
 LABEL_PADDING: Final = -100
-"""Label that loss functions ignore: the default `ignore_index` of torch's cross entropy."""
+"""Label that loss functions ignore. This is the default `ignore_index` of torch's cross entropy."""
 POSITIONS: Final = "position_ids"
 _MADE: Final = ("cu_seqlens", "padding_mask", "max_seqlen", "num_padding")
 Lengths = NDArray[np.int64]
@@ -53,34 +53,33 @@ _WHOLE: Final = RowSlice(chunks=(0,), chunk_count=1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackOptions(ItemOptions["PackedMicroBatch"]):
-    """Options that determine how a pack's samples are combined into one sequence.
+    """Options for combining the samples of a pack into one sequence.
 
-    Per-token fields are concatenated; other fields keep one row per sample. The per-token fields are:
+    Per-token fields are concatenated. All remaining fields have one row per sample. The per-token fields are:
 
     - `input_field`, `token_fields` and `position_ids`;
-    - any other jagged field;
-    - if the input field is dense because all samples have the same length: any other dense field with exactly one
-      dimension of that size.
+    - all other jagged fields;
+    - if all samples have the same length, so that the input field is dense: each dense field with exactly one dimension
+      of that size.
 
-    All other fields are per sample, including all fields in `repeat_fields` and `keep_fields`. An ambiguous field
-    raises an error unless it is listed in `token_fields` or `keep_fields`.
+    Fields in `repeat_fields` and `keep_fields` are never per-token fields. An ambiguous field raises an error unless it
+    is listed in `token_fields` or `keep_fields`.
 
     Attributes:
-        pack_max_length: tokens per pack; must equal the `pack_max_length` of the sampler `packed`.
-        input_field: field whose rows contain the samples' tokens.
+        pack_max_length: number of tokens per pack. Must equal the `pack_max_length` of the sampler `packed`.
+        input_field: field that contains the tokens of each sample.
         pad_token_id: padding value of `input_field`.
-        label_fields: per-token fields that are padded with -100; fields missing from the data are ignored.
+        label_fields: per-token fields that are padded with -100. Fields that the data does not contain are ignored.
         token_fields: fields with one value per token, even if all their rows have the same shape.
         repeat_fields: dense fields whose value is repeated for each token of the sample, such as an advantage.
-        keep_fields: fields that do not have one value per token, such as prompts, image patches or embeddings. They are
-            kept unchanged, one row per sample.
-        pad_values: padding values of other per-token and repeated fields, by field name; default 0 (False).
-        padding_sequence_length: maximum tokens per padding sequence after the samples, rounded up to a multiple of
-            `align`.
-        align: each sample is padded to a multiple of this number of tokens within its sequence, so all `cu_seqlens` are
-            multiples of it. Must equal the sampler's `align` and divide `pack_max_length`.
-        overlong: how to treat a sample of more than `pack_max_length` tokens: "error", or "truncate" to its first
-            tokens, as planned by a sampler with `overlong="truncate"`.
+        keep_fields: fields without a value per token, such as prompts, image patches or embeddings. They are kept
+            unchanged, with one row per sample.
+        pad_values: padding values of other per-token and repeated fields, by field name. The default is 0 (False).
+        padding_sequence_length: maximum number of tokens per padding sequence, rounded up to a multiple of `align`.
+        align: each sample is padded to a multiple of this number of tokens, so all `cu_seqlens` are multiples of it.
+            Must equal the sampler's `align` and divide `pack_max_length`.
+        overlong: how to treat a sample of more than `pack_max_length` tokens. "error" raises an error. "truncate" keeps
+            the first tokens, as planned by a sampler with `overlong="truncate"`.
 
     Raises:
         InvalidArgumentError: an option is invalid.
@@ -136,7 +135,7 @@ def _invalid(name: str, got: object, expected: str) -> InvalidArgumentError:
 
 @dataclass(frozen=True, slots=True)
 class FieldUse:
-    """How a field was packed: concatenated along `token_dim`, repeated over the tokens, or kept per sample."""
+    """How a field was packed: concatenated along `token_dim`, repeated for each token, or kept per sample."""
 
     kind: Literal["token", "repeated", "sample"]
     token_dim: int = 0
@@ -144,22 +143,22 @@ class FieldUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedSequences:
-    """Samples packed into one sequence of `pack_max_length` tokens; `pack["input_ids"]` returns a tensor by name.
+    """Samples packed into one sequence of `pack_max_length` tokens. `pack["input_ids"]` returns a tensor by name.
+
+    The pack of a context-parallel rank has `pack_max_length / cp_size` tokens: the rank's shares of all sequences. Only
+    `cu_seqlens`, `max_seqlen` and `position_ids` refer to the full sequences.
 
     Attributes:
         tensors: a TensorDict without batch dimensions. The input field, labels, `position_ids` and other per-token
             fields have shape `(pack_max_length, ...)`, or `(..., pack_max_length)` if the rows differ in their last
-            dimension. `cu_seqlens` (int32, of shape `(sequences + 1,)`) contains the bounds of the samples, each with
-            its alignment padding, followed by those of the padding sequences. `padding_mask` (bool, of shape
-            `(pack_max_length,)`) is true at padding tokens. Fields kept per sample have shape `(n, ...)`.
-        lengths: number of tokens of each sample in the pack, without padding.
-        starts: position in the pack of each sample's first token.
+            dimension. `cu_seqlens` (int32, shape `(sequences + 1,)`) contains the bounds of the samples including
+            alignment padding, followed by the bounds of the padding sequences. `padding_mask` (bool, shape
+            `(pack_max_length,)`) is true for padding tokens. Fields kept per sample have shape `(n, ...)`.
+        lengths: number of tokens of each sample, without padding.
+        starts: position of each sample's first token in the pack.
         max_seqlen: number of tokens in the longest sequence, including padding.
         num_padding: number of padding tokens, including alignment padding.
-        uses: how each field of the samples was packed.
-
-    A context-parallel rank's pack has `pack_max_length / cp_size` tokens: the rank's shares of all sequences. Only
-    `cu_seqlens`, `max_seqlen` and `position_ids` refer to the full sequences.
+        uses: how each field was packed, by field name.
     """
 
     tensors: TensorDict
@@ -174,27 +173,27 @@ class PackedSequences:
 
     @property
     def sample_count(self) -> int:
-        """Number of samples; 0 if the pack contains only padding."""
+        """Number of samples in the pack. 0 if the pack contains only padding."""
         return len(self.lengths)
 
     @property
     def token_count(self) -> int:
-        """Number of tokens in the samples, without padding."""
+        """Total number of tokens in the samples, without padding."""
         return sum(self.lengths)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
-        """Return a copy of the pack with its tensors on a device."""
+        """Return a copy of the pack with all tensors on `device`."""
         return replace(self, tensors=self.tensors.to(device, non_blocking=non_blocking))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the tensors, `max_seqlen` and `num_padding` by name, for `model(**pack.as_dict())`."""
+        """Return the tensors, `max_seqlen` and `num_padding` as a dictionary, for `model(**pack.as_dict())`."""
         return {**dict(self.tensors.items()), "max_seqlen": self.max_seqlen, "num_padding": self.num_padding}
 
     def split_tokens(self, values: torch.Tensor, dim: int = 0) -> list[torch.Tensor]:
-        """Return each sample's part of a tensor with one value per token, such as a model's log-probs.
+        """Split a tensor with one value per token, such as a model's log-probs, into one tensor per sample.
 
         Args:
-            values: a tensor with one value per token of the pack along `dim`; the parts share its memory.
+            values: a tensor with one value for each token of the pack along `dim`. The returned tensors are views.
             dim: the token dimension.
 
         Raises:
@@ -210,13 +209,13 @@ class PackedSequences:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedMicroBatch(PackedSequences):
-    """A pack for one forward and backward pass, and its position in the batch's optimizer steps.
+    """A pack for one forward and backward pass, and its position among the batch's optimizer steps.
 
-    A batch has the same number of steps and of packs per step on all ranks, so collectives match in each pass and in
-    each optimizer step.
+    All ranks have the same number of steps per batch and the same number of packs per step. Collectives therefore match
+    in each pass and in each optimizer step.
 
     Attributes:
-        meta: metadata of the pack's samples, for `client.put(pack.meta, new_columns)`; its size may be 0.
+        meta: metadata of the pack's samples, for `client.put(pack.meta, new_columns)`. Its size may be 0.
         step: index of the optimizer step within the batch.
         step_count: number of optimizer steps in the batch.
         pack: index of the pack within the step.
@@ -233,7 +232,7 @@ class PackedMicroBatch(PackedSequences):
 
     @property
     def ends_step(self) -> bool:
-        """Whether this is the step's last pack, after whose backward pass the optimizer steps."""
+        """Whether this is the last pack of the step. Run the optimizer after its backward pass."""
         return self.pack == self.pack_count - 1
 
 
@@ -247,30 +246,30 @@ def pack_sequences(
 ) -> PackedSequences:
     """Pack samples into one sequence of exactly `options.pack_max_length` tokens.
 
-    Per-token fields (see `PackOptions`) are concatenated bit for bit, sample after sample, and padded. Other fields are
+    Per-token fields (see `PackOptions`) are concatenated bit for bit in sample order, and padded. All other fields are
     kept per sample or repeated. All tensors are copies.
 
-    `position_ids` restart at each sample and each padding sequence, and continue over a sample's alignment padding. If
-    the data already has a `position_ids` field, such as the three-row positions of vision-language models, that field
-    is concatenated instead. Rows of shape `(3, length)` become `(3, pack_max_length)`, and rows of shape `(length, 3)`
-    become `(pack_max_length, 3)`. The token dimension is the ragged one or, if all samples have the same length, the
-    dimension of that size.
+    `position_ids` restart at each sample and each padding sequence, and continue through a sample's alignment padding.
+    If the data already has a `position_ids` field, such as the three-row positions of vision-language models, that
+    field is concatenated instead. Rows of shape `(3, length)` become `(3, pack_max_length)`, and rows of shape
+    `(length, 3)` become `(pack_max_length, 3)`. The token dimension is the ragged dimension. If all samples have the
+    same length, it is the dimension of that size.
 
     Args:
         data: a batch from `get_data` or the loader.
-        lengths: planned number of tokens of each sample; None: the row lengths.
-        options: how each field is packed.
-        positions: positions in `data` of the pack's rows, in order; None: all rows. An empty sequence produces a pack
-            that contains only padding, with the same fields and dtypes.
+        lengths: planned number of tokens of each sample. Defaults to the row lengths.
+        options: packing options.
+        positions: positions of the rows to pack, in order. Defaults to all rows. An empty sequence produces a pack that
+            contains only padding, with the same fields and dtypes.
         share: the `RowSlice.share(..., fill=)` with which a context-parallel rank fetched the per-token fields.
-            `options.align` must then be `share.chunk_count * share.align`, and `lengths` must refer to the full rows.
-            None: `data` contains full rows.
+            `options.align` must then equal `share.chunk_count * share.align`, and `lengths` must be the lengths of the
+            full rows. By default, `data` contains full rows.
 
     Raises:
         ValueError: the samples do not fit into the pack; `lengths` differ from the row lengths; a field's row lengths
-            differ from the input field's; a field is ambiguous or contains objects; a listed field is missing or has
-            the wrong layout; or shares are given without `lengths`.
-        InvalidArgumentError: `share` and `options` disagree.
+            differ from those of the input field; a field is ambiguous or contains objects; a listed field is missing or
+            has the wrong layout; or shares are given without `lengths`.
+        InvalidArgumentError: `share` and `options` contradict each other.
         IndexError: a position is outside the batch.
     """
     packing = _Packing(data, options, share)
@@ -292,15 +291,16 @@ def split_packs(
 
     Args:
         data: the batch, with `meta.size` rows.
-        meta: metadata of the samples in `data`. Its packs may come from any sampler if their samples fit.
-        options: how a pack's samples are combined into one sequence.
-        share: a context-parallel rank's share, see `pack_sequences`; requires a plan with the sample lengths.
-        micro_batch_size: samples per pack if the meta has no steps; None: the batch is one pack.
+        meta: metadata of the samples in `data`. Any sampler may have planned its packs, provided the samples fit.
+        options: packing options.
+        share: share of a context-parallel rank, see `pack_sequences`. Requires a plan with sample lengths.
+        micro_batch_size: number of samples per pack if the meta has no steps. By default, such a batch is a single
+            pack.
 
     Raises:
-        ValueError: the batch and the meta differ in size, or the plan is for packs of another length. Also raised for
-            the reasons listed in `pack_sequences`.
-        InvalidArgumentError: `share` and `options` disagree.
+        ValueError: the batch and the meta differ in size, the plan is for packs of a different length, or packing fails
+            for a reason listed in `pack_sequences`.
+        InvalidArgumentError: `share` and `options` contradict each other.
     """
     packing = _Packing(data, options, share)
     if packing.row_count != meta.size:
@@ -331,7 +331,7 @@ def split_packs(
 def _check_padding(pack: Pack, lengths: NDArray[np.int64], options: PackOptions) -> None:
     tokens = int(lengths.sum())
     expected = options.pack_max_length - tokens
-    # 0 may also come from a sampler that does not plan padding.
+    # `padding_tokens` is also 0 if the sampler does not plan padding.
     if pack.padding_tokens not in (0, expected):
         raise ValueError(
             f"the plan has a pack of {tokens} tokens and {pack.padding_tokens} padding tokens; expected {expected}, to "
@@ -341,12 +341,12 @@ def _check_padding(pack: Pack, lengths: NDArray[np.int64], options: PackOptions)
 
 
 class _Packing:
-    """Packs a batch's samples; stores the state shared by the batch's packs.
+    """Packs the samples of a batch, and stores the state shared by all packs of the batch.
 
     Raises:
-        ValueError: a field contains objects, has the wrong layout, is missing or ambiguous, or is listed as per-token
-            although it is not.
-        InvalidArgumentError: the share and the options disagree.
+        ValueError: a field contains objects, has the wrong layout, is missing or ambiguous, or is listed as a per-token
+            field but has no value per token.
+        InvalidArgumentError: the share and the options contradict each other.
     """
 
     def __init__(self, data: TensorDict, options: PackOptions, share: RowSlice | None) -> None:
@@ -357,7 +357,7 @@ class _Packing:
             _check_share(share, options)
         tokens = flat.columns.get(options.input_field)
         self._is_dense = isinstance(tokens, torch.Tensor)
-        # Number of tokens per sample; None if it differs between samples or the batch is empty.
+        # Number of tokens per sample. None if the samples differ in length or the batch is empty.
         self._length: int | None = None
         if isinstance(tokens, torch.Tensor) and tokens.ndim > 1:
             self._length = tokens.shape[1]
@@ -369,12 +369,12 @@ class _Packing:
         self._check_names()
 
     def _token_column(self, key: FieldKey, column: FlatColumn, made: dict[int, RowPattern]) -> FlatColumn:
-        """Return a column; a per-token column is returned as jagged even if all its rows have the same shape.
+        """Convert a per-token column with equally shaped rows to a jagged column. Return other columns unchanged.
 
         Args:
             key: name of the column.
             column: the column.
-            made: row patterns created so far for equally long rows, by row length; new patterns are added.
+            made: cache of row patterns for equally long rows, by row length.
         """
         rows: torch.Tensor | None = None
         if isinstance(column, torch.Tensor):
@@ -391,7 +391,7 @@ class _Packing:
         return JaggedColumn(rows.movedim(0, dim).flatten(dim, dim + 1), made[size], dim + 1)
 
     def _token_dim(self, key: FieldKey, row: tuple[int, ...], is_jagged: bool) -> int | None:
-        """Return the token dimension of equally shaped rows; None if the field is per sample or already jagged.
+        """Return the token dimension of equally shaped rows, or None if the field is per sample or needs no conversion.
 
         Raises:
             ValueError: the field is ambiguous.
@@ -399,7 +399,8 @@ class _Packing:
         options, length = self._options, self._length
         dims = [dim for dim, size in enumerate(row) if size == length]
         if is_jagged:
-            # For equal rows, torch makes the first dimension ragged, even if other batches vary in another dimension.
+            # If all rows are equal in shape, torch marks the first dimension as ragged, even if rows of other batches
+            # vary in another dimension.
             if key in (options.input_field, *options.keep_fields) or not dims:
                 return None
             return dims[-1] if key == POSITIONS or len(dims) == 1 else None
@@ -411,7 +412,7 @@ class _Packing:
         if len(dims) == 1 and (self._is_dense or is_named):
             return dims[0]
         if is_named and length is None and (len(row) == 1 or not self.row_count):
-            # If there are samples, `lengths` checks the sizes later.
+            # If there are samples, `lengths` checks their sizes later.
             return len(row) - 1 if key == POSITIONS else 0
         if is_named and not dims:
             raise ValueError(
@@ -472,11 +473,11 @@ class _Packing:
             )
 
     def lengths(self, positions: Positions, planned: Lengths | None) -> Lengths:
-        """Check all per-token fields, and return the number of tokens of each sample, of shape `(m,)`.
+        """Check all per-token fields, and return the number of tokens of each sample, an array of shape `(m,)`.
 
         Args:
             positions: positions of the pack's rows, of shape `(m,)`.
-            planned: planned number of tokens of each row, of shape `(m,)`; None: the row lengths.
+            planned: planned number of tokens of each row, of shape `(m,)`. Defaults to the row lengths.
 
         Raises:
             ValueError: a field's row lengths differ from the plan or from the input field.
@@ -516,7 +517,7 @@ class _Packing:
         return planned
 
     def _whole_lengths(self, got: Lengths, planned: Lengths | None) -> Lengths:
-        """Check the lengths of the fetched shares, and return those of the full rows; both have shape `(m,)`."""
+        """Check the lengths of the fetched shares, and return the lengths of the full rows. Both have shape `(m,)`."""
         if planned is None:
             raise ValueError(
                 "got shares of rows without the row lengths; expected a plan with the row lengths, such as a plan "
@@ -533,10 +534,10 @@ class _Packing:
         return planned
 
     def pack(self, positions: Positions, lengths: Lengths) -> PackedSequences:
-        """Return a pack of the first `lengths` tokens of each row at `positions`; both arrays have shape `(m,)`.
+        """Return a pack of the first `lengths` tokens of each row at `positions`. Both arrays have shape `(m,)`.
 
         Raises:
-            ValueError: the samples do not fit into the pack, or a field's dtype cannot hold its padding.
+            ValueError: the samples do not fit into the pack, or a field's dtype cannot represent the padding value.
         """
         options, share = self._options, self._share
         aligned = _rounded(lengths, options.align)
@@ -553,13 +554,13 @@ class _Packing:
         sequences = np.concatenate([aligned, np.array(padding, np.int64)])
         sizes = sequences // share.chunk_count
         begins = sizes[:, None] * np.array(share.chunks)
-        # For each token of this rank: its position in the full sequence, and the index of its sample. For padding
-        # tokens, the sample index is the number of samples.
+        # For each token of this rank, its position in the full sequence and the index of its sample. The sample index
+        # of padding tokens is the number of samples.
         places = expand_runs(begins.reshape(-1), np.repeat(sizes, len(share.chunks)))
         parts = sizes * len(share.chunks)
         sample_of = np.repeat(np.minimum(np.arange(sequences.size), lengths.size), parts)
         sample_of[places >= np.append(lengths, 0)[sample_of]] = lengths.size
-        # A sample's tokens precede its padding, also in this rank's part of the sequence.
+        # Sample tokens precede padding, also within this rank's share of the sequence.
         taken = np.clip(lengths[:, None] - begins[: lengths.size], 0, sizes[: lengths.size, None]).sum(axis=1)
         bounds = offsets_of(parts[: lengths.size])
         kept = {key: column for key, column in self._columns.items() if self._uses[key].kind == "sample"}
@@ -601,7 +602,7 @@ class _Packing:
         bounds: Lengths,
         places: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the samples' tokens, each sample followed by its alignment padding, and then the remaining padding.
+        """Concatenate the samples' tokens, each sample with its alignment padding, and append the padding sequences.
 
         Args:
             key: name of the column.
@@ -610,7 +611,7 @@ class _Packing:
             lengths: number of tokens to take from each row, of shape `(m,)`.
             bounds: start of each sample in the pack, and end of the last sample's alignment padding, of
                 shape `(m + 1,)`.
-            places: position of each token of the pack in its sequence; used to pad position ids.
+            places: position of each token within its sequence, used as padding of position ids.
         """
         dim, values = column.ragged_dim - 1, column.values
         shape = list(values.shape)
@@ -655,16 +656,18 @@ def _common_length(pattern: RowPattern) -> int | None:
 
 
 def padding_sequences(padding_tokens: int, sequence_length: int = PADDING_SEQUENCE_LENGTH) -> list[int]:
-    """Return the lengths of the padding sequences; only the last one may be shorter than `sequence_length`."""
+    """Return the lengths of the padding sequences. Only the last sequence may be shorter than `sequence_length`."""
     full, rest = divmod(padding_tokens, sequence_length)
     return [sequence_length] * full + [rest] * (rest > 0)
 
 
 def _filled(like: torch.Tensor, shape: list[int], value: bool | int | float, name: object) -> torch.Tensor:
-    """Return a tensor filled with `value`, with the dtype and device of `like`, expanded from a single element.
+    """Return a tensor of the given shape filled with `value`, with the dtype and device of `like`.
+
+    All elements share the memory of a single element.
 
     Raises:
-        ValueError: the dtype cannot hold the value.
+        ValueError: the dtype cannot represent the value.
     """
     if not value:
         return like.new_zeros(()).expand(shape)
@@ -682,10 +685,10 @@ def _filled(like: torch.Tensor, shape: list[int], value: bool | int | float, nam
 
 
 def unpack_sequences(packed: PackedSequences) -> TensorDict:
-    """Return a pack's samples, one row each, without padding.
+    """Return the samples of a pack without padding, one row per sample.
 
-    Per-token fields are jagged; other fields have their original form, bit for bit. Truncated samples contain only
-    their first tokens. `position_ids` are returned only if the samples had them.
+    Per-token fields are jagged. All other fields are restored to their original form, bit for bit. Truncated samples
+    contain only their first tokens. `position_ids` are returned only if the samples contained this field.
 
     Raises:
         ValueError: a sample has no tokens, so its values in repeated fields are lost.

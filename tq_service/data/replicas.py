@@ -1,8 +1,8 @@
-"""Ranks in torch.distributed: this process's DP rank, and replicas that get their batches from the first replica.
+"""Integration with torch.distributed: the DP rank of this process, and replicas that share batches.
 
-Processes that share a DP rank (tensor, pipeline or context parallel) need the same batches. Each process may fetch them
-itself, since repeated requests by a rank get the same answer. Alternatively, the first process fetches the batches and
-broadcasts them to the others.
+Processes with the same DP rank (tensor, pipeline or context parallel) need the same batches. Each process may fetch the
+batches itself, because repeated requests of a rank receive the same response. Alternatively, the first process fetches
+each batch and broadcasts it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
     Ranks = DeviceMesh | ProcessGroup
 
-# While the first replica waits for a batch, the other replicas wait in a collective. The first replica sends "waiting"
-# at this interval. Otherwise, a long wait would exceed the collective's timeout and end the trainer.
+# While the first replica waits for a batch, all other replicas wait in a collective. The first replica sends "waiting"
+# at this interval. Otherwise a long wait would exceed the collective's timeout and terminate the trainer.
 _SIGN_OF_WAITING_SECONDS: Final = 10.0
 
 
 def rank_and_size(group: Ranks) -> tuple[int, int]:
-    """Return this process's rank and the number of ranks; mesh dimensions are flattened in row-major order.
+    """Return the rank of this process and the number of ranks. Mesh dimensions are flattened in row-major order.
 
     Raises:
         InvalidArgumentError: this process does not belong to the mesh or group.
@@ -64,7 +64,7 @@ def world_group() -> dist.ProcessGroup | None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Placeholder for a tensor whose bytes begin at `start`."""
+    """A placeholder for a tensor, with the position of its bytes in a buffer."""
 
     start: int
     dtype: torch.dtype
@@ -77,13 +77,13 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatchLayout:
-    """A batch without its tensors; the tensors' bytes are sent separately, from device to device.
+    """A batch without the bytes of its tensors, which are sent separately from device to device.
 
     Attributes:
         index: the batch_index.
         meta: metadata of the samples.
         content: the columns, with placeholders for tensors.
-        size_bytes: bytes of all tensors, including the gaps between them.
+        size_bytes: total size of all tensors, including alignment gaps, in bytes.
         batch_bytes: `FetchedBatch.size_bytes` of the batch.
     """
 
@@ -94,7 +94,7 @@ class DeviceBatchLayout:
     batch_bytes: int
 
     def open(self, data: torch.Tensor) -> FetchedBatch:
-        """Return the batch, with its tensors as views of `data`, which has shape `(size_bytes,)`."""
+        """Return the batch with its tensors as views of `data`, which has shape `(size_bytes,)`."""
         content = self.content.replacing(_Place, lambda place: place.tensor(data))
         return FetchedBatch(index=self.index, data=build(content), meta=self.meta, measured_bytes=self.batch_bytes)
 
@@ -104,7 +104,7 @@ def _empty(size_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def lay_out_on(device: torch.device, batch: FetchedBatch) -> tuple[DeviceBatchLayout, torch.Tensor]:
-    """Return a batch's layout, and its bytes on a device; the current stream copies the bytes."""
+    """Return a batch's layout, and a buffer on the device to which the current stream copies the tensors."""
     content = flatten(batch.data)
     starts: dict[int, int] = {}
     end = 0
@@ -121,11 +121,11 @@ def lay_out_on(device: torch.device, batch: FetchedBatch) -> tuple[DeviceBatchLa
 
 
 _Message = BatchLayout | DeviceBatchLayout | End | ExceptionWrapper | Literal["waiting", "closed"]
-"""A batch layout, followed by its bytes; the end marker; an error; "waiting" for a batch; or "closed" for a stream."""
+"""A batch layout, which precedes the batch's bytes; an end marker; an error; "waiting" for a batch; or "closed"."""
 
 
 class ReplicaGroup:
-    """The replicas of a DP rank; the first replica fetches for all of them.
+    """The replicas of a DP rank. The first replica fetches batches for the group.
 
     Collectives run in the thread that reads the stream, in batch order. All replicas must read in the same sequence.
     """
@@ -149,7 +149,7 @@ class ReplicaGroup:
         self.asks = dist.get_rank(group) == 0
         # The config has the form "cpu:gloo,cuda:nccl".
         self._devices = [pair.partition(":")[0] for pair in str(dist.get_backend_config(group)).split(",")]
-        # The device from which CPU data is sent: the CPU if the group has a backend for it.
+        # CPU data is sent from this device. It is the CPU if the group has a backend for CPU tensors.
         self._device = torch.device("cpu" if "cpu" in self._devices else self._devices[0])
 
     def sends_from(self, device: torch.device) -> bool:
@@ -162,13 +162,13 @@ class ReplicaGroup:
         self._broadcast(data)
 
     def receive_there(self, message: DeviceBatchLayout, device: torch.device) -> FetchedBatch:
-        """Receive the bytes of a batch into the memory of a device."""
+        """Receive the bytes of a batch into device memory."""
         data = _empty(message.size_bytes, device)
         self._broadcast(data)
         return message.open(data)
 
     def send(self, message: _Message, parts: Sequence[Bytes] = ()) -> None:
-        """Send a message to all other replicas; a batch layout is followed by the batch's parts."""
+        """Send a message to all other replicas. For a batch layout, also send the parts of the batch."""
         self._exchange(message)
         if isinstance(message, BatchLayout):
             data = torch.empty(message.size_bytes, dtype=torch.uint8)
@@ -178,7 +178,7 @@ class ReplicaGroup:
             self._broadcast(data.to(self._device))
 
     def receive(self) -> tuple[_Message, Bytes]:
-        """Wait for the first replica's next message and, after a batch layout, for the batch's bytes."""
+        """Wait for the next message from the first replica. For a batch layout, also receive the batch's bytes."""
         message = self._exchange(None)
         data = torch.empty(message.size_bytes if isinstance(message, BatchLayout) else 0, dtype=torch.uint8)
         if isinstance(message, BatchLayout):
@@ -197,7 +197,7 @@ class ReplicaGroup:
 
 
 class ReplicaStream:
-    """A stream whose batches the first replica reads and broadcasts to the others.
+    """A stream of batches that the first replica reads and broadcasts to all other replicas.
 
     ::
 
@@ -205,13 +205,14 @@ class ReplicaStream:
                                                                   │ broadcast: layout and bytes; "waiting" every 10 s
         others                                           read() <─┘
 
-    If the first replica fails, all replicas raise its error.
+    If reading fails in the first replica, all replicas raise its error.
 
     Args:
         group: the replicas.
-        open_fetched: opens the inner stream, in the first replica.
+        open_fetched: function that opens the inner stream. Called only in the first replica.
         batch_index: batch_index of the first batch.
-        device: device of the inner stream's batches, to which the other replicas also receive them; None: the CPU.
+        device: device of the inner stream's batches, on which the other replicas also receive them. By default, batches
+            are on the CPU.
     """
 
     def __init__(
@@ -224,13 +225,13 @@ class ReplicaStream:
         self.next_index = batch_index
         self._group = group
         self._device = device
-        # Set by this replica's `close`, or when a read learns that the first replica has closed the stream.
+        # Set by `close`, or when a read finds that the first replica has closed its stream.
         self.closed = False
         self._inner = open_fetched() if group.asks else None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="tq-replicas")
 
     def read(self) -> FetchedBatch | End | None:
-        """Wait for the next batch or the end marker; return None after `close`."""
+        """Wait for the next batch or the end marker. Return None if the stream is closed."""
         got = self._receive() if self._inner is None else self._send(self._inner)
         if isinstance(got, FetchedBatch):
             self.next_index = got.index + 1

@@ -1,4 +1,4 @@
-"""Fetching a rank's batches: the request, the end marker, and streams that fetch and split batches in advance."""
+"""Fetching batches for a rank: the request, the end marker, and streams that prefetch and split batches."""
 
 from __future__ import annotations
 
@@ -33,42 +33,42 @@ if TYPE_CHECKING:
     from tq_service.step_times import StepTimes
 
 FetchBatch = Callable[..., tuple[Any, Any]]
-"""`fetch_batch_fn(**keywords) -> (data, meta)`; see `fetch_batch` for the keywords and the result."""
+"""`fetch_batch_fn(**keywords) -> (data, meta)`. See `fetch_batch` for the keyword arguments and the result."""
 
 OnWait = Callable[[WaitReason], object]
-"""Callback that receives the reason for a long wait; it runs in the fetching thread or process."""
+"""Callback that receives the reason for a long wait. It runs in the thread or process that fetches batches."""
 
 ClientFactory = Callable[[Any], Any]
-"""Function that opens the sync client for a fetching thread or worker, given the dataset's `address`."""
+"""Function that opens the sync client of a fetching thread or worker, given the dataset's `address`."""
 
-# Delay before the next call if fetch_batch_fn returned "not yet" immediately.
+# Delay before the next call if fetch_batch_fn returned "not_yet" immediately.
 _RETRY_SECONDS = 0.05
 
-# Upper limit of max_wait for one call. It keeps calls short, because only a later call requests the reason for a wait.
+# Upper limit of max_wait for a single call. Calls are short, because only a later call requests the reason for a wait.
 _LONGEST_CALL_SECONDS = 10.0
 _MOST_CLAIMED: Final = 64  # batches per call
 
 
 class StreamClosedError(Exception):
-    """The stream was closed while a caller waited for a batch."""
+    """The stream was closed while a caller was waiting for a batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamIdentity:
-    """The partition's incarnation and the task's epoch; batches with different identities must not be mixed."""
+    """A partition's incarnation and a task's epoch. All batches of a stream must have the same identity."""
 
     incarnation: bytes = b""
     epoch: int = 0
 
     @classmethod
     def of(cls, meta: Any) -> StreamIdentity:
-        """Return the identity in `meta`, which may have any type if fetch_batch_fn created it."""
+        """Return the identity in `meta`, which may have any type if it was created by fetch_batch_fn."""
         return cls(getattr(meta, "incarnation", b""), getattr(meta, "epoch", 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A point in a CUDA stream after which tensors are on the device.
+    """A point in a CUDA stream after which tensors are available on the device.
 
     Attributes:
         device: the CUDA device.
@@ -79,7 +79,7 @@ class Arrival:
     event: cuda.Event
 
     def take(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Make the current CUDA stream wait for the tensors, and keep their memory until the stream's work is done."""
+        """Make the current CUDA stream wait for the tensors. Keep their memory allocated while the stream uses them."""
         stream = cuda.current_stream(self.device)
         stream.wait_event(self.event)
         for tensor in tensors:
@@ -88,17 +88,17 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedBatch:
-    """One rank's part of a batch.
+    """The part of a batch that belongs to one rank.
 
     Attributes:
         index: the batch_index.
-        data: the TensorDict, or the data that fetch_batch_fn returned.
+        data: a TensorDict, or the data returned by fetch_batch_fn.
         meta: metadata of the samples in `data`.
-        micro_batches: the micro-batches if another thread splits them; otherwise None.
-        on_consumed: called when the consumer begins the batch; another batch may then be fetched in its place.
-        measured_bytes: `size_bytes` if already measured, or None.
-        arrival: for tensors on a device, the point after which they may be used; otherwise None.
-        spans: time spans of the batch's fetch stages.
+        micro_batches: the micro-batches if a background thread splits the batch, otherwise None.
+        on_consumed: called when the consumer begins the batch, so that another batch can be prefetched.
+        measured_bytes: value of `size_bytes` if already computed, otherwise None.
+        arrival: point in a CUDA stream after which device tensors are available. None for tensors on the CPU.
+        spans: time spans of the fetch stages.
     """
 
     index: int
@@ -112,7 +112,7 @@ class FetchedBatch:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the tensors, arrays, strings and images in `data` and its containers; other objects count as 0."""
+        """Size of all tensors, arrays, strings and images in `data`, including nested containers, in bytes."""
         if self.measured_bytes is not None:
             return self.measured_bytes
         return flatten(self.data).size_bytes if isinstance(self.data, TensorDict) else object_bytes(self.data)
@@ -124,8 +124,8 @@ class End:
 
     Attributes:
         identity: the partition's incarnation and the task's epoch.
-        counts: sample counts by outcome, identical on all ranks; None if fetch_batch_fn created the end marker.
-        spans: time spans of the last call's stages.
+        counts: number of samples per outcome, identical on all ranks. None if fetch_batch_fn created the end marker.
+        spans: time spans of the stages of the last call.
     """
 
     identity: StreamIdentity
@@ -135,14 +135,14 @@ class End:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExceptionWrapper:
-    """An error from another process and its traceback; an unpicklable error becomes a RuntimeError with its text."""
+    """An error from another process, with its traceback. An unpicklable error is converted to a RuntimeError."""
 
     error: Exception
     traceback: str
 
     @classmethod
     def of(cls, error: Exception) -> ExceptionWrapper:
-        """Wrap an exception that is being handled."""
+        """Wrap an exception. Call this while the exception is being handled."""
         text = "".join(traceback.format_exception(error))
         try:
             ForkingPickler.loads(ForkingPickler.dumps(error))
@@ -161,30 +161,30 @@ class BatchStream(Protocol):
 
     @property
     def next_index(self) -> int:
-        """Index of the batch that `read` returns next."""
+        """Index of the next batch that `read` returns."""
         ...
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """Whether the stream has been closed."""
         ...
 
     def read(self) -> FetchedBatch | End | None:
-        """Wait for the next batch or the end marker; return None after `close`. Raises fetching errors."""
+        """Wait for the next batch or the end marker. Return None if the stream is closed. Raises fetch errors."""
         ...
 
     def close(self) -> None:
-        """Stop fetching and drop the prefetched batches, which can be fetched again. Idempotent."""
+        """Stop fetching, and drop prefetched batches, which can be fetched again. Idempotent."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
-    """The claim arguments that all batches of a rank share, named as in `Client.claim`.
+    """Arguments shared by all claims of a rank. Most have the name and meaning of an argument of `Client.claim`.
 
     Additional attributes:
         read_options: additional arguments of `Client.get_data`, or None.
-        version_lag: how many batches may be planned ahead of the published version of `policy`; None: unlimited.
+        version_lag: how many batches may be planned ahead of the published version of `policy`, or None if unlimited.
         first_version: version of `policy` that trains on batch 0.
     """
 
@@ -218,7 +218,7 @@ class BatchRequest:
     policy: str = DEFAULT_POLICY
 
     def keywords(self, batch_index: int) -> dict[str, Any]:
-        """Return the keyword arguments for fetch_batch_fn, derived from the request and the batch_index."""
+        """Return the keyword arguments for requesting a batch from fetch_batch_fn."""
         named = {each.name: getattr(self, each.name) for each in fields(self)}
         lag, first, policy = (named.pop(name) for name in ("version_lag", "first_version", "policy"))
         given = ("layout", "max_uses", "unmatched", "least_members", "refill", "totals", "device", "read_options")
@@ -231,12 +231,12 @@ class BatchRequest:
 
 
 def end_warning(end: End, request: BatchRequest) -> str | None:
-    """Return a warning if samples were skipped (except cleared ones) or kept from earlier epochs; otherwise None.
+    """Return a warning about skipped samples or samples consumed in earlier epochs, or None if there are none.
 
-    Cleared samples cause no warning, because a task that starts late always misses most samples of a long-lived
-    partition. The decision depends only on the counts in the end marker, which are identical on all ranks. So either
-    all ranks raise an error or none does. The counts include samples consumed before this loader was created, so a
-    restart after the last batch is not an error.
+    Cleared samples alone cause no warning, because a task that starts late always misses most samples of a long-lived
+    partition. The result depends only on the counts in the end marker, which are identical on all ranks. Therefore
+    either all ranks raise an error or none does. The counts include samples consumed before this loader was created, so
+    restarting after the last batch is not an error.
 
     Raises:
         NothingDeliveredError: samples were inserted, but none was delivered to the task.
@@ -294,7 +294,7 @@ def _reasons(counts: EndCounts, request: BatchRequest) -> list[str]:
 
 
 class ClaimsAhead:
-    """A rank's batches that were claimed in the same call as an earlier batch and have not been fetched yet.
+    """Batches that were claimed together with an earlier batch but have not been fetched yet.
 
     Attributes:
         batch_count: maximum number of batches that the next call may claim.
@@ -307,7 +307,7 @@ class ClaimsAhead:
         self._metas: dict[int, BatchMeta] = {}
 
     def claim(self, client: Client, *, batch_index: int, **claim: Any) -> BatchMeta:
-        """Return a batch claimed earlier, or claim the batch and up to `batch_count - 1` ready batches after it."""
+        """Return a batch that is already claimed, or claim it with up to `batch_count - 1` later batches if ready."""
         if batch_index in self._metas:
             return self._metas.pop(batch_index)
         if self.batch_count > 1:
@@ -330,10 +330,10 @@ def fetch_batch(
     ahead: ClaimsAhead | None = None,
     **claim: Any,
 ) -> tuple[TensorDict | None, BatchMeta]:
-    """Claim one batch and fetch its data; the default `fetch_batch_fn`.
+    """Claim a batch and fetch its data. This is the default `fetch_batch_fn`.
 
-    A function that replaces `fetch_batch` is called with keyword arguments only. It should accept `**others`, since
-    later versions may add keywords. The keywords are:
+    A custom `fetch_batch_fn` is called with keyword arguments only. It should accept `**others`, because later versions
+    may add keywords. The keywords are:
 
     - always: `client` (a sync client of the calling thread or worker), `batch_index`, `partition_id`, `task_name`,
       `data_fields`, `batch_size`, `micro_batch_size`, `dp_rank`, `dp_size`, `sampler`, `sampler_config`, `where`,
@@ -342,14 +342,15 @@ def fetch_batch(
     - if passed to the dataset: `layout`, `max_uses`, `unmatched`, `least_members`, `refill`, `max_refills`, `totals`
       and `read_options` (additional arguments of `Client.get_data`, including the slices of a context-parallel rank);
     - if the dataset has a `version_lag`: `not_before_version` and `policy`;
-    - if the loader has a `device` and fetches in this process: `device`; data returned on the CPU is uploaded;
-    - during a long wait: `explain` (True), which requests the reason as the answer's `waiting_for`.
+    - if the loader has a `device` and fetches in this process: `device`. If the function returns data on the CPU, the
+      loader uploads it;
+    - during a long wait: `explain` (True), which requests the reason in the response's `waiting_for`.
 
-    Only `fetch_batch` itself receives `ahead`, the batches that it has claimed but not fetched.
+    Only `fetch_batch` itself receives `ahead`, the batches that are claimed but not fetched.
 
     Returns:
-        The data and its meta. If the meta's status is "batch", the data must not be None. After "not_yet", the function
-        is called again; after "end", iteration ends. `(None, None)` is equivalent to "not_yet".
+        The data and its meta. If the meta's status is "batch", the data must not be None. If it is "not_yet", the
+        loader calls the function again. If it is "end", iteration ends. `(None, None)` is equivalent to "not_yet".
     """
     ahead = ahead or ClaimsAhead()
     meta = ahead.claim(client, max_wait=max_wait, timeout=timeout, **claim)
@@ -361,14 +362,14 @@ def fetch_batch(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSource:
-    """The service that provides the batches, and the request sent to it; picklable if its functions are.
+    """The service that provides the batches, and the request sent to it. Picklable if its functions are picklable.
 
     Attributes:
         address: address of the service.
-        request: the rank's claim arguments.
+        request: claim arguments of the rank.
         fetch_batch_fn: function that fetches a batch.
         on_wait: called with the reason for a long wait.
-        client_factory: function that opens the client; None: `Client` with `client_options`.
+        client_factory: function that opens the client. By default, `Client` is called with `client_options`.
         client_options: token, tls, insecure and namespace.
     """
 
@@ -384,7 +385,7 @@ class BatchSource:
         return replace(self, request=replace(self.request, partition_id=partition_id))
 
     def of_version(self, first_version: int) -> BatchSource:
-        """Return a copy of this source with another `first_version`."""
+        """Return a copy of this source with a different `first_version`."""
         return replace(self, request=replace(self.request, first_version=first_version))
 
     def to_device(self, device: Any) -> BatchSource:
@@ -392,7 +393,7 @@ class BatchSource:
         return replace(self, request=replace(self.request, device=device))
 
     def open_client(self) -> Any:
-        """Return a new sync client."""
+        """Open a new sync client."""
         if self.client_factory is not None:
             return self.client_factory(self.address)
         from tq_service.client import Client  # noqa: PLC0415  (a client_factory makes it unnecessary)
@@ -401,15 +402,15 @@ class BatchSource:
 
 
 class BatchFetcher:
-    """Fetches a source's batches with its own sync client. Only one thread may use it.
+    """Fetches batches with its own sync client. Only one thread may use a fetcher.
 
     All batches must have the incarnation and epoch of the first batch. If the partition is cleared and created again,
     or the task is reset, the next fetch raises an error. A stream therefore never continues in the middle of another
     incarnation or epoch.
 
     Attributes:
-        fetched_until: index after the last batch that was fetched or claimed in advance.
-        closed: whether `close` was called.
+        fetched_until: index after the last batch that has been fetched or claimed in advance.
+        closed: whether the fetcher has been closed.
     """
 
     def __init__(
@@ -434,9 +435,9 @@ class BatchFetcher:
 
         Args:
             batch_index: index of the batch.
-            is_wanted: called before each claim; when it returns false, the wait ends.
-            batch_count: maximum number of batches that one call may claim, starting with this one. Later `fetch` calls
-                return the additional batches.
+            is_wanted: called before each claim. If it returns false, the wait ends.
+            batch_count: maximum number of batches to claim in a single call, starting with this batch. Later `fetch`
+                calls return the additional batches.
 
         Raises:
             StreamClosedError: the batch is no longer wanted.
@@ -455,7 +456,7 @@ class BatchFetcher:
             self._client = self._source.open_client()
         reports, request = WaitReports(), self._source.request
         max_wait = min(request.max_wait, _LONGEST_CALL_SECONDS)
-        # With a version lag, batches are claimed one by one, because each waits for a different version.
+        # With a version lag, batches are claimed individually, because each batch waits for a different version.
         self._ahead.batch_count = min(batch_count, _MOST_CLAIMED) if request.version_lag is None else 1
         claiming = {"ahead": self._ahead} if self._source.fetch_batch_fn is fetch_batch else {}
         while is_wanted():
@@ -494,14 +495,14 @@ class BatchFetcher:
         raise StreamClosedError
 
     def close(self) -> None:
-        """Close the client, which ends any call in progress in another thread. Idempotent."""
+        """Close the client. This ends any call in progress in another thread. Idempotent."""
         self.closed = True
         if self._client is not None:
             self._client.close()
 
 
 class InlineStream(BatchFetcher):
-    """A stream that fetches in the reader's thread."""
+    """A stream that fetches each batch in the thread that reads it."""
 
     def __init__(
         self,
@@ -524,7 +525,7 @@ OnBegun = Callable[[int], None]
 S = TypeVar("S", bound="Fetcher | BatchStream")
 T = TypeVar("T")
 
-# Maximum seconds to wait for the threads when a stream is closed. A thread in a call ends when the call returns.
+# Maximum seconds to wait for the threads when a stream is closed. Threads end when their current call returns.
 _JOIN_SECONDS: Final = 5.0
 _MICRO_BATCHES_AHEAD: Final = 2
 
@@ -532,17 +533,17 @@ _MICRO_BATCHES_AHEAD: Final = 2
 class PrefetchLimit:
     """Limits the number and total size of prefetched batches.
 
-    A batch counts as ahead from `begin` to `consume`. Until `arrive` reports its size, a batch is assumed to be as
-    large as the largest batch that has arrived. Before the first batch arrives, only one batch may be in flight. The
-    batches ahead therefore stay within `max_bytes` unless a batch is larger than all earlier batches. Such a batch may
-    exceed the limit by the difference between its size and the largest earlier size. If no batch is ahead, the next
-    batch is admitted regardless of its size, because the consumer waits for it.
+    A batch counts as prefetched from `begin` to `consume`. Until `arrive` reports its size, a batch is assumed to be as
+    large as the largest batch that has arrived. Before the first arrival, only one batch may be in flight. The total
+    size therefore exceeds `max_bytes` only if a batch is larger than all earlier batches. The excess is at most the
+    difference between its size and the previous maximum. If no batch is prefetched, the next batch is admitted
+    regardless of its size, because the consumer waits for it.
 
-    Not thread-safe; the owner must lock it.
+    Not thread-safe. The owner must hold a lock.
 
     Args:
-        max_batches: maximum number of batches ahead.
-        max_bytes: maximum bytes of the batches ahead.
+        max_batches: maximum number of prefetched batches.
+        max_bytes: maximum total size of the prefetched batches, in bytes.
     """
 
     def __init__(self, max_batches: int, max_bytes: int) -> None:
@@ -566,46 +567,46 @@ class PrefetchLimit:
         return max(0, min(by_number, by_bytes))
 
     def begin(self) -> None:
-        """Count a batch as in flight."""
+        """Record that a batch is in flight."""
         self._under_way += 1
 
     def arrive(self, size_bytes: int) -> None:
-        """Count a batch in flight as arrived, and record its size."""
+        """Record that a batch in flight has arrived, and its size."""
         self._under_way -= 1
         self._arrived += 1
         self._arrived_bytes += size_bytes
         self._largest_bytes = max(self._largest_bytes or 0, size_bytes)
 
     def consume(self, size_bytes: int) -> None:
-        """Count an arrived batch as no longer ahead."""
+        """Record that an arrived batch has been consumed."""
         self._arrived -= 1
         self._arrived_bytes -= size_bytes
 
 
 class PrefetchQueue(Generic[T]):
-    """A bounded queue of numbered items for one reader and several writers.
+    """A bounded queue of numbered items, with one reader and several writers.
 
-    Writers begin items in numerical order and may put them in any order; the reader gets them in numerical order.
+    Writers begin items in numerical order and may put them in any order. The reader receives items in numerical order.
 
     Attributes:
-        closed: whether `close` was called.
+        closed: whether the queue has been closed.
     """
 
     def __init__(self, limit: PrefetchLimit) -> None:
         self._limit = limit
-        # The condition's lock is reentrant, because a finalizer may call `close` in a thread that already holds the
+        # The condition uses a reentrant lock, because a finalizer may call `close` in a thread that already holds the
         # lock.
         self._changed = threading.Condition()
         self._items: dict[int, T] = {}
         self._begun_count = self._read_count = 0
-        # Number at which the queue ends, and the error, if any.
+        # Number at which the queue ends, and the error to raise, if any.
         self._end: tuple[int, BaseException | None] | None = None
         self.closed = False
 
     def begin(self, on_begun: OnBegun = lambda number: None) -> int | None:
-        """Wait until the limit admits another item, and return its number; return None if the queue has ended.
+        """Wait until the limit admits another item, and return the item's number. Return None if the queue has ended.
 
-        `on_begun` is called with the number before another writer can begin the next item; the callback must not block.
+        `on_begun` is called with the number before any other writer can begin an item. The callback must not block.
         """
         with self._changed:
             self._changed.wait_for(lambda: self.closed or self._end or self._limit.admits())
@@ -626,19 +627,19 @@ class PrefetchQueue(Generic[T]):
 
     @contextmanager
     def filling(self, number: int) -> Iterator[None]:
-        """Run a block that creates the item with this number; an error in the block ends the queue at this number."""
+        """Context manager for creating the item with this number. An error in the block ends the queue there."""
         try:
             yield
         except StreamClosedError:
             self.end(number)
-        except BaseException as error:  # the error is raised in the reader, whatever its type
+        except BaseException as error:  # the reader raises the error, whatever its type
             self.end(number, error)
 
     def put(self, number: int, item: T, size_bytes: int = 0, on_begun: OnBegun | None = None) -> int | None:
-        """Add a begun item, or drop it if the queue is closed.
+        """Add an item that has begun, or drop it if the queue is closed.
 
-        With `on_begun`, also begin the writer's next item, as `begin` does, before other writers can begin theirs, and
-        return its number; return None if the limit does not admit another item now.
+        With `on_begun`, also begin the writer's next item atomically, before any other writer can begin one, and return
+        its number. Return None if the limit does not admit another item at the moment.
         """
         with self._changed:
             self._limit.arrive(size_bytes)
@@ -648,16 +649,16 @@ class PrefetchQueue(Generic[T]):
             return None if on_begun is None else self._begin_now(on_begun)
 
     def end(self, number: int, error: BaseException | None = None) -> None:
-        """End the queue at this number. The reader gets all earlier items, and then raises the error, if any."""
+        """End the queue at this number. After receiving all earlier items, the reader raises the error, if any."""
         with self._changed:
             if self._end is None or number < self._end[0]:
                 self._end = number, error
             self._changed.notify_all()
 
     def get(self) -> T | None:
-        """Wait for the next item; return None after the last one.
+        """Wait for the next item. Return None after the last item.
 
-        The item counts as ahead until `on_consumed` is called, since the reader may begin processing it later.
+        The item counts as prefetched until `on_consumed` is called, because the reader may begin processing it later.
         """
 
         def is_over() -> bool:
@@ -676,13 +677,13 @@ class PrefetchQueue(Generic[T]):
             return None
 
     def on_consumed(self, size_bytes: int = 0) -> None:
-        """Count an item of this size as consumed, so another item may be admitted."""
+        """Record that an item of this size has been consumed, which may allow another item to begin."""
         with self._changed:
             self._limit.consume(size_bytes)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Drop the items and wake all waiting readers and writers. Idempotent."""
+        """Drop all items, and wake all waiting readers and writers. Idempotent."""
         with self._changed:
             self.closed = True
             self._items.clear()
@@ -690,13 +691,13 @@ class PrefetchQueue(Generic[T]):
 
 
 class _QueuedStream(Generic[S, T]):
-    """A stream that reads from a queue filled by background threads, one per source.
+    """A stream that reads from a queue. Background threads, one for each source, fill the queue.
 
-    The threads refer only to the queue and the sources, never to the stream. An abandoned stream can therefore be
+    The threads refer only to the queue and the sources, not to the stream. An abandoned stream can therefore be
     garbage-collected, which ends its threads.
 
     Attributes:
-        next_index: index of the batch that `read` returns next.
+        next_index: index of the next batch that `read` returns.
     """
 
     def __init__(
@@ -720,44 +721,44 @@ class _QueuedStream(Generic[S, T]):
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """Whether the stream has been closed."""
         return self._queue.closed
 
     def close(self) -> None:
-        """End the threads and drop the queued items. Idempotent."""
+        """End the threads, and drop all queued items. Idempotent."""
         self._end()
 
 
 def _end(queue: PrefetchQueue[Any], sources: Sequence[Fetcher | BatchStream], threads: list[threading.Thread]) -> None:
     """Close a queue and its sources, and wait for the threads."""
-    # Close the queue first. Otherwise the reader could mistake None for the end, or report the error of a call that was
-    # interrupted because its source was closed.
+    # Close the queue first. Otherwise the reader could mistake None for the end, or raise the error of a call that was
+    # interrupted by closing its source.
     queue.close()
     for source in sources:
         source.close()
     deadline = time.monotonic() + _JOIN_SECONDS  # one deadline for all threads
     for thread in threads:
-        # The garbage collector may run this finalizer in one of these threads, which cannot join itself.
+        # The garbage collector may run this finalizer in one of the threads, and a thread cannot join itself.
         if threading.current_thread() is not thread:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class Fetcher(Protocol):
-    """Fetches batches in the calling thread or in a worker process."""
+    """Interface for fetching batches, in the calling thread or in a worker process."""
 
     @property
     def fetched_until(self) -> int:
-        """Index after the last batch that was fetched or claimed in advance."""
+        """Index after the last batch that has been fetched or claimed in advance."""
         ...
 
     def request(self, batch_index: int) -> None:
-        """Announce the batch that the next `fetch` call will return. Called in batch order; does not block."""
+        """Announce the batch that will be fetched next. Called in batch order. Does not block."""
         ...
 
     def fetch(self, batch_index: int, is_wanted: Callable[[], bool], batch_count: int) -> FetchedBatch | End:
-        """Wait for a batch or the end marker; raise StreamClosedError once the batch is no longer wanted.
+        """Wait for a batch or the end marker. Raise StreamClosedError if the batch is no longer wanted.
 
-        May claim up to `batch_count` batches in one call, starting with this one.
+        A single call may claim up to `batch_count` batches, starting with this batch.
         """
         ...
 
@@ -775,7 +776,7 @@ class PrefetchStream(_QueuedStream[Fetcher, FetchedBatch | End]):
                                              ^                       ├─ error ──> read() raises it
                                    on_consumed of a batch            └─ close() or garbage collection: threads end
 
-    Each thread fetches the next batch that no other thread has begun; `read` returns the batches in order.
+    Each thread fetches the next batch that has not begun. `read` returns the batches in order.
     """
 
     def __init__(self, fetchers: Sequence[Fetcher], batch_index: int, limit: PrefetchLimit) -> None:
@@ -787,7 +788,7 @@ class PrefetchStream(_QueuedStream[Fetcher, FetchedBatch | End]):
         return max(fetcher.fetched_until for fetcher in self._sources)
 
     def read(self) -> FetchedBatch | End | None:
-        """Wait for the next batch or the end marker; return None after `close`. Raises a thread's error unchanged."""
+        """Wait for the next batch or the end marker. Return None if the stream is closed. Re-raises fetch errors."""
         fetched = self._queue.get()
         if isinstance(fetched, FetchedBatch):
             self.next_index += 1
@@ -810,25 +811,24 @@ def _fetch_ahead(first_index: int, fetcher: Fetcher, queue: PrefetchQueue[Fetche
                     queue.put(number, fetched)
                     queue.end(number + 1)
                 else:
-                    # This fetcher begins the next batch immediately. Otherwise a fetcher whose worker is still starting
-                    # could begin, and thus delay, a batch that the reader needs soon.
+                    # Begin this fetcher's next batch immediately. Otherwise a fetcher whose worker is still starting
+                    # could begin this batch and delay it, although the reader needs it soon.
                     size_bytes = fetched.size_bytes
                     fetched = replace(fetched, on_consumed=partial(queue.on_consumed, size_bytes))
                     following = queue.put(number, fetched, size_bytes, request)
-                del fetched  # do not keep the batch alive while waiting for the limit
+                del fetched  # release the batch before waiting for the limit
     finally:
-        # The client may have been opened after the stream was closed. If the queue ended but the stream is open, other
-        # fetchers of the same worker may still wait for the end marker, so this fetcher is closed later, with the
-        # stream.
+        # The client may have been opened after the stream was closed. If the queue has ended but the stream is open,
+        # close the fetcher later, with the stream. Other fetchers of the same worker may still wait for the end marker.
         if queue.closed:
             fetcher.close()
 
 
 @dataclass(frozen=True, slots=True)
 class _Prefetched:
-    """A queue item: a micro-batch (the first one also carries its batch) or the end marker.
+    """A queue item that contains a micro-batch, the end marker, or a batch without micro-batches.
 
-    A batch without micro-batches is represented by one item that carries only the batch.
+    The first micro-batch of a batch is accompanied by the batch itself.
     """
 
     micro_batches: tuple[Any, ...]
@@ -837,7 +837,7 @@ class _Prefetched:
 
 
 class MicroBatchPrefetcher(_QueuedStream[BatchStream, _Prefetched]):
-    """A stream that reads batches from another stream and splits them into micro-batches ahead of the reader.
+    """A stream that reads batches from another stream and splits them into micro-batches in the background.
 
     Lifecycle::
 
@@ -849,13 +849,16 @@ class MicroBatchPrefetcher(_QueuedStream[BatchStream, _Prefetched]):
     """
 
     def __init__(self, inner: BatchStream, split: Callable[[FetchedBatch], Iterator[Any]]) -> None:
-        # First item of the next batch; its arrival shows that the previous batch has no more micro-batches.
+        # First item of the next batch. Its arrival shows that the previous batch has no more micro-batches.
         self._begun: _Prefetched | None = None
         limit = PrefetchLimit(_MICRO_BATCHES_AHEAD, sys.maxsize)
         super().__init__(inner.next_index, [inner], limit, partial(_split_ahead, split), "tq-split-ahead")
 
     def read(self) -> FetchedBatch | End | None:
-        """Skip the rest of the previous batch and wait for the next batch or the end marker; None after `close`."""
+        """Skip the rest of the current batch, and wait for the next batch or the end marker.
+
+        Return None if the stream is closed.
+        """
         while self._begun is None:
             if (item := self._get()) is None:
                 return None
@@ -871,13 +874,14 @@ class MicroBatchPrefetcher(_QueuedStream[BatchStream, _Prefetched]):
 
     def _get(self) -> _Prefetched | None:
         item = self._queue.get()
-        # A batch's first micro-batch counts as ahead until the batch is consumed, later ones only until they are read.
+        # The first micro-batch counts as prefetched until its batch is consumed. Later micro-batches count until they
+        # are read.
         if item is not None and not isinstance(item.begins, FetchedBatch):
             self._queue.on_consumed()
         return item
 
     def _on_consumed(self, on_inner_consumed: Callable[[], None] | None) -> None:
-        # Notify the inner stream first, because the splitting thread competes with this thread once it may continue.
+        # Notify the inner stream first. Once notified, the splitting thread competes with this thread for the CPU.
         if on_inner_consumed is not None:
             on_inner_consumed()
         self._queue.on_consumed()
@@ -899,7 +903,7 @@ def _split_ahead(
     split: Callable[[FetchedBatch], Iterator[Any]], inner: BatchStream, queue: PrefetchQueue[_Prefetched]
 ) -> None:
     items = _items_of(inner, split)
-    # Count each item as ahead before it is created.
+    # Each item counts as prefetched before it is created.
     while (number := queue.begin()) is not None:
         with queue.filling(number):
             item = next(items, None)
@@ -918,8 +922,8 @@ def _items_of(inner: BatchStream, split: Callable[[FetchedBatch], Iterator[Any]]
         began_at = time.perf_counter()
         micro_batches = split(batch)
         yield _Prefetched(_next_of(micro_batches), batch, _split_since(began_at))
-        del batch  # the iterator keeps the batch alive until the last micro-batch is created
-        # Unlike a loop, this does not keep micro-batches alive.
+        del batch  # the iterator keeps the batch alive until it has created the last micro-batch
+        # A for loop would keep micro-batches alive.
         yield from iter(partial(_next_item, micro_batches), None)
 
 
@@ -934,5 +938,5 @@ def _split_since(began_at: float) -> tuple[Span, ...]:
 
 
 def _next_of(micro_batches: Iterator[Any]) -> tuple[Any, ...]:
-    """Return the next micro-batch in a tuple, or an empty tuple after the last one."""
+    """Return the next micro-batch in a tuple, or an empty tuple if there are no more micro-batches."""
     return tuple(itertools.islice(micro_batches, 1))

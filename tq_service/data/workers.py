@@ -1,4 +1,4 @@
-"""Worker processes that fetch a rank's batches for a `PrefetchStream`, and serialization of batches.
+"""Worker processes that fetch batches for a `PrefetchStream`, and the serialization of batches.
 
 Lifecycle::
 
@@ -8,18 +8,17 @@ Lifecycle::
           close() ──────────────────> the worker ends its call and idles until a fetcher of the next stream uses it
     pool.close() or garbage collection ──> workers end
 
-The parent does all bookkeeping. A worker receives only the requests for its own batches.
+The parent process does all bookkeeping. A worker receives only the requests for its own batches.
 
 A batch is sent as contiguous bytes. The worker copies these bytes once into a shared buffer, from which the parent
-reads them without another copy. The first replica of a rank broadcasts a batch to the other replicas in the same form.
-The bytes contain the columns' tensors in sequence, and the receiver's tensors are views of these bytes. The meta and
-all objects are pickled. Tensors within objects are unpickled into separate memory, since a micro-batch does not copy
-them.
+reads them without another copy. When the first replica of a rank broadcasts a batch, it uses the same format. The bytes
+contain the tensors of all columns in sequence, and the tensors on the receiving side are views of these bytes. The meta
+and all objects are pickled. Tensors within objects are unpickled into memory of their own, because a micro-batch does
+not copy them.
 
-A shared buffer is an anonymous file. The worker sends the file descriptor once, with the first batch in the buffer, and
-the parent keeps the buffer mapped. After the parent has freed its last tensor in the buffer, its next request reports
-this, and the worker may then reuse the buffer. Reuse is faster, because touching new pages costs more than copying data
-into them.
+A shared buffer is an anonymous file. The worker sends its file descriptor once, with the first batch in the buffer, and
+the parent keeps the buffer mapped. When the parent has freed its last tensor in the buffer, its next request reports
+this, and the worker may reuse the buffer. Reuse is faster, because touching new pages costs more than copying data.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ from tq_service.wire.mapping import Bytes, Mapping
 
 _ALIGNMENT: Final = 64
 _GRAIN_BYTES: Final = 1 << 20
-# Maximum ratio of a buffer's size to its content's size, since batches are similar in size but not equal.
+# Maximum ratio of buffer size to content size. Batches are similar in size but not equal.
 _MOST_SLACK: Final = 1.5
 _KEPT_COUNT: Final = 2
 
@@ -82,8 +81,8 @@ class BatchLayout:
 
     Attributes:
         index: the batch_index.
-        places: byte positions of the begin and end of each part: first the pickle, then the columns' tensors.
-        batch_bytes: `FetchedBatch.size_bytes` of the batch, which is sent because computing it again would visit every
+        places: start and end of each part in bytes. The first part is the pickle, and the column tensors follow.
+        batch_bytes: `FetchedBatch.size_bytes` of the batch. It is sent because computing it again would visit every
             object.
     """
 
@@ -93,7 +92,7 @@ class BatchLayout:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all parts, including the gaps between them."""
+        """Total size of all parts in bytes, including the gaps between them."""
         return self.places[-1][1]
 
 
@@ -118,7 +117,7 @@ def lay_out(batch: FetchedBatch) -> tuple[BatchLayout, list[Bytes]]:
 
 
 def open_batch(layout: BatchLayout, data: Bytes) -> FetchedBatch:
-    """Return the batch in `data`. Its tensors are views of `data`, and keep the buffer from being overwritten."""
+    """Deserialize a batch. Its tensors are views of `data`, so the buffer is not overwritten while they exist."""
     pickled, *tensors = (data[begin:end] for begin, end in layout.places)
     meta, content = pickle.loads(pickled.data, buffers=tensors)  # noqa: S301  (from a process of this program)
     return FetchedBatch(
@@ -130,12 +129,13 @@ def open_batch(layout: BatchLayout, data: Bytes) -> FetchedBatch:
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler for batches: pickles the columns' tensors out of band, and tensors within objects in band."""
+    """A pickler for batches. Column tensors are pickled out of band, and tensors within objects are pickled in band."""
 
     def __init__(self, file: io.BytesIO, columns: Iterable[torch.Tensor | list[Any]]) -> None:
         self.beside: list[pickle.PickleBuffer] = []
-        # Not a bound method: CPython 3.11 may crash if the garbage collector, rather than a reference count, frees a
-        # PickleBuffer of a memoryview. So no reference cycle may contain a PickleBuffer, and each one wraps an array.
+        # Do not use a bound method. CPython 3.11 may crash if the garbage collector, rather than reference counting,
+        # frees a PickleBuffer of a memoryview. So no reference cycle may contain a PickleBuffer, and each PickleBuffer
+        # wraps an array.
         super().__init__(file, protocol=5, buffer_callback=partial(_is_inside, self.beside))
         self._ids_beside = {id(each) for part in columns for each in (part if isinstance(part, list) else (part,))}
 
@@ -156,7 +156,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _is_inside(beside: list[pickle.PickleBuffer], buffer: pickle.PickleBuffer) -> bool:
-    """Return whether a buffer is stored in the pickle, as the buffers of NumPy arrays are."""
+    """Return whether a buffer is stored inside the pickle. This is the case for buffers of NumPy arrays."""
     return not beside or buffer is not beside[-1]
 
 
@@ -170,9 +170,9 @@ class SharedBatch:
 
     Attributes:
         layout: layout of the batch in the buffer.
-        buffer_id: the buffer's descriptor in the worker.
-        buffer_bytes: size of the buffer.
-        is_new: whether the buffer is new, in which case its descriptor is sent next.
+        buffer_id: file descriptor of the buffer in the worker.
+        buffer_bytes: size of the buffer in bytes.
+        is_new: whether the buffer is new. If so, its descriptor is sent next.
         retired: ids of buffers that the worker has closed.
     """
 
@@ -184,7 +184,7 @@ class SharedBatch:
 
 
 class SharedBufferWriter:
-    """The worker's side of its shared buffers. Only the worker's main thread may use it."""
+    """Manages shared buffers in a worker. Only the worker's main thread may use it."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, int] = {}
@@ -194,7 +194,7 @@ class SharedBufferWriter:
         """Write a batch into an idle or new buffer.
 
         Raises:
-            OSError: the system ran out of memory or descriptors.
+            OSError: the system ran out of memory or file descriptors.
             Exception: an object could not be pickled.
         """
         layout, parts = lay_out(batch)
@@ -217,21 +217,21 @@ class SharedBufferWriter:
         return SharedBatch(layout, buffer, self._sizes[buffer], is_new, retired)
 
     def release(self, buffer_ids: Sequence[int]) -> None:
-        """Make buffers that the parent has released available again; the latest one is reused first."""
+        """Mark buffers that the parent has released as idle. The most recently released buffer is reused first."""
         self._idle.extendleft(buffer_ids)
 
 
 class SharedBufferReader:
-    """The parent's side of one worker's shared buffers.
+    """Manages a worker's shared buffers in the parent process.
 
     Args:
-        device: device that batches are copied to; buffers are pinned for it. None: buffers are not pinned.
+        device: device to which batches are copied. If given, buffers are pinned for this device.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
         self._mappings: dict[int, Mapping] = {}
-        # Finalizers may append at any time, in any thread; a deque needs no lock for this.
+        # Finalizers may append at any time and in any thread. A deque needs no lock for this.
         self._released: deque[int] = deque()
 
     def open(self, shared: SharedBatch, descriptor: int | None) -> Bytes:
@@ -239,14 +239,14 @@ class SharedBufferReader:
 
         Args:
             shared: the batch in the buffer.
-            descriptor: descriptor of a new buffer, which this method closes; None: the buffer is already mapped.
+            descriptor: descriptor of a new buffer, which this method closes. None if the buffer is already mapped.
         """
-        # The worker retires only released buffers, so these mappings are no longer used by any array.
+        # The worker retires only released buffers, so no array uses these mappings anymore.
         for buffer_id in shared.retired:
             del self._mappings[buffer_id]
         if descriptor is not None:
             try:
-                # Populate all pages when mapping, because a page fault per page would take several times as long.
+                # Populate all pages when mapping, because page faults for each page would take several times as long.
                 self._mappings[shared.buffer_id] = Mapping(descriptor, is_shared=True, is_populated=True)
             finally:
                 os.close(descriptor)
@@ -257,7 +257,7 @@ class SharedBufferReader:
         return array
 
     def take_released(self) -> tuple[int, ...]:
-        """Return the ids of the buffers released since the last call."""
+        """Return the ids of the buffers that have been released since the last call."""
         return tuple(self._released.popleft() for _ in range(len(self._released)))
 
 
@@ -283,7 +283,7 @@ _OF_MAIN: Final = (
     'again. Put the program\'s code under `if __name__ == "__main__":`, or move the function into a module'
 )
 
-# Maximum seconds to wait for a worker to end; it ends immediately unless a fetch_batch_fn blocks it.
+# Maximum seconds to wait for a worker to end. It ends immediately unless it is blocked in a fetch_batch_fn.
 _JOIN_SECONDS = 5.0
 
 
@@ -293,16 +293,16 @@ class WorkerDiedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchRequest:
-    """A message to a worker: fetch a batch.
+    """A request to a worker to fetch a batch.
 
     Attributes:
         stream: number of the requesting stream.
-        partition_id: the partition to fetch from.
+        partition_id: partition to fetch from.
         first_version: policy version that trains on batch 0 of the partition.
         batch_index: index of the batch.
-        identity: the identity that the batch must have, if known.
+        identity: identity that the batch must have, if known.
         released: ids of the worker's buffers that may be overwritten.
-        step_times: breakdown of the trainer's last steps, to be reported to the service.
+        step_times: breakdown of the trainer's last steps, which the client reports to the service.
     """
 
     stream: int
@@ -316,20 +316,20 @@ class FetchRequest:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """A message to a worker: batches of `stream` and of earlier streams are no longer wanted."""
+    """A notification to a worker that batches of `stream` and of earlier streams are no longer wanted."""
 
     stream: int
 
 
 @dataclass(frozen=True, slots=True)
 class FetchReply:
-    """A message from a worker: the result of a request. Each request gets one reply.
+    """A worker's reply to a request. Each request gets exactly one reply.
 
     Attributes:
-        content: the batch (followed by its buffer's descriptor if the buffer is new), an error, the end marker, or None
-            if the batch is no longer wanted.
+        content: the batch, an error, or the end marker. None if the batch is no longer wanted. If a batch is in a new
+            buffer, the buffer's descriptor is sent next.
         notes: activity of the worker's client since the previous reply, for the parent's probes.
-        spans: time spans of the batch's fetch stages.
+        spans: time spans of the stages of the fetch.
     """
 
     content: SharedBatch | ExceptionWrapper | End | None
@@ -339,18 +339,17 @@ class FetchReply:
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """The parent's record of a worker process.
+    """The parent's state for a worker process.
 
     Attributes:
         process: the worker process.
         connection: connection to the process.
-        needs_main: whether the process runs the main module when it starts.
+        needs_main: whether the process runs the main module on startup.
         buffers: shared buffers of the process.
-        has_replied: whether the process has replied to a request.
-        last_received: set once the reply to the latest request is received, or lost with the process. Replies arrive in
-            the order of the requests, including replies for closed streams.
-        sending: lock that is held while a message is sent. Reentrant, because a finalizer may close a fetcher during a
-            request.
+        has_replied: whether the process has replied to any request.
+        last_received: set when the reply to the latest request has been received, or lost with the process. Replies
+            arrive in the order of the requests, including replies for closed streams.
+        sending: lock for sending a message. It is reentrant, because a finalizer may close a fetcher during a request.
     """
 
     process: BaseProcess
@@ -365,11 +364,11 @@ class _Worker:
         self.last_received.set()
 
     def send(self, message: FetchRequest | Stop | None) -> None:
-        with self.sending, suppress(OSError):  # the process has ended; `receive` raises the error
+        with self.sending, suppress(OSError):  # raised if the process has ended; `receive` reports this
             self.connection.send(message)
 
     def receive(self) -> tuple[FetchReply, Bytes | None]:
-        """Wait for the reply to a request, and return the reply with the bytes of its batch, if any.
+        """Wait for the reply to a request. Return the reply, and the bytes of its batch, if any.
 
         Raises:
             WorkerDiedError: the process has ended.
@@ -387,7 +386,7 @@ class _Worker:
         except (EOFError, OSError) as error:
             self.process.join(_JOIN_SECONDS)
             code = self.process.exitcode
-            # Unpickling the source or running the main module failed before the first reply.
+            # Either the source could not be unpickled or the main module failed before the first reply.
             is_of_main = self.needs_main and code == 1 and not self.has_replied
             why = _OF_MAIN if is_of_main else "(-9 often means out of memory); the next iterator starts new workers"
             raise WorkerDiedError(f"worker process {self.process.pid} died with exit code {code} {why}") from error
@@ -397,7 +396,7 @@ class WorkerPool:
     """Worker processes that run until `close`, and fetch for one stream at a time.
 
     Workers receive the source when they start, so its functions need not be picklable with fork. A later stream may
-    change only the source's partition and `first_version`.
+    use a different partition and `first_version`, but not a different source.
     """
 
     def __init__(
@@ -412,19 +411,19 @@ class WorkerPool:
         ]
         self._streams = itertools.count()
         self.close = weakref.finalize(self, _end_workers, self._workers)
-        """Ends the workers; idempotent."""
+        """Ends the workers. Idempotent."""
 
     def fetchers(self, source: BatchSource, identity: StreamIdentity | None, timer: StepTimer) -> list[WorkerFetcher]:
-        """Return the fetchers of a new stream, two per worker.
+        """Return the fetchers of a new stream, two for each worker.
 
-        While one fetcher opens a batch, the worker fetches the batch that the other fetcher requested.
+        While one fetcher deserializes a batch, the worker fetches the batch requested by the second fetcher.
         """
         stream = next(self._streams)
         return [WorkerFetcher(worker, stream, source.request, identity, timer) for worker in self._workers * 2]
 
 
 class WorkerFetcher:
-    """Fetches batches in a worker process, as `BatchFetcher` does in this process. Only one thread may use it.
+    """Fetches batches in a worker process. This is the counterpart of `BatchFetcher`. Only one thread may use it.
 
     Attributes:
         fetched_until: index after the last fetched batch.
@@ -443,7 +442,7 @@ class WorkerFetcher:
         self.fetched_until = 0
 
     def request(self, batch_index: int) -> None:
-        """Request a batch. The caller must then call `fetch`, because every reply must be received."""
+        """Request a batch. The caller must call `fetch` afterwards, because every reply must be received."""
         worker = self._worker
         with worker.sending:
             self._earlier, self._own = worker.last_received, threading.Event()
@@ -461,14 +460,15 @@ class WorkerFetcher:
             )
 
     def fetch(self, batch_index: int, is_wanted: Callable[[], bool], batch_count: int = 1) -> FetchedBatch | End:
-        """Wait for the requested batch or the end marker, and return it; after `close` the wait ends soon.
+        """Wait for the requested batch or the end marker, and return it. After `close`, the wait ends soon.
 
-        `batch_count` is ignored, because the worker claims no later batches, which other workers may fetch.
+        `batch_count` is ignored. The worker claims only the requested batch, because other workers may fetch later
+        batches.
 
         Raises:
             StreamClosedError: the batch is no longer wanted.
-            WorkerDiedError: the worker died.
-            Exception: the worker raised this error; its type is preserved.
+            WorkerDiedError: the worker process has ended.
+            Exception: an error from the worker, with its original type.
         """
         try:
             self._earlier.wait()
@@ -487,7 +487,7 @@ class WorkerFetcher:
         raise StreamClosedError
 
     def close(self) -> None:
-        """End the worker's current call, if any, after which the worker idles. Idempotent."""
+        """End the worker's call in progress, if any. The worker is idle afterwards. Idempotent."""
         self._worker.send(Stop(self._stream))
 
 
@@ -495,7 +495,7 @@ def _start_worker(
     source: BatchSource, number: int, context: BaseContext, buffers: SharedBufferReader, *, needs_main: bool
 ) -> _Worker:
     connection, of_worker = context.Pipe()
-    # Each context has `Process`, although the base class's type stubs lack it.
+    # All contexts have `Process`, but the type stubs of the base class lack it.
     make_process: Callable[..., BaseProcess] = context.Process  # type: ignore[attr-defined]
     process = make_process(target=run_worker, args=(source, of_worker), name=f"tq-worker-{number}", daemon=True)
     if needs_main:
@@ -512,9 +512,9 @@ _starting = threading.Lock()
 def _start_without_main(process: BaseProcess) -> None:
     """Start a process that does not run this program's main module again.
 
-    With spawn and forkserver, a child imports the main module under another name, since pickled functions may be
-    defined there. A script without `if __name__ == "__main__"` then runs a second time. `multiprocessing` has no option
-    to prevent this. Therefore, while the process starts, this thread's preparation data omits the main module.
+    With spawn and forkserver, a child process imports the main module under a different name, because pickled functions
+    may be defined there. A script without `if __name__ == "__main__"` then runs a second time. `multiprocessing` has no
+    option to prevent this. Therefore, the main module is removed from this thread's preparation data during the start.
     """
     with _starting:
         prepare, this_thread = multiprocessing.spawn.get_preparation_data, threading.get_ident()
@@ -547,11 +547,13 @@ def _end_workers(workers: Sequence[_Worker]) -> None:
 def worker_context(name: str | BaseContext | None, source: BatchSource) -> BaseContext:
     """Return the multiprocessing context for starting worker processes.
 
+    If another thread is inside a client's gRPC call during a fork, gRPC does not work in the child process. The
+    children of a fork server do not inherit this process's state.
+
     Args:
-        name: "fork", "spawn", "forkserver", or a context. None: forkserver, or fork if forkserver is not available or
-            the functions of the source cannot be pickled. If another thread is inside a client's gRPC call during a
-            fork, gRPC does not work in the child. Children of a fork server do not inherit this process's state.
-        source: the source of the batches.
+        name: "fork", "spawn", "forkserver", or a context. Defaults to forkserver, or to fork if forkserver is not
+            available or the functions of the source cannot be pickled.
+        source: source of the batches.
     """
     if isinstance(name, BaseContext):
         return name
@@ -564,29 +566,29 @@ def worker_context(name: str | BaseContext | None, source: BatchSource) -> BaseC
 
 
 def _pickled(source: BatchSource) -> bytes | None:
-    """Return the pickle of a source, or None if one of its functions cannot be pickled."""
+    """Return a pickled source, or None if one of its functions cannot be pickled."""
     try:
         return bytes(ForkingPickler.dumps(source))
     except Exception:  # pickling a function may raise any error
         return None
 
 
-# In the worker process
+# Code that runs in the worker process
 
 
 def run_worker(source: BatchSource, connection: Connection) -> None:
     """Serve requests until the parent process sends None or ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # replaces the trainer's handler, which a forked worker inherits
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends its workers
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked worker inherits the trainer's handler
     torch.set_num_threads(1)
     _Fetching(source, connection).run()
 
 
 class _Fetching:
-    """The two threads of a worker process. The main thread fetches the requested batches in order and replies.
+    """The two threads of a worker process. The main thread fetches the requested batches in order and sends replies.
 
-    The other thread receives messages. It interrupts a waiting call when the batch is no longer wanted, and ends the
-    process if the parent has ended.
+    The second thread receives messages. If a batch is no longer wanted, this thread interrupts the waiting call. If the
+    parent process has ended, it ends the worker process.
     """
 
     def __init__(self, source: BatchSource, connection: Connection) -> None:
@@ -598,7 +600,8 @@ class _Fetching:
         self._step_times: StepTimes | None = None
         # Written by the receiving thread and read by the main thread.
         self._stopped_stream = -1
-        # The current stream and its fetcher. Set by the main thread; the receiving thread may close the fetcher.
+        # The current stream and its fetcher. The main thread sets this value, and the receiving thread may close the
+        # fetcher.
         self._fetching: tuple[int, BatchFetcher] | None = None
 
     def run(self) -> None:
@@ -627,7 +630,7 @@ class _Fetching:
                 return
 
     def _stop(self, stream: int) -> None:
-        # Set the number first, because a fetcher that the main thread creates later checks it before its first call.
+        # Set the number first. If the main thread creates a fetcher later, it checks the number before its first call.
         self._stopped_stream = max(self._stopped_stream, stream)  # a late Stop of an earlier stream has no effect
         fetching = self._fetching
         if fetching is not None and fetching[0] <= stream:
@@ -647,15 +650,15 @@ class _Fetching:
             spans = (*fetched.spans, Span(Stage.HOST, began_at, time.perf_counter()))
         except StreamClosedError:
             pass
-        except Exception as error:  # the error is raised in the parent's reader, whatever its type
-            if self._is_wanted(request):  # otherwise `_stop` caused the error by closing the fetcher
+        except Exception as error:  # the parent's reader raises the error, whatever its type
+            if self._is_wanted(request):  # otherwise closing the fetcher in `_stop` caused the error
                 content = ExceptionWrapper.of(error)
         self._connection.send(FetchReply(content, self._notes.take(), spans))
         if isinstance(content, SharedBatch) and content.is_new:
             send_handle(self._connection, content.buffer_id, os.getppid())
 
     def _fetcher_for(self, request: FetchRequest) -> BatchFetcher:
-        """Return the fetcher of the request's stream; each stream uses a separate client."""
+        """Return the fetcher of the request's stream. Each stream uses its own client."""
         if self._fetching is None or self._fetching[0] != request.stream:
             self._end_fetcher()
             source = self._source.of_partition(request.partition_id).of_version(request.first_version)

@@ -1,26 +1,26 @@
-"""The interface of an object store, the settings in its URL, and the lookup of the store for a URL.
+"""The object store interface, the settings in store URLs, and the creation of a store from its URL.
 
 Messages and docs/engines.md call an object store an engine. To add an engine, subclass `ObjectStore` if its client uses
 asyncio, or `BlockingObjectStore` if the client blocks, and register the module as an entry point.
 
-An object is written once, under a name never used before, and is stored either completely or not at all. It is read
-from its beginning, and removed once. Backends give weaker and differing guarantees, but every store must meet the
+An object is written once, under a name that was never used before, and is stored either completely or not at all.
+Objects are read from the beginning. Backends offer weaker and differing guarantees, but every store must fulfill the
 following contract, which `tests/objects/test_contract.py` checks:
 
-- A name is used for only one attempt by one writer. No other writer therefore encounters a partial object or a
-  reservation that a killed writer left under that name.
-- Fewer copies than requested are not an error: `put` and `copies` return the number of copies.
+- A name is used for only one attempt by one writer. Therefore, no other writer encounters a partial object or a
+  reservation left under that name by a killed writer.
+- A store may make fewer copies than requested, which is not an error. `put` and `copies` return the number of copies.
 - Objects are never removed by force. An object that a reader has leased is kept, and its name is returned, so that the
   removal can be retried (`remover.py`).
-- A checksum covers all bytes: each object is sealed with a header that contains its size and checksum. Reading a
-  complete object that does not match its checksum raises an error, so a reader never gets a mix of two objects.
+- A checksum covers all bytes. Each object starts with a header that contains its size and checksum. Reading a complete
+  object that does not match its checksum raises an error, so a reader never receives a mix of two objects.
 - Calls do not block the event loop. Each call ends within its time limit, either with a result or with an error from
   `tq_service.errors`.
 
 Most clients block, and `BlockingObjectStore` calls them in daemon threads. Clients written in C++ or Rust release the
-GIL while they work, as do clients that are waiting for a socket. Checksumming and copying large objects also release
-the GIL. A call that exceeds its time limit occupies its thread until the call ends. The caller receives an error
-immediately, and `Landing` prevents the late call from writing to the caller's memory.
+GIL while they work, as do clients that are waiting for a socket. The GIL is also released while large objects are
+checksummed and copied. A call that exceeds its time limit occupies its thread until the call ends. The caller receives
+an error immediately, and `Landing` prevents the late call from writing to the caller's memory.
 """
 
 from __future__ import annotations
@@ -67,27 +67,27 @@ _FALSE: Final = frozenset({"0", "false", "no", "off"})
 T = TypeVar("T")
 
 LARGEST_OBJECT_BYTES: Final = 64 << 20
-"""Maximum size of an object; a larger put is split into several objects."""
+"""Maximum size of an object in bytes. A larger put is split into several objects."""
 
 
 class ObjectMissingError(DataLossError):
-    """No complete object has this name: it was never put, is partially written, was removed, or lost all its copies.
+    """No complete object has this name. It was never put, is partially written, was removed, or lost all its copies.
 
-    Clients receive a `DataLossError`, since the service reads only acknowledged objects.
+    Clients receive a `DataLossError`, because the service reads only acknowledged objects.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
-    """The guarantees and capabilities of an object store.
+    """Guarantees and capabilities of an object store.
 
     Attributes:
         survives: the worst failure that an acknowledged object survives: the end of the writer's process, the loss of a
             node, or a power failure on all nodes.
-        fixed_copies: number of copies per object if the store determines this number, so callers cannot require more;
-            None: the caller of `put` determines the number.
-        lists_names: whether `list_names` is supported and reads only names with the prefix; if false, it must not be
-            called.
+        fixed_copies: number of copies per object if the store determines it. Callers cannot require more copies. None
+            if the caller of `put` determines the number.
+        lists_names: whether the store supports `list_names` and reads only names with the prefix. If false,
+            `list_names` must not be called.
     """
 
     survives: Survives
@@ -96,11 +96,11 @@ class Abilities:
 
 
 class ObjectStore(ABC):
-    """A store for objects that are written once, under names never used before. Confined to one event loop.
+    """A store for objects that are written once, under names that were never used before. Confined to one event loop.
 
-    Names are segments of letters, digits, '.', '_', ':' and '-', joined by '/'. Calls may run concurrently. The store
-    limits the number of calls that reach the backend at a time; further calls wait. A cancelled call may still take
-    effect. For example, a cancelled put may leave an object, which the remover can remove by name.
+    Names consist of segments of letters, digits, '.', '_', ':' and '-', separated by '/'. Calls may run concurrently.
+    The store limits the number of concurrent calls to the backend, and queues further calls. A cancelled call may still
+    take effect. For example, a cancelled put may leave an object, which the remover can remove by name.
 
     Subclass this class if the store's client uses asyncio, or `BlockingObjectStore` if the client blocks.
     """
@@ -108,21 +108,21 @@ class ObjectStore(ABC):
     @property
     @abstractmethod
     def abilities(self) -> Abilities:
-        """The store's guarantees and capabilities; available before `open`."""
+        """Guarantees and capabilities of the store. Available before `open`."""
 
     @abstractmethod
     async def open(self, node: str, offered_bytes: int) -> None:
-        """Connect to the store. Call this method once, before all others.
+        """Connect to the store. Call this method once, before all other methods.
 
         Args:
-            node: name of this process's node. A store that controls placement must not put copies of this process's
-                objects there.
-            offered_bytes: bytes of this node's memory that the store may use for other nodes' objects; 0: none. Ignored
-                by stores with separate memory.
+            node: name of this process's node. A store that controls placement must not place copies of this process's
+                objects on this node.
+            offered_bytes: number of bytes of this node's memory that the store may use for objects of other nodes.
+                Ignored by stores with separate memory.
 
         Raises:
             UnavailableError: the store cannot be reached.
-            InvalidArgumentError: the store rejects its settings, such as a bucket that does not exist.
+            InvalidArgumentError: the store rejects its settings. For example, the bucket does not exist.
         """
 
     @abstractmethod
@@ -133,20 +133,20 @@ class ObjectStore(ABC):
             name: a name that was never used before, not even by a failed attempt.
             parts: the object's bytes, as a sequence of buffers. The buffers must not change until this call returns or
                 raises. A cancelled call raises only after it has stopped reading the buffers.
-            copies: number of nodes that should store the object. If the store controls placement, this process's node
-                is not included.
+            copies: number of nodes that should store the object. If the store controls placement, the node of this
+                process does not count.
 
         Returns:
-            The number of complete copies: at least 1, and fewer than requested if the store lacks nodes.
+            The number of complete copies. It is at least 1, but less than requested if the store has too few nodes.
 
         Raises:
-            AlreadyExistsError: the name was used before, possibly by this very call if its first response was lost. The
-                stored object is unchanged. (A store that cannot detect this case returns the number of copies of the
-                stored object.)
+            AlreadyExistsError: the name was used before, possibly by this call if a first response was lost. The stored
+                object is unchanged. (A store that cannot detect this case returns the number of copies of the stored
+                object.)
             QuotaExceededError: no other node has capacity for the object. Remove objects to free capacity.
             InvalidArgumentError: the object is larger than `LARGEST_OBJECT_BYTES`.
-            UnavailableError: the store did not respond, or refused the call. The object may or may not be stored: retry
-                under another name, and pass this name to the remover.
+            UnavailableError: the store did not respond, or refused the call. The object may or may not be stored. Retry
+                under a new name, and pass this name to the remover.
         """
 
     @abstractmethod
@@ -155,16 +155,16 @@ class ObjectStore(ABC):
 
         Raises:
             ObjectMissingError: no complete object has this name.
-            DataLossError: the object is shorter than `into`, or does not match its checksum. Only a complete read
-                detects a mismatch.
-            UnavailableError: the object cannot be read at the moment.
+            DataLossError: the object is shorter than `into`, or does not match its checksum. The checksum is verified
+                only if the object is read in full.
+            UnavailableError: the object is temporarily unavailable.
         """
 
     @abstractmethod
     async def copies(self, names: Sequence[str]) -> list[int]:
-        """Return the number of complete copies of each object; 0 if it is missing or only partially written.
+        """Return the number of complete copies of each object, or 0 if an object is missing or partially written.
 
-        A copy on this process's node is included, since another process may have placed it there.
+        The result includes copies on this process's node, because another process may have placed them there.
 
         Raises:
             UnavailableError: the store did not respond.
@@ -172,19 +172,19 @@ class ObjectStore(ABC):
 
     @abstractmethod
     async def remove(self, names: Sequence[str]) -> list[str]:
-        """Remove objects, including partially written ones, unless they are leased. Never removes by force.
+        """Remove objects, including partially written objects, unless they are leased. Never removes by force.
 
         Returns:
-            The names to retry after a second: their objects are leased or still being written, or the store did not
+            Names to retry after a second. Their objects are leased or still being written, or the store did not
             confirm their removal.
 
         Raises:
-            UnavailableError: the store did not respond; any of the objects may have been removed.
+            UnavailableError: the store did not respond. Some of the objects may have been removed.
         """
 
     @abstractmethod
     async def size(self, name: str) -> int:
-        """Return the number of bytes put under a name, excluding the header.
+        """Return the size of an object in bytes, excluding the header.
 
         Raises:
             ObjectMissingError: no complete object has this name.
@@ -209,14 +209,13 @@ class ObjectStore(ABC):
 class BlockingObjectStore(ObjectStore):
     """An object store whose client blocks. Each call runs in one of the store's threads, with a time limit.
 
-    A subclass implements each call as a blocking method with the same name and a leading `_`. The methods run
-    concurrently once `_connect` has returned. If a method raises an exception other than `TqError`, `_error` converts
-    it.
+    For each public call, a subclass implements a blocking method with the same name and a leading `_`. These methods
+    may run concurrently once `_connect` has returned. If a method raises an exception other than `TqError`, `_error`
+    converts it to a service error.
 
     Args:
-        url: URL of the store. If it contains the settings `threads` or `timeout_seconds`, they override the arguments
-            below.
-        threads: maximum number of concurrent calls; further calls wait.
+        url: URL of the store. The settings `threads` and `timeout_seconds` in the URL override the arguments below.
+        threads: maximum number of concurrent calls. Further calls wait.
         timeout_seconds: maximum duration of a call, including its wait for a thread.
 
     Attributes:
@@ -224,7 +223,7 @@ class BlockingObjectStore(ObjectStore):
     """
 
     engine: ClassVar[str]
-    """The backend's name in messages and thread names."""
+    """Name of the backend in messages and thread names."""
 
     def __init__(self, url: EngineUrl, *, threads: int = 8, timeout_seconds: float = 30.0) -> None:
         self.place = url.redacted
@@ -235,7 +234,7 @@ class BlockingObjectStore(ObjectStore):
 
     @classmethod
     def from_url(cls, url: str) -> ObjectStore:
-        """Create the store for a URL, without opening it."""
+        """Create the store for a URL without opening it."""
         parsed = EngineUrl(url)
         made = cls(parsed)
         parsed.check_all_used()
@@ -253,7 +252,7 @@ class BlockingObjectStore(ObjectStore):
 
     @abstractmethod
     def _read(self, name: str, landing: Landing) -> None:
-        """Write as many of an object's first bytes as fit to `landing`."""
+        """Write the first bytes of an object to `landing`, as many as fit."""
 
     @abstractmethod
     def _copies(self, names: Sequence[str]) -> list[int]:
@@ -265,16 +264,16 @@ class BlockingObjectStore(ObjectStore):
 
     @abstractmethod
     def _size(self, name: str) -> int:
-        """Return the number of bytes put under a name, excluding the header."""
+        """Return the size of an object in bytes, excluding the header."""
 
     def _close(self) -> None:
-        """Close the client. By default, do nothing, since many clients keep no connection open."""
+        """Close the client. Does nothing by default, because many clients keep no connection open."""
 
     def _error(self, error: Exception) -> TqError:
-        """Convert an exception raised by the client to a service error."""
+        """Convert a client exception to a service error."""
         return self._unavailable(f"{type(error).__name__}: {error}")
 
-    # Calls, each of which runs in a thread
+    # Calls, which run in threads
 
     async def open(self, node: str, offered_bytes: int) -> None:
         await self._in_thread(lambda: self._connect(node, offered_bytes))
@@ -303,7 +302,7 @@ class BlockingObjectStore(ObjectStore):
         if not self._is_open:
             return
         self._is_open = False
-        # Closing a C++ client during a call crashes the process, so the client is not closed while a call hangs.
+        # Closing a C++ client during a call crashes the process, so the client stays open if a call hangs.
         if not self._running or not (await asyncio.wait(self._running, timeout=_CLOSE_SECONDS))[1]:
             with contextlib.suppress(TqError):  # the backend may already be unavailable
                 await self._in_thread(self._close)
@@ -314,7 +313,7 @@ class BlockingObjectStore(ObjectStore):
         return await self._in_thread(call)
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
-        """Run a call and return its result. A cancelled caller still waits, because the call may use its memory."""
+        """Run a call in a thread. A cancelled caller waits until the call ends, because the call may use its memory."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self.timeout_seconds
         try:
@@ -350,11 +349,11 @@ class BlockingObjectStore(ObjectStore):
         return UnavailableError(f"{self.engine} did not respond within {self.timeout_seconds:g} s ({detail})")
 
     def _unavailable(self, detail: str) -> UnavailableError:
-        """Return the error for a call that the store refused or left unanswered."""
+        """Return the error for a call that the store refused or did not answer."""
         return UnavailableError(f"{self.engine} at {self.place}: {detail[:_MESSAGE_CHARACTERS]}")
 
     def _full(self, detail: str) -> QuotaExceededError:
-        """Return the error for a put that exceeds the store's capacity."""
+        """Return the error for a put that exceeds the capacity of the store."""
         return QuotaExceededError(
             f"{self.place} is full ({detail[:_MESSAGE_CHARACTERS]}); remove objects or increase its capacity",
             retry_after_seconds=_RETRY_AFTER_SECONDS,
@@ -362,7 +361,7 @@ class BlockingObjectStore(ObjectStore):
 
 
 class Landing:
-    """A caller's memory, filled by a thread while the caller waits."""
+    """A caller's memory, which a thread fills while the caller waits."""
 
     def __init__(self, name: str, into: memoryview) -> None:
         self._name = name
@@ -371,11 +370,11 @@ class Landing:
         self._is_closed = False
 
     def __len__(self) -> int:
-        """Return the number of bytes that fit."""
+        """Return the size of the memory in bytes."""
         return len(self._into)
 
     def write(self, header: Buffer, data: Buffer) -> None:
-        """Copy the first bytes of an object into the memory and verify them.
+        """Copy the first bytes of an object into the memory, and verify them.
 
         Raises:
             ObjectMissingError: the header is incomplete.
@@ -387,13 +386,13 @@ class Landing:
                 check(self._name, header, self._into)
 
     def close(self) -> None:
-        """Wait for any running copy, and prevent further writes."""
+        """Wait for any copy in progress, and ignore all later writes."""
         with self._lock:
             self._is_closed = True
 
 
 def seal(name: str, parts: Sequence[Buffer]) -> list[memoryview]:
-    """Return an object's header followed by its parts, all as flat byte views.
+    """Return the header of an object followed by its parts, all as flat byte views.
 
     Raises:
         InvalidArgumentError: the object is larger than `LARGEST_OBJECT_BYTES`.
@@ -409,14 +408,14 @@ def seal(name: str, parts: Sequence[Buffer]) -> list[memoryview]:
 
 
 def joined(sealed: Sequence[memoryview]) -> memoryview:
-    """Return a sealed object as one contiguous buffer, copied without holding the GIL."""
+    """Return a sealed object as a single contiguous buffer. The GIL is released while copying."""
     whole = memoryview(bytearray(sum(map(len, sealed))))
     fill(whole, sealed)
     return whole
 
 
 def fill(into: memoryview, views: Sequence[memoryview]) -> None:
-    """Copy bytes to the start of `into`. Unlike `bytes.join`, this does not hold the GIL."""
+    """Copy bytes to the start of `into`. Unlike `bytes.join`, this releases the GIL."""
     start = 0
     for view in filter(len, views):
         end = start + len(view)
@@ -425,21 +424,21 @@ def fill(into: memoryview, views: Sequence[memoryview]) -> None:
 
 
 def size_of(name: str, header: Buffer) -> int:
-    """Return the size of the object described by a header, excluding the header itself.
+    """Return the object size from a header. The size excludes the header itself.
 
     Raises:
-        ObjectMissingError: the object is shorter than a header, and therefore only partially written.
-        DataLossError: `header` is not the header of an object.
+        ObjectMissingError: the object is shorter than a header and therefore only partially written.
+        DataLossError: `header` is not a valid object header.
     """
     return _parse(name, header)[0]
 
 
 def check(name: str, header: Buffer, data: memoryview) -> None:
-    """Check the first bytes of an object against its header.
+    """Verify the first bytes of an object against its header.
 
     Raises:
         ObjectMissingError: the header is incomplete.
-        DataLossError: the object is shorter than `data`, or `data` is the complete object but does not match its
+        DataLossError: the object is shorter than `data`, or `data` is the complete object but does not match the
             checksum.
     """
     size, checksum = _parse(name, header)
@@ -470,15 +469,15 @@ def _checksum(views: Sequence[memoryview]) -> int:
 
 
 class EngineUrl:
-    """A URL such as `s3://bucket/prefix?region=us-east-1`.
+    """An object store URL such as `s3://bucket/prefix?region=us-east-1`.
 
-    Since the URL may contain a password, messages show `redacted` instead.
+    The URL may contain a password, so messages show `redacted` instead.
 
     Attributes:
         scheme: name of the backend.
-        host: the part between `//` and the next `/`, without user and password.
-        path: the part after the host, without the leading `/`.
-        username, password: the URL's user and password, or None.
+        host: part between `//` and the next `/`, without user and password.
+        path: part after the host, without the leading `/`.
+        username, password: user and password in the URL, or None.
     """
 
     def __init__(self, url: str) -> None:
@@ -505,7 +504,7 @@ class EngineUrl:
 
     @property
     def location(self) -> str:
-        """Host and path, joined by `/`."""
+        """Host and path, separated by `/`."""
         return f"{self.host}/{self.path}" if self.path else self.host
 
     def text(self, name: str, default: str) -> str:
@@ -514,7 +513,7 @@ class EngineUrl:
         return self._options.get(name, default)
 
     def choice(self, name: str, default: str, choices: tuple[str, ...]) -> str:
-        """Return a setting after checking that it is one of the choices."""
+        """Return a setting that must have one of the given values."""
         value = self.text(name, default)
         if value not in choices:
             raise self._wrong(name, value, f"one of {', '.join(choices)}")
@@ -546,7 +545,7 @@ class EngineUrl:
         return value in _TRUE
 
     def secret(self, name: str, variable: str) -> str | None:
-        """Return a secret from the file that `<name>_file` names or, if that is unset, from an environment variable.
+        """Return a secret from the file named by the setting `<name>_file`, or else from an environment variable.
 
         Raises:
             InvalidArgumentError: the file cannot be read.
@@ -569,7 +568,7 @@ class EngineUrl:
             ) from error
 
     def check_all_used(self) -> None:
-        """Raise an error if the URL contains unknown settings, which are those that the store has not read.
+        """Check that the store has read all settings in the URL. Settings that were not read are unknown.
 
         Raises:
             InvalidArgumentError: the URL contains unknown settings.
@@ -586,10 +585,10 @@ class EngineUrl:
 
 
 ENTRY_POINT_GROUP: Final = "tq_service.object_stores"
-"""Entry point group for third-party stores: each name is a URL scheme, each value a callable that creates a store."""
+"""Entry point group for third-party stores. Each name is a URL scheme, each value a callable that creates a store."""
 
 _BUILT_IN: Final[dict[str, tuple[str, str, str]]] = {
-    # scheme: module, class, and the extra that installs the packages imported by the module
+    # scheme: module, class, and extra that installs the packages imported by the module
     **dict.fromkeys(("s3", "gs", "az", "memory"), ("tq_service.objects.buckets", "BucketObjects", "obstore")),
     "file": ("tq_service.objects.buckets", "DirectoryObjects", "obstore"),
     **dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), ("tq_service.objects.valkey", "ValkeyObjects", "valkey")),
@@ -598,10 +597,10 @@ _BUILT_IN: Final[dict[str, tuple[str, str, str]]] = {
 
 
 def make_object_store(url: str) -> ObjectStore:
-    """Create the object store for a URL, without opening it.
+    """Create the object store for a URL without opening it.
 
     Args:
-        url: a URL such as `file:///mnt/shared/tq`; docs/engines.md describes the available settings.
+        url: a URL such as `file:///mnt/shared/tq`. See docs/engines.md for the available settings.
 
     Raises:
         InvalidArgumentError: the scheme is unknown, the store's package is not installed, or a setting is invalid.
@@ -617,7 +616,7 @@ def make_object_store(url: str) -> ObjectStore:
 
 
 def object_store_schemes() -> list[str]:
-    """Return the schemes of all known object stores, even if their packages are not installed."""
+    """Return the URL schemes of all known object stores, even if their packages are not installed."""
     return sorted({*_BUILT_IN, *(point.name for point in _entry_points())})
 
 

@@ -1,9 +1,9 @@
-"""Objects in S3, Google Cloud Storage or Azure buckets, in directories or in memory, accessed through `obstore`.
+"""Objects in buckets (S3, Google Cloud Storage or Azure), directories or memory, accessed through `obstore`.
 
-An object is written with one conditional put, which fails if its name exists (`If-None-Match` or similar), so it is
-stored either completely or not at all. The store determines the number of copies. Files in directories are written by
-this module itself: `obstore` 0.12 links a file to its name without a sync, so a power failure could leave an
-acknowledged object empty.
+An object is written with a single conditional put (`If-None-Match` or similar), which fails if the name exists. An
+object is therefore stored either completely or not at all. The store determines the number of copies. This module
+itself writes files in directories, because `obstore` 0.12 links a file to its name without a sync. A power failure
+could therefore leave an acknowledged object empty.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Store: TypeAlias = AzureStore | GCSStore | LocalStore | MemoryStore | S3Store
 
 _TIMEOUT_SECONDS: Final = 30.0
 _FULL: Final = ("507 ", "QuotaExceeded", "StorageFull", "InsufficientStorage", "no writable volumes")
-"""Substrings of error messages that indicate a full store; S3 never returns such an error."""
+"""Substrings of error messages that indicate a full store. S3 never returns such an error."""
 _REFUSED: Final = (FileNotFoundError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 _REFUSALS: Final = ("<Code>NoSuchBucket<", "<Code>ContainerNotFound<", "403 Forbidden", "401 Unauthorized")
 _CODE: Final = re.compile("<Code>([A-Za-z0-9]+)</Code>")
@@ -48,12 +48,12 @@ _NAME: Final = re.compile(f"{_SEGMENT}(/{_SEGMENT})*")
 
 
 class BucketObjects(BlockingObjectStore):
-    """Objects in a store that `obstore` supports."""
+    """Objects in any store supported by `obstore`."""
 
     engine = "obstore"
 
     def __init__(self, url: EngineUrl, *, threads: int = 16) -> None:
-        """Create the store for a URL; `open` connects to it."""
+        """Create the store for a URL. Call `open` to connect to it."""
         super().__init__(url, threads=threads, timeout_seconds=_TIMEOUT_SECONDS)
         self._open_store = self._opener(url)
         self._store: Store
@@ -149,17 +149,17 @@ class BucketObjects(BlockingObjectStore):
 
 
 class DirectoryObjects(BucketObjects):
-    """Objects as files in a directory, either shared by nodes (NFS, Lustre, GPFS) or on a local disk.
+    """Objects as files in a directory, on a shared file system (NFS, Lustre, GPFS) or on a local disk.
 
     An object is written to a temporary file, which is synced and then linked to the object's name. Linking fails if the
-    name is taken, even on network file systems. The URL's `survives` describes the file system; `process` disables
-    syncing.
+    name exists, even on network file systems. The setting `survives` in the URL describes the file system. With the
+    value `process`, files are not synced.
     """
 
     engine = "file system"
 
     def __init__(self, url: EngineUrl) -> None:
-        """Create the store for a URL; `open` creates the directory."""
+        """Create the store for a URL. Call `open` to create the directory."""
         super().__init__(url, threads=4)
 
     def _opener(self, url: EngineUrl) -> Callable[[], Store]:
@@ -203,14 +203,14 @@ class DirectoryObjects(BucketObjects):
         return super()._remove(names)
 
     def _part(self, name: str) -> Path:
-        """Return an object's temporary path, with a suffix that `obstore` does not list."""
-        if not _NAME.fullmatch(name):  # any other name must not become a path
+        """Return the temporary path of an object. `obstore` does not list files with this suffix."""
+        if not _NAME.fullmatch(name):  # prevent other names from being used as paths
             raise InvalidArgumentError(f"object name is {name!r}, expected letters, digits, '.', '_', ':', '-' and '/'")
         return self._directory / f"{name}#0"
 
 
 _MEMORY: Final[dict[str, MemoryStore]] = {}
-"""In-memory stores by location. Services in the same process that use the same location share a store."""
+"""In-memory stores by location. Services in the same process share a store if they use the same location."""
 
 
 def _cloud_store(url: EngineUrl) -> Store:
@@ -231,7 +231,7 @@ def _cloud_store(url: EngineUrl) -> Store:
     make: Any
     settings: dict[str, Any]
     match url.scheme:
-        case "s3":  # missing settings are looked up in the environment, as in the AWS SDKs
+        case "s3":  # missing settings are read from the environment, as in the AWS SDKs
             make = S3Store
             settings = {
                 "endpoint": endpoint,
@@ -272,7 +272,7 @@ def _sync(directory: Path) -> None:
 
 
 def _summary(error: Exception) -> str:
-    """Return a store's error message without the HTTP details that follow it."""
+    """Return a store's error message without the HTTP details at its end."""
     text = str(error)
     code = _CODE.search(text)
     return f"{text.partition(chr(10))[0][:200]}{f' ({code[1]})' if code else ''}"

@@ -1,19 +1,18 @@
 """Objects in the memory of other nodes, stored by Mooncake Store (extra `mooncake`) over TCP or RDMA.
 
-The URL is `mooncake://MASTER:50051?host=ADDRESS`. This module avoids the following pitfalls of Mooncake, all of which
+The URL is `mooncake://MASTER:50051?host=ADDRESS`. This module works around the following pitfalls of Mooncake, which
 were observed in tests:
 
-- A put may return 0 (success) with fewer copies than requested. A put also returns 0 if a killed writer left the name
-  without a copy, or if an old value is stored under the name. Therefore, existence is checked before each put, and the
-  copies on each node are counted afterwards.
-- Copies requested with `replica_num` may be placed in the writer's own memory. Therefore, other nodes' segments are
-  preferred, and a copy on the writer's own node is not counted.
-- A forced removal may cause a reader to get a mix of two objects. Therefore, removals are never forced, and the names
-  of leased objects are returned.
-- A checksum does not cover a partial read. Therefore, the object must still exist after the read, which shows that its
-  memory was not reused.
-- Calls block for seconds if no master is available. Therefore, they run in threads. Registered memory is reused across
-  calls.
+- A put may return 0 (success) with fewer copies than requested. It also returns 0 if a killed writer left the name
+  without a copy, or if an old value is stored under the name. This module checks that the name does not exist before
+  each put, and counts the copies on each node afterwards.
+- Copies requested with `replica_num` may be placed in the writer's own memory. This module prefers segments of other
+  nodes, and does not count a copy on the writer's own node.
+- After a forced removal, a reader may receive a mix of two objects. This module never forces a removal, and returns the
+  names of leased objects.
+- A checksum does not cover a partial read. This module checks that the object still exists after the read, which shows
+  that its memory was not reused.
+- Calls block for seconds if no master is available. This module runs them in threads, and reuses registered memory.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from tq_service.objects.base import (
     fill,
 )
 
-# The library reads these variables when it is loaded. By default, it opens one connection per transfer, which takes
+# The library reads these variables when it is loaded. By default, it opens a connection for each transfer, which takes
 # longer than a small transfer itself.
 for _variable, _value in {"MC_TCP_ENABLE_CONNECTION_POOL": "1", "GLOG_minloglevel": "2"}.items():
     os.environ.setdefault(_variable, _value)
@@ -52,7 +51,7 @@ from mooncake.store import MooncakeDistributedStore, ReplicateConfig  # noqa: E4
 _DEFAULT_PORT: Final = 50051
 _DEFAULT_ADMIN_PORT: Final = 9003
 _LOCAL_BUFFER_BYTES: Final = 16 << 20
-"""Size of the client's own buffer; object data does not pass through it."""
+"""Size of the client's own buffer in bytes. Object data does not pass through it."""
 
 # mooncake-store/include/types.h, ErrorCode
 _NO_MEMORY: Final = -200
@@ -78,7 +77,7 @@ _MEANINGS: Final = {
 class MooncakeObjects(BlockingObjectStore):
     """Objects in Mooncake Store.
 
-    The URL names the master, or etcd for highly available masters: `mooncake://etcd:HOST:2379,HOST:2379`.
+    The URL names the master. For highly available masters, it names etcd: `mooncake://etcd:HOST:2379,HOST:2379`.
     """
 
     engine = "Mooncake"
@@ -95,7 +94,7 @@ class MooncakeObjects(BlockingObjectStore):
         self._host = url.text("host", "")
         self._protocol = url.choice("protocol", "tcp", ("tcp", "rdma"))
         self._devices = url.text("devices", "")
-        self._staged: list[_Staging] = []  # registered memory that is not used by any call
+        self._staged: list[_Staging] = []  # registered memory that no call is using
         self._store: Any = MooncakeDistributedStore()
 
     @property
@@ -127,7 +126,7 @@ class MooncakeObjects(BlockingObjectStore):
         config.replica_num = copies
         config.with_hard_pin = True
         others = [name for name in self._admin.segments() if host_of(name) != self._host]
-        random.shuffle(others)  # because Mooncake fills the first segments first
+        random.shuffle(others)  # distribute objects, because Mooncake fills the first segments first
         config.preferred_segments = others
         size = sum(map(len, sealed))
         with self._staging(size) as buffer:
@@ -150,7 +149,7 @@ class MooncakeObjects(BlockingObjectStore):
             landing.write(buffer.view[: min(size, HEADER_BYTES)], buffer.view[HEADER_BYTES : max(size, HEADER_BYTES)])
 
     def _fetch(self, name: str, buffer: _Staging, size: int) -> int:
-        """Read up to `size` bytes from the start of a sealed object into `buffer`; return the number of bytes read."""
+        """Read up to `size` bytes from the start of a sealed object into `buffer`. Return the number of bytes read."""
         for _ in range(_READS):
             code = self._store.get_into(name, buffer.address, size)
             if code == _TOO_SMALL:
@@ -162,7 +161,7 @@ class MooncakeObjects(BlockingObjectStore):
         return int(code)
 
     def _fetch_range(self, name: str, buffer: _Staging, size: int) -> int:
-        """Read the start of an object that is longer than `size`; return `size`, or a negative error code."""
+        """Read the start of an object that is longer than `size`. Return `size`, or a negative error code."""
         codes = self._store.get_into_ranges([buffer.address], [[name]], [[[0]]], [[[0]]], [[[size]]])[0][0]
         if min(codes) < 0:
             return int(min(codes))
@@ -181,8 +180,9 @@ class MooncakeObjects(BlockingObjectStore):
         return [len(nodes[name]) for name in names]
 
     def _nodes(self, names: Sequence[str]) -> dict[str, set[str]]:
-        """Return the hosts that store complete copies of each object."""
-        # The master's result omits names without replicas; an empty result may mean that the master did not respond.
+        """Return the hosts that store a complete copy, for each object."""
+        # The master omits names without replicas from its result. An empty result may mean that the master did not
+        # respond.
         existing = [name for name, exists in zip(names, self._exists(names), strict=True) if exists]
         replicas = self._store.batch_get_replica_desc(existing) if existing else {}
         if existing and not replicas:
@@ -208,7 +208,7 @@ class MooncakeObjects(BlockingObjectStore):
 
     @contextmanager
     def _staging(self, size: int) -> Iterator[_Staging]:
-        """Provide registered memory for a call. A hanging call occupies its memory until the call ends."""
+        """Context manager that provides registered memory for a call. If the call hangs, its memory stays in use."""
         buffer = self._staged.pop() if self._staged else None
         if buffer is None or len(buffer.view) < size:
             if buffer is not None:
@@ -235,7 +235,7 @@ _MOST_STAGED_BYTES: Final = LARGEST_OBJECT_BYTES + HEADER_BYTES
 
 
 class _Staging:
-    """A memory block that Mooncake's transfer engine reads and writes."""
+    """A memory block for transfers by Mooncake's transfer engine."""
 
     def __init__(self, size: int) -> None:
         memory = mmap.mmap(-1, size)
@@ -248,7 +248,7 @@ _WITHOUT_PROXY: Final = build_opener(ProxyHandler({}))
 
 
 class MooncakeAdmin:
-    """Queries the leading master. Calls block and may be made from any thread."""
+    """Queries the leading master. Calls block, and may be made from any thread."""
 
     def __init__(self, addresses: Sequence[str], *, timeout_seconds: float) -> None:
         self._addresses = tuple(addresses)
@@ -256,7 +256,7 @@ class MooncakeAdmin:
         self._segments: tuple[float, list[str]] = (float("-inf"), [])
 
     def segments(self) -> list[str]:
-        """Return the memory segments that processes offer, each as `HOST:PORT`. The list may be some seconds old.
+        """Return the memory segments offered by processes, each as `HOST:PORT`. The list may be several seconds old.
 
         Raises:
             UnavailableError: no master responded.

@@ -1,4 +1,4 @@
-"""Removes objects in the background. Failed removals, such as of leased objects, are retried every second."""
+"""Removal of objects in the background. Failed removals, for example of leased objects, are retried every second."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ _MOST_FAILURES: Final = 8
 
 
 class Remover:
-    """A queue of objects to remove, processed by `run`. Confined to one event loop.
+    """A queue of objects to remove, which `run` processes. Confined to one event loop.
 
-    Objects whose removal is still pending when the process ends stay in the store.
+    If the process ends, objects that have not been removed stay in the store.
 
     Args:
         objects: the store that contains the objects.
         interval_seconds: time to wait before a retry.
-        may_remove: returns whether objects may be removed now. If it returns false, it is called again after the
-            interval.
+        may_remove: returns whether objects may be removed. If it returns false, it is called again after the interval.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class Remover:
         self._wanted.set()
 
     async def run(self) -> None:
-        """Remove objects until cancelled."""
+        """Remove queued objects until cancelled."""
         while True:
             await self._wanted.wait()
             self._wanted.clear()
@@ -55,9 +54,9 @@ class Remover:
                 self._wanted.set()
 
     async def _remove_all(self) -> bool:
-        """Try once to remove all pending objects, and return whether all of them were removed.
+        """Try to remove each pending object once. Return whether all objects were removed.
 
-        If a call fails, the removal continues with the other objects. After several failures, the attempt ends, because
+        If a call fails, the attempt continues with the remaining objects. It ends early after several failures, because
         the store is probably down.
         """
         names, failure_count, is_done = list(self._names), 0, True
@@ -70,7 +69,7 @@ class Remover:
                 failure_count += 1
             for name in asked:
                 self._names.pop(name, None)
-            self._names.update(dict.fromkeys(again))  # at the end of the queue, so that other names are tried first
+            self._names.update(dict.fromkeys(again))  # move to the end of the queue, so other names are tried first
             is_done &= not again
             if failure_count >= _MOST_FAILURES:
                 break

@@ -1,8 +1,9 @@
-"""Objects stored as values in Valkey or Redis (extra `valkey`), on one server with replicas or in a cluster.
+"""Objects stored as values in Valkey or Redis (extra `valkey`), on a server with replicas or in a cluster.
 
-The URL is `valkey://HOST:PORT`, or `valkeys://` with TLS; add `?cluster=true` for a cluster. An object is written with
-one SET, which fails if the name exists. WAIT returns the number of replicas that store the object. The server needs
-`maxmemory` with the policy `noeviction`. Since any other policy may evict acknowledged objects, `open` rejects it.
+The URL is `valkey://HOST:PORT`, or `valkeys://` with TLS. Add `?cluster=true` for a cluster. An object is written with
+a single SET, which fails if the name exists. WAIT returns the number of replicas that store the object. The server
+needs `maxmemory` with the policy `noeviction`. `open` rejects other policies, because they may evict acknowledged
+objects.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _PROBE: Final = "!probe-"  # object names cannot contain this text
 class ValkeyObjects(BlockingObjectStore):
     """Objects in Valkey or Redis.
 
-    The password is read from the URL, otherwise from `password_file`, and otherwise from VALKEY_PASSWORD.
+    The password is read from the URL if present, otherwise from `password_file`, or else from VALKEY_PASSWORD.
     """
 
     engine = "Valkey"
@@ -119,7 +120,7 @@ class ValkeyObjects(BlockingObjectStore):
             for name in some:
                 pipeline.exists(self._prefix + name)
             if replica_count:
-                # A replica that has acknowledged this write has also received all earlier writes.
+                # If a replica has acknowledged this write, it has also received all earlier writes.
                 pipeline.set(_probe_beside(self._prefix + some[0]), b"", px=1000)
                 pipeline.wait(replica_count, self._wait_ms)
             answers = pipeline.execute()
@@ -143,7 +144,7 @@ class ValkeyObjects(BlockingObjectStore):
         return super()._error(error)
 
     def _server(self, name: str) -> Any:
-        """Return the client for the server that stores a name."""
+        """Return the client of the server that stores a name."""
         if not self._is_cluster:
             return self._client
         node = self._client.get_node_from_key(self._prefix + name)
@@ -160,11 +161,11 @@ class ValkeyObjects(BlockingObjectStore):
 
 
 def _probe_beside(key: str) -> str:
-    """Return a probe key in the same slot as `key`, since other slots may be on other servers."""
+    """Return a probe key in the same slot as `key`. Keys in other slots may be on other servers."""
     tagged = key if "{" in key else f"{{{key}}}"
     return f"{tagged}{_PROBE}{secrets.token_hex(8)}"
 
 
 def _replica_count(server: Any) -> int:
-    """Return the number of connected replicas. A WAIT for more replicas would always reach its timeout."""
+    """Return the number of connected replicas. Waiting for more replicas with WAIT would always time out."""
     return int(server.info("replication").get("connected_slaves", 0))

@@ -1,6 +1,6 @@
-"""The storage engine: stores puts under a quota, and reads and frees their cells. It handles bytes and rows, not gRPC.
+"""The storage engine, which stores puts within a quota, and reads and frees their cells. It does not depend on gRPC.
 
-The engine combines two layers. The index tracks puts, rows, the quota and confirmations; the blob store below it stores
+The engine has two layers. The index tracks puts, rows, the quota and confirmations. The blob store below it stores
 the bytes. All engine state is changed on one event loop, between awaits, so no locks are needed.
 """
 
@@ -66,28 +66,28 @@ from tq_service.wire.columns import ColumnShape
 from tq_service.wire.metadata import CellRuns
 
 _log = logging.getLogger(__name__)
-_MOST_WORK: Final = 4096  # puts examined (a few milliseconds) before other tasks get a turn
-_LOOKED_AT_ONCE: Final = 256  # puts with dead cells examined before other tasks get a turn
-_DROP_WORK: Final = 8  # cost of dropping one put, expressed in examined puts
-_FILLED_AT_ONCE: Final = 1 << 15  # tables of puts with fewer rows are filled on the event loop, not in a thread
-# A single thread copies one put at a time, so at most one copy exceeds the quota.
+_MOST_WORK: Final = 4096  # number of puts to examine (a few milliseconds) before yielding to other tasks
+_LOOKED_AT_ONCE: Final = 256  # number of puts with dead cells to examine before yielding to other tasks
+_DROP_WORK: Final = 8  # cost of dropping a put, relative to examining a put
+_FILLED_AT_ONCE: Final = 1 << 15  # tables of puts with fewer rows are filled on the event loop instead of in a thread
+# A single thread compacts one put at a time, so usage exceeds the quota by at most one copy.
 _COPIER: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-compact")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStat:
-    """Sizes and counts of a storage engine.
+    """Statistics of a storage engine.
 
     Attributes:
-        max_bytes: quota in bytes; None: unlimited.
-        used_bytes: bytes stored and reserved, including the extents of jagged and object rows.
-        pooled_bytes: bytes of memory kept for reuse, in addition to `used_bytes`.
+        max_bytes: quota in bytes, or None if unlimited.
+        used_bytes: number of bytes stored and reserved, including the extents of jagged and object rows.
+        pooled_bytes: number of bytes of memory kept for reuse, in addition to `used_bytes`.
         put_count: number of complete puts.
-        uncommitted_put_count: number of complete puts that are not confirmed yet.
+        uncommitted_put_count: number of complete puts that have not been confirmed.
         damaged_put_count: number of puts whose bytes are known to be lost.
-        written_bytes: bytes of all puts completed since the engine started.
-        read_bytes: bytes of all reads opened since the engine started.
-        mirror: status of the engine's mirror; None: the engine has no mirror.
+        written_bytes: total size of all puts completed since the engine started.
+        read_bytes: total size of all reads opened since the engine started.
+        mirror: status of the engine's mirror, or None if the engine has no mirror.
     """
 
     max_bytes: int | None
@@ -103,12 +103,12 @@ class EngineStat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptPut:
-    """A put pinned for a recording. The put's bytes do not change until `release`, even if the put is freed.
+    """A put that is pinned for a recording. Its bytes do not change before `release`, even if the put is freed.
 
     Attributes:
         record: layout of the tables and values. Its checksum is 0 unless the tables and values are in a file.
-        file: file that starts with the tables and values and is never written again; None: `parts` contains them.
-        parts: the tables and values in memory.
+        file: file that starts with the tables and values and is never modified. None if `parts` contains them.
+        parts: the tables and values, if they are in memory.
         blob: the pinned blob that contains the values.
     """
 
@@ -118,39 +118,40 @@ class KeptPut:
     blob: Blob
 
     def release(self) -> None:
-        """Unpin the bytes. Other hard links to the file remain."""
+        """Unpin the bytes. Other hard links to the file are not affected."""
         self.blob.unpin()
 
 
 class StorageEngine:
-    """Stores puts: tracks which puts exist, and stores their bytes in its backing's blob store.
+    """Stores puts. Tracks which puts exist, and stores their bytes in the blob store of a backing.
 
-    A put is reserved, written, flushed and finished, and is then confirmed by its commit. A put that is not confirmed
-    in time expires. Cells are freed individually or all at once, and the put's memory shrinks accordingly.
+    A put is reserved, written, flushed and finished. It is confirmed after its commit, and expires if it is not
+    confirmed in time. Cells can be freed individually or all at once, and the put's memory shrinks accordingly.
 
-    Each put has an owner: the controller that commits it. Only the owner can confirm the put, or report it as unknown.
+    Each put has an owner, which is the controller that commits it. Only the owner can confirm the put or report it as
+    unknown.
 
-    An engine starts with the puts that its backing recovers. Confirmations are not persisted, so recovered puts are
+    A new engine contains the puts recovered by its backing. Confirmations are not persisted, so recovered puts are
     kept until their owner reports which of them it knows.
 
     Args:
-        max_bytes: quota in bytes; None: unlimited.
+        max_bytes: quota in bytes, or None if unlimited.
         put_ttl_seconds: how long a complete put waits for its confirmation.
         reserve_share: share of the quota that is reserved for columns of existing rows.
         storage_id: name of this storage service.
         clock: time source for deadlines and expiry.
-        boot_id: instance id of the engine whose puts are recovered; None: a new id.
-        backing: owns the blob store, and preserves puts beyond the process; None: puts are lost with the process.
-        quota_of: engine whose quota and memory limit this engine shares; None: it has separate limits.
-        memory_bytes: memory limit in bytes, not counting puts being received or read. Above the limit, the least
-            recently used puts leave memory, provided that none of their cells was freed and the mirror stores copies.
-            Reads fetch such puts again. The quota still covers all puts. None: all puts stay in memory.
+        boot_id: instance id of the engine whose puts are recovered. By default, a new id is generated.
+        backing: owns the blob store, and preserves puts beyond the process. By default, puts are lost with the process.
+        quota_of: engine with which this engine shares the quota and memory limit. By default, limits are not shared.
+        memory_bytes: memory limit in bytes, excluding puts that are being received or read. Above the limit, the least
+            recently used puts are removed from memory, provided that they have no freed cells and the mirror stores
+            copies. Reads fetch them again. The quota still covers all puts. By default, all puts stay in memory.
 
     Attributes:
         puts: the complete puts by id.
-        regions, memfds: stores for puts in memory that is shared with clients on this host.
-        boot_id: instance id, 16 random bytes; puts stored under another instance id are gone.
-        run_id: 16 random bytes, new for every engine.
+        regions, memfds: stores for puts in memory shared with clients on this host.
+        boot_id: instance id, 16 random bytes. Puts stored under a different instance id no longer exist.
+        run_id: 16 random bytes, generated for each engine.
         storage_id: name of this storage service.
         put_ttl_seconds: how long a complete put waits for its confirmation.
     """
@@ -173,7 +174,8 @@ class StorageEngine:
         self.storage_id = storage_id
         self.put_ttl_seconds = put_ttl_seconds
         self._clock = clock
-        # Puts that were taken over may exceed the quota, because they stay in the mirror even if this process fails.
+        # Puts taken over from a lost storage service may exceed the quota. The mirror preserves them if this process
+        # fails.
         self._admission: Admission = (
             Admission(
                 max_bytes, reserve_share, clock, self._relieve, max_bytes if memory_bytes is None else memory_bytes
@@ -196,7 +198,7 @@ class StorageEngine:
             store.on_freed = self._admission.release
         self.puts = PutTable(put_ttl_seconds, clock, self._backing)
         self._pending: dict[bytes, PendingPut] = {}
-        self._holed: dict[bytes, None] = {}  # puts of which at least an eighth of the bytes are dead
+        self._holed: dict[bytes, None] = {}  # puts with at least one eighth of dead bytes
         self._due: dict[bytes, None] = {}  # puts to compact next
         self._move: Move | None = None  # the compaction in progress
         self._compaction: asyncio.Task[None] | None = None
@@ -218,26 +220,27 @@ class StorageEngine:
         token: str = "",
         store: BlobStore | None = None,
     ) -> PendingPut | None:
-        """Reserve capacity for a put, waiting if necessary; return None if the put is already complete.
+        """Reserve capacity for a put, waiting if necessary. Return None if the put is already complete.
 
-        `Admission` describes the order in which puts get capacity.
+        See `Admission` for the order in which puts are admitted.
 
         Args:
-            put_id: id chosen by the client, which reuses it for retries. An unfinished put with this id is aborted.
+            put_id: id chosen by the client, which uses the same id for retries. An unfinished put with this id is
+                aborted.
             columns: the put's columns, as validated by `decode_headers`.
-            partition_id: the put's partition; the commit must name the same partition.
-            for_existing_rows: whether the put may use the reserved share; its commit must not create new rows.
-            deadline: time until which to wait, on the engine's clock; None: until the caller is cancelled.
-            owner: the controller that will commit the put.
-            token: name of the producer's token; producers take turns.
-            store: store for the put's bytes, `regions` or `memfds`; None: the backing's store.
+            partition_id: partition of the put. The commit must name the same partition.
+            for_existing_rows: whether the put may use the reserved share. Its commit must then not create new rows.
+            deadline: when to stop waiting, on the engine's clock. None waits without a limit.
+            owner: controller that will commit the put.
+            token: name of the producer's token, used to alternate between producers.
+            store: store for the put's bytes, `regions` or `memfds`. Defaults to the backing's store.
 
         Raises:
             InvalidArgumentError: a msgpack row is empty, or the put already exists for another partition or owner.
-            QuotaExceededError: the put is larger than the quota (raised without waiting), or no capacity became
-                available by the deadline (raised with `retry_after_seconds`).
+            QuotaExceededError: the put is larger than the quota, or no capacity became available by the deadline. Only
+                the error after a wait has `retry_after_seconds`.
             DiskFullError: the disk is full.
-            CallCancelledError: a retry of this put took over while this call waited.
+            CallCancelledError: a retry of this put superseded this call while it was waiting.
         """
         if put_id in self.puts:
             self._check_partition(put_id, partition_id)
@@ -273,7 +276,7 @@ class StorageEngine:
         return pending
 
     async def _allocate(self, stored: StoredPut, columns: Sequence[ColumnShape], store: BlobStore, charge: int) -> None:
-        """Allocate the blob and tables of a new put; release the put's charge on failure."""
+        """Allocate the blob and tables of a new put. On failure, release the put's charge."""
         blob = None
         try:
             blob = await store.allocate(stored.blob_bytes(store))
@@ -295,40 +298,40 @@ class StorageEngine:
 
     @property
     def is_volatile(self) -> bool:
-        """Whether puts are lost when this process ends."""
+        """Whether puts are lost when the storage service's process ends."""
         return self._backing.is_volatile
 
     def shared_store(self, *, is_own_user: bool) -> SharedStore:
-        """Return the store for puts shared with clients that run as this process's user, or as another user."""
+        """Return the store for puts shared with a client, which runs either as the service's user or another user."""
         return self.regions if is_own_user else self.memfds
 
     def _bound_pools(self) -> None:
-        """Release pooled regions until the stored and pooled bytes fit into the quota."""
+        """Release pooled regions until stored and pooled bytes together fit into the quota."""
         if (most := self._admission.max_bytes) is not None:
             pooled_bytes = self._store.pooled_bytes + self.regions.pooled_bytes
             self.regions.give_up(self._admission.used_bytes + pooled_bytes - most)
 
     async def flush(self, pending: PendingPut, deadline: float | None = None) -> None:
-        """Wait until a put's bytes would survive the loss of this process; call this before finishing the put.
+        """Wait until a put's bytes would survive a crash of this process. Call this before finishing the put.
 
         Args:
-            pending: a put that is fully written.
-            deadline: time until which to wait for a mirror, on the engine's clock; None: until the caller is cancelled.
+            pending: a put whose bytes are fully written.
+            deadline: when to stop waiting for a mirror, on the engine's clock. None waits without a limit.
 
         Raises:
             InvalidArgumentError: bytes are missing.
-            CallCancelledError: a retry of this put took over.
+            CallCancelledError: a retry of this put superseded this call.
             UnavailableError: the bytes could not be written.
-            QuotaExceededError: the mirror lacked required copies at the deadline (raised with `retry_after_seconds`).
+            QuotaExceededError: the mirror lacked required copies at the deadline. The error has `retry_after_seconds`.
         """
         await self._backing.flush(pending, deadline)
         pending.require_open()
 
     def confirm(self, put_id: bytes) -> bool:
-        """Record that a complete put is committed and must be kept; return whether the put exists. Idempotent."""
+        """Record that a complete put is committed and must be kept. Return whether the put exists. Idempotent."""
         if put_id not in self.puts:
             return False
-        # A put that is already committed is on its owner's list, or is about to be freed.
+        # A put that is already committed is either on its owner's list or about to be freed.
         if self.puts.state_of(put_id) is not PutState.COMMITTED:
             if (state := self._reconciliations.get(self.puts.owner_of(put_id))) is not None:
                 state.staying.add(put_id)
@@ -338,7 +341,7 @@ class StorageEngine:
         return True
 
     def complete_put(self, put_id: bytes, partition_id: str) -> StoredPut:
-        """Return a complete put after checking that it can be committed to a partition.
+        """Check that a complete put can be committed to a partition, and return the put.
 
         Raises:
             PutNotFoundError: the put never completed, expired, or was freed.
@@ -356,11 +359,11 @@ class StorageEngine:
         return self.puts[put_id]
 
     def receipt_time(self, put_id: bytes) -> float | None:
-        """Return the timestamp of a complete put's receipt, or None if the put is committed and needs no receipt.
+        """Return the timestamp for a complete put's receipt, or None if the put is committed and needs no receipt.
 
         Raises:
-            PutNotFoundError: some of the put's cells were freed, so the put must have been committed before. The
-                controller may have restarted since then and lost track of the put.
+            PutNotFoundError: some of the put's cells were freed, so the put must have been committed earlier. The
+                controller may have restarted since and lost track of the put.
         """
         given_at = self.puts.receipt_time(put_id)
         was_freed = put_id in self._when_fetched or not (put_id in self.damaged or self.puts[put_id].is_whole())
@@ -373,11 +376,11 @@ class StorageEngine:
         return given_at
 
     def on_answer(self, asked: Overdue, unknown: Iterable[bytes]) -> int:
-        """Drop overdue puts that a controller does not know; return the number of dropped puts.
+        """Drop overdue puts that a controller does not know, and return the number of dropped puts.
 
         Args:
             asked: the result of `PutTable.overdue` that was sent to the controller.
-            unknown: ids of puts that are not committed and never will be. All other puts are, or may be, committed.
+            unknown: ids of puts that are not committed and never will be. All other puts are, or may become, committed.
         """
         dropped = self.puts.on_answer(asked, frozenset(unknown))
         for put_id in dropped:
@@ -385,7 +388,7 @@ class StorageEngine:
         return len(dropped)
 
     def delete_owned(self, owner: bytes) -> Iterator[int]:
-        """Drop all puts of an owner that is gone, in slices; yield the number of puts dropped per slice."""
+        """Drop all puts of a lost owner in slices, and yield the number of dropped puts per slice."""
         for put_ids in self.puts.slices():
             own = [put_id for put_id in put_ids if self.puts.owner_of(put_id) == owner]
             for put_id in own:
@@ -393,7 +396,7 @@ class StorageEngine:
             yield len(own)
 
     def release_all(self) -> None:
-        """Free the memory of all puts without deleting their copies in the mirror; call this after `close`."""
+        """Free the memory of all puts, but keep their copies in the mirror. Call this after `close`."""
         for put_ids in self.puts.slices():
             for put_id in put_ids:
                 put = self.puts.pop(put_id)
@@ -408,17 +411,19 @@ class StorageEngine:
         return None if put is None else put.partition_id
 
     def delete_waiting(self, put_id: bytes) -> None:
-        """Drop a complete put whose commit was refused. Puts that are confirmed or do not exist are ignored."""
+        """Drop a complete put whose commit was refused. Ignores puts that are confirmed or do not exist."""
         if put_id in self.puts and self.puts.state_of(put_id) is PutState.WAITING:
             self._delete(put_id)
 
     # Reconciliation with a controller's list of known puts
 
     def begin_reconciliation(self, owner: bytes = b"") -> Reconciliation:
-        """Start a reconciliation with an owner's list of known puts; an unfinished one for this owner is abandoned.
+        """Start comparing an owner's puts with the owner's list of known puts.
 
-        Next, call `reconcile` for each part of the owner's list, then `finish_reconciliation`; other calls may run in
-        between. The owner lists its puts after this call, so a put confirmed after this call is kept even if unlisted.
+        An unfinished reconciliation of this owner is abandoned.
+        Next, call `reconcile` for each part of the owner's list, then `finish_reconciliation`. Other calls may run in
+        between. The owner lists its puts after this call, so puts confirmed during the reconciliation are kept even if
+        they are not listed.
         """
         state = self._reconciliations[owner] = Reconciliation(owner)
         return state
@@ -434,11 +439,11 @@ class StorageEngine:
 
         Args:
             state: the result of `begin_reconciliation`.
-            cells: known cells; all other cells of their puts are freed. List each put's cells consecutively.
+            cells: known cells. Unlisted cells of the same puts are freed. The cells of each put must be consecutive.
             staying: puts to keep unchanged.
 
         Raises:
-            CallCancelledError: another reconciliation has begun.
+            CallCancelledError: another reconciliation has started.
             InvalidArgumentError: the cells of a put are not consecutive.
         """
         self._check_current(state)
@@ -458,12 +463,13 @@ class StorageEngine:
             state.parts.append(some)
 
     def finish_reconciliation(self, state: Reconciliation) -> Iterator[None]:
-        """Drop the owner's confirmed puts that were not listed, in slices; other tasks get a turn at each yield.
+        """Drop the owner's confirmed puts that were not listed, in slices. Yields to let other tasks run.
 
-        Recovered puts that were not listed wait for a commit, as they may have done before the restart.
+        Unlisted puts that were recovered start waiting for a commit, because they may have been uncommitted before the
+        restart.
 
         Raises:
-            CallCancelledError: another reconciliation has begun.
+            CallCancelledError: another reconciliation has started.
         """
         self._check_current(state)
         self._free_others(state)
@@ -487,7 +493,7 @@ class StorageEngine:
         self.end_reconciliation(state)
 
     def end_reconciliation(self, state: Reconciliation) -> None:
-        """Discard a reconciliation, whether finished or not."""
+        """Discard a finished or unfinished reconciliation."""
         if self._reconciliations.get(state.owner) is state:
             del self._reconciliations[state.owner]
 
@@ -496,7 +502,7 @@ class StorageEngine:
             raise CallCancelledError("another reconciliation of this owner's puts has begun; this one is abandoned")
 
     def _know(self, state: Reconciliation, put_id: bytes) -> None:
-        if put_id in state.freed:  # the listed put is gone; any current put with this id was stored later
+        if put_id in state.freed:  # the listed put no longer exists; a put with this id was stored later
             return
         state.staying.add(put_id)
         if self._has(state, put_id):
@@ -511,7 +517,7 @@ class StorageEngine:
         return put_id in self.puts and self.puts.owner_of(put_id) == state.owner
 
     def _free_others(self, state: Reconciliation) -> None:
-        """Free the unlisted cells of the put that was listed last."""
+        """Free the unlisted cells of the most recently listed put."""
         put_id, parts = state.put_id, state.parts
         state.put_id, state.parts = b"", []
         if not parts or any(part.is_whole for part in parts) or not self._has(state, put_id) or put_id in self.damaged:
@@ -522,7 +528,7 @@ class StorageEngine:
     # Freeing
 
     def trim(self) -> None:
-        """Return unused pooled memory to the system. Must be called regularly."""
+        """Return unused pooled memory to the operating system. Must be called regularly."""
         now = self._clock()
         self._spill()
         for store in (self._store, self.regions):
@@ -530,7 +536,7 @@ class StorageEngine:
         self._trimmed_at = now
 
     def free(self, cells: Sequence[PutCells]) -> None:
-        """Free cells. Cells that do not exist are ignored."""
+        """Free cells. Ignores cells that do not exist."""
         for some in cells:
             if some.is_whole:
                 self._note_freed(some.put_id)
@@ -544,7 +550,7 @@ class StorageEngine:
             if some.put_id in self.damaged:
                 continue
             self._when_here(some.put_id, partial(self._free_some, some))
-        self._admission.admit()  # while puts wait, this also compacts puts with only a few dead cells
+        self._admission.admit()  # if puts are waiting, this also compacts puts with only a few dead cells
 
     def _free_some(self, cells: PutCells) -> None:
         """Free some cells of a put whose tables are in memory."""
@@ -557,9 +563,9 @@ class StorageEngine:
             self._note_hole(put_id)
 
     def keep(self, put_id: bytes) -> KeptPut | None:
-        """Pin a put's bytes until a recording releases them; return None if the put is missing or damaged.
+        """Pin a put's bytes until a recording releases them. Return None if the put is missing or damaged.
 
-        No bytes are copied: memory stays pinned, and a file is not reused for another put.
+        No bytes are copied. Memory stays pinned, and a file is not reused for another put.
         """
         if put_id not in self.puts or put_id in self.damaged:
             return None
@@ -580,11 +586,11 @@ class StorageEngine:
         return self._admission.has_waiting
 
     def drain(self) -> None:
-        """End all waits for capacity, because the service is about to stop."""
+        """End all waits for capacity with an error, because the service is about to stop."""
         self._admission.drain()
 
     async def close(self) -> None:
-        """Stop the background work of the engine and its stores. Puts can still be dropped afterwards."""
+        """Stop the background tasks of the engine and its stores. Puts can still be dropped afterwards."""
         self._is_closed = True
         self._give_up_move()
         if self._compaction is not None:
@@ -598,11 +604,11 @@ class StorageEngine:
 
         Args:
             runs: runs of the requested cells by field, in the requested order.
-            put_ids: ids of the puts that `runs` refer to by index.
-            slices: the requested parts of rows, for fields that are not read in full.
+            put_ids: ids of the requested puts. `runs` contains indices into this list.
+            slices: requested parts of rows, for fields that are not read in full.
 
         Raises:
-            PutNotFoundError: a put, or a cell of it, was freed or never existed.
+            PutNotFoundError: a put or one of its cells was freed or never existed.
             FieldNotFoundError: a put never had the field.
             InvalidArgumentError: rows are outside a put, row counts differ between fields, or a slice is invalid.
             DataLossError: the bytes of a put are damaged.
@@ -613,7 +619,7 @@ class StorageEngine:
     async def open_long_read(
         self, runs: Sequence[CellRuns], put_ids: Sequence[bytes], slices: Sequence[RowSlice] = ()
     ) -> Reading:
-        """Do the same as `open_read`, but find many cells in a thread to give other tasks a turn."""
+        """Like `open_read`, but large reads find their cells in a thread to avoid blocking the event loop."""
         if is_light_read(runs, slices):
             return self.open_read(runs, put_ids, slices)
         check_sound(put_ids, self.damaged, self.storage_id)
@@ -626,7 +632,10 @@ class StorageEngine:
         return reading
 
     def _on_unreadable(self, put_id: bytes, blob: Blob, error: OSError) -> TqError:
-        """Record that a put's blob cannot be read, unless the failure is temporary; return the error for the reader."""
+        """Handle a failed read of a put's blob, and return the error for the reader.
+
+        The put is marked as damaged unless the failure is temporary.
+        """
         if is_temporary(error):
             return UnavailableError(f"put {put_id.hex()} cannot be read now ({error}); try again")
         reason = f"its bytes cannot be read: {error}"
@@ -641,7 +650,7 @@ class StorageEngine:
         return self.regions.blob_count + self.memfds.blob_count
 
     def stat(self) -> EngineStat:
-        """Return the engine's sizes and counts."""
+        """Return the engine's statistics."""
         return EngineStat(
             max_bytes=self._admission.max_bytes,
             used_bytes=self._admission.used_bytes,
@@ -657,13 +666,13 @@ class StorageEngine:
     # Recovery and spilling
 
     def _on_recovered(self, puts: Mapping[bytes, RecoveredPut | PackedPut]) -> None:
-        """Add the puts of an earlier process, or of an engine that is gone."""
+        """Add puts recovered from an earlier process or a lost engine."""
         self.puts.recover(puts)
         self._admission.add(sum(put.charge for put in puts.values()))
 
     async def check(self, put_ids: Collection[bytes]) -> None:
         """Load recovered and spilled puts before they are read, and verify the bytes of recovered puts."""
-        self._residents.use(put_ids)  # keep these puts in memory while the missing ones are fetched
+        self._residents.use(put_ids)  # keep these puts in memory while missing puts are fetched
         await self._backing.check(put_ids)
 
     async def scrub(self) -> None:
@@ -671,7 +680,7 @@ class StorageEngine:
         await self._backing.scrub()
 
     def _on_fetched(self, record: PutStored, data: memoryview) -> StoredPut | None:
-        """Place a fetched put in memory, without the cells that were freed during the fetch."""
+        """Place a fetched put in memory, except for cells that were freed during the fetch."""
         put = put_of(record)
         values = data[put.tables_bytes :]
         blob = Blob(self._store, len(values), values)
@@ -688,14 +697,14 @@ class StorageEngine:
         return self.puts.get(record.put_id)
 
     def _end_deferral(self, put_id: bytes) -> None:
-        """Run the actions that were deferred until this put was fetched."""
+        """Run all actions that were deferred until this put was fetched."""
         for action in self._when_fetched.pop(put_id, ()):
             if put_id in self.puts and put_id not in self.damaged:
                 action()
         self._admission.admit()
 
     def _when_here(self, put_id: bytes, action: Callable[[], None]) -> None:
-        """Run an action that needs a put's tables, either now or once the put is fetched."""
+        """Run an action that needs a put's tables. If the put is unfetched, fetch it first and run the action later."""
         if self._backing.is_unfetched(put_id):
             self._when_fetched.setdefault(put_id, []).append(action)
             self._backing.fetch_to_free(put_id)
@@ -705,7 +714,7 @@ class StorageEngine:
     # Memory
 
     def _spill(self) -> None:
-        """Remove mirrored puts from memory, least recently used first, until memory use is below the limit."""
+        """Remove mirrored puts from memory, least recently used first, until memory usage is below the limit."""
         excess = self._admission.to_spill()
         if not excess:
             return
@@ -717,7 +726,7 @@ class StorageEngine:
             values = self.puts[put_id].values
             blob = Blob(self._store, 0)
             blob.charge = values.charge
-            self._admission.add(blob.charge)  # first charge the spilled put, then release the charge of its memory
+            self._admission.add(blob.charge)  # charge the spilled put before releasing the charge of its memory
             self.puts.replace(put_id, RecoveredPut(blob, self.puts.owner_of(put_id), spilled_bytes=blob.charge))
             self._residents.remove(put_id)
             self._count_spilled(blob.charge)
@@ -727,7 +736,7 @@ class StorageEngine:
                 return
 
     def _note_replaced(self, put: StoredPut | RecoveredPut) -> None:
-        """Record that a spilled put was removed, or was loaded into memory again."""
+        """Update the number of spilled bytes after a put was removed from the table or loaded into memory."""
         if isinstance(put, RecoveredPut):
             self._count_spilled(-put.spilled_bytes)
 
@@ -737,7 +746,7 @@ class StorageEngine:
 
     @property
     def damaged(self) -> Mapping[bytes, str]:
-        """Damaged puts, with the reason for each. Puts not verified since the start may also be damaged."""
+        """Damaged puts, each with a reason. Puts that have not been verified since the start may be damaged too."""
         return self._backing.damaged
 
     # Helpers
@@ -785,7 +794,7 @@ class StorageEngine:
     # Compaction
 
     def _note_hole(self, put_id: bytes) -> None:
-        """Schedule compaction of a put with dead cells: now if it is mostly dead, else when puts wait for capacity."""
+        """Schedule compaction of a put, either now if it is mostly dead or as soon as puts wait for capacity."""
         put = self.puts[put_id]
         if put.dead_bytes() * 8 < put.values.charge:
             return
@@ -809,7 +818,7 @@ class StorageEngine:
         self._compaction = None
         if not compaction.cancelled() and (error := compaction.exception()) is not None:
             _log.error(LogMessage("compaction of puts failed", error=error), exc_info=error)
-        self._start_compaction()  # for puts that became due after the last check
+        self._start_compaction()  # compact puts that became due after the last check
 
     def _give_up_move(self) -> None:
         if self._move is not None:
@@ -826,14 +835,14 @@ class StorageEngine:
             if put_id in self._holed and self._backing.may_compact(put_id):
                 put = self.puts[put_id]
                 if put.is_mostly_dead() or self._admission.has_waiting:
-                    del self._holed[put_id]  # a put that cannot be moved is retried after more of its cells are freed
+                    del self._holed[put_id]  # if moving fails, it is retried after more cells of the put are freed
                     await self._compact(put_id, put)
 
     async def _compact(self, put_id: bytes, put: StoredPut) -> None:
-        """Move the live cells of a put to a smaller blob if possible; the put may be read and freed concurrently.
+        """Move the live cells of a put to a smaller blob if possible. The put may be read and freed concurrently.
 
-        A thread copies the cells. Cells freed during the copy are freed in the old blob immediately, and in the new
-        blob after the copy.
+        A thread copies the cells. Cells freed during the copy are freed immediately in the old blob. They are freed in
+        the new blob after the copy.
         """
         move = self._move = Move(put_id, put)
         old, blob = put.values, None
@@ -858,7 +867,7 @@ class StorageEngine:
         except UnreadableError as error:
             _log.warning(LogMessage("could not compact a put", put_id=put_id, error=error.cause))
             self._on_unreadable(put_id, error.blob, error.cause)
-        except (OSError, TqError) as error:  # for example, a full disk; dead cells remain until the put is freed
+        except (OSError, TqError) as error:  # such as a full disk; dead cells remain until the put is freed
             _log.debug(LogMessage("could not compact a put", put_id=put_id, error=error))
             if blob is not None:
                 blob.is_damaged = True

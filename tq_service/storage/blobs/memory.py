@@ -1,8 +1,9 @@
-"""Blobs, each containing the bytes of one put: the blob store interface, and the stores in memory.
+"""The blob store interface, and blob stores in memory. A blob contains the bytes of one put.
 
-The index allocates a blob, writes it from start to end, pins it while it is read, and releases it once. The store
-frees the bytes once the blob is released and no longer pinned. To add a kind of store, implement `BlobStore` in a new
-file, select it in `server/app.py`, and test it in `tests/storage/test_blob_stores.py`. A store declares its abilities:
+The index allocates a blob, writes it from start to end, pins it during reads, and releases it once. The store frees
+the bytes when the blob has been released and is no longer pinned. To add a kind of store, implement `BlobStore` in a
+new file, select it in `server/app.py`, and test it in `tests/storage/test_blob_stores.py`. A store declares its
+capabilities:
 
 - `is_shared`: clients on this host write and map the store's blobs (`Blob.shared`, in `shared.py`).
 - `is_durable`: flushed blobs outlive the process, so each blob begins with the tables of its put.
@@ -10,7 +11,7 @@ file, select it in `server/app.py`, and test it in `tests/storage/test_blob_stor
 Each blob declares whether its bytes are in this process's memory (`is_local`). If so, the event loop reads and writes
 the bytes through `view`. Otherwise, threads read the bytes and `BlobStore.write` writes them.
 
-Memory is reused, because mapping new memory is more expensive than copying into existing memory.
+Memory is reused, because mapping new memory costs more than copying into existing memory.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ SMALL_BYTES: Final = 64 << 10
 """Size in bytes below which blobs are allocated with malloc, and stored in the journal if there is one."""
 
 PIECE_BYTES: Final = 1 << 20
-"""Number of text bytes checked in one step, which blocks all other threads for at most 2 ms."""
+"""Number of text bytes that are validated in a single step. A step blocks all other threads for at most 2 ms."""
 
 UNMAPPED_IN_BACKGROUND_FROM_BYTES: Final = 8 << 20
-"""Minimum size of mappings to unmap in a thread, because the system takes at least 20 ms to free a GiB."""
+"""Minimum size in bytes of mappings that are unmapped in a thread. The system takes at least 20 ms to free a GiB."""
 
 BACKGROUND: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-close")
 _TEMPORARY: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR})
@@ -44,7 +45,7 @@ _HUGE_PAGES_FROM_BYTES: Final = 4 << 20
 _CLASSES_PER_DOUBLING: Final = 8
 _HALF_LIFE_SECONDS: Final = 2.5
 NO_FD: Final = -1
-"""Placeholder for the file descriptor of memory that is closed or not yet received."""
+"""Placeholder for the file descriptor of memory that has been closed or has not been received yet."""
 
 T = TypeVar("T")
 Buffer: TypeAlias = memoryview | bytes | bytearray
@@ -54,7 +55,7 @@ Span: TypeAlias = tuple[int, int]
 
 
 class Session(Protocol):
-    """A session whose client may have mapped a region."""
+    """Interface of a session whose client may have mapped a region."""
 
     def note_dropped(self, region: int) -> None:
         """Record that a region will not be used again."""
@@ -65,12 +66,13 @@ class SharedMemory:
 
     Args:
         fd: file descriptor of the memory, owned by this object.
-        size: size of the memory. The creator maps the memory over the address range that the constructor reserves.
+        size: size of the memory in bytes. The constructor reserves an address range of this size, into which the
+            caller maps the memory.
 
     Attributes:
         fd: file descriptor of the memory.
         memory: this process's mapping of the memory.
-        number: identifier of a region; 0 for sealed memory.
+        number: identifier of a region, or 0 for sealed memory.
     """
 
     __slots__ = ("fd", "memory", "number")
@@ -84,10 +86,10 @@ class SharedMemory:
         """Begin a client's lease. Sealed memory needs no lease, because its bytes never change."""
 
     def end_lease(self, *, is_released: bool) -> None:
-        """End a lease; `is_released` is true if the client no longer uses the memory."""
+        """End a lease. `is_released` is true if the client no longer uses the memory."""
 
     def remove(self) -> None:
-        """Close and unmap the memory; the system frees it once no other process maps it."""
+        """Close and unmap the memory. The system frees it when no process maps it anymore."""
         unmap(self.memory)
         fd, self.fd = self.fd, NO_FD
         if fd != NO_FD:
@@ -95,28 +97,29 @@ class SharedMemory:
 
     def __del__(self) -> None:
         if getattr(self, "fd", NO_FD) != NO_FD:
-            os.close(self.fd)  # the service stopped while a put was still in this memory
+            os.close(self.fd)  # the service stopped while a put was still stored in this memory
 
 
 class Blob:
-    """The bytes of one put, managed by a blob store. Confined to the event loop.
+    """The bytes of a put, managed by a blob store. Confined to the event loop.
 
     Args:
-        store: the store that allocates the blob.
+        store: store that allocates the blob.
         size: allocated size in bytes.
-        memory: memory of at least `size` bytes that contains the blob; empty if the blob is not local.
-        backing: object that is returned to the store's pool when the blob is freed; None if there is none.
+        memory: memory of at least `size` bytes that contains the blob. Empty if the blob is not local.
+        backing: object that is returned to the store's pool when the blob is freed, if any.
 
     Attributes:
         is_local: whether the bytes are in this process's memory.
-        number: identifies the blob after a restart; 0 if the blob does not outlive the process.
-        checksum: XXH3 checksum of all bytes written and filled so far if the blob has a number; otherwise 0.
+        number: identifier of the blob after a restart. 0 if the blob does not outlive the process.
+        checksum: XXH3 checksum of all bytes written and filled so far. 0 if the blob has no number.
         store, size, memory, backing: the constructor's arguments.
-        charge: bytes of the quota that the blob uses until it is freed; may be changed by the blob's owner.
+        charge: number of bytes of the quota that the blob uses until it is freed. The owner of the blob may change it.
         is_damaged: whether the backing must not be reused.
-        shared: memory that clients on this host can map; None if they cannot map the blob.
-        tables: tables of the put; None if a local blob begins with them, or if a recovered blob has not been read yet.
-        copy: copy of the blob that outlives the process and is freed with the blob.
+        shared: memory that clients on this host can map, or None if they cannot map the blob.
+        tables: tables of the put. None if a local blob begins with the tables, or if a recovered blob has not been
+            read.
+        copy: copy of the blob that outlives the process and is freed together with the blob.
     """
 
     __slots__ = (
@@ -160,12 +163,12 @@ class Blob:
         target[:] = self.view()[start : start + len(target)]
 
     def read_slices(self, slices: Iterable[tuple[int, memoryview]]) -> None:
-        """Fill several targets with bytes, each from a different start; see `read_into`."""
+        """Fill several targets with bytes, each from its own start position; see `read_into`."""
         for start, target in slices:
             self.read_into(target, start)
 
     def write_from(self, data: Buffer, start: int) -> None:
-        """Copy `data` into the blob, beginning at `start`. Safe in any thread while the blob is pinned.
+        """Copy `data` into the blob, starting at `start`. Safe in any thread while the blob is pinned.
 
         Raises:
             OSError: the bytes cannot be written.
@@ -173,20 +176,20 @@ class Blob:
         self.view()[start : start + len(data)] = data
 
     def fill(self, start: int, end: int, receive: Callable[[memoryview], None]) -> None:
-        """Receive bytes into a range of the blob. Threads may fill separate ranges while the blob is pinned.
+        """Receive bytes into a range of the blob. Threads may fill different ranges while the blob is pinned.
 
         Args:
             start: start of the range.
             end: end of the range.
-            receive: fills memory with the next bytes of the range; may raise.
+            receive: fills memory with the next bytes of the range. It may raise any error.
 
         Raises:
-            UnavailableError, DiskFullError: the bytes cannot be written; the put is aborted.
+            UnavailableError, DiskFullError: the bytes cannot be written, and the put is aborted.
         """
         receive(self.view()[start:end])
 
     def read_back(self, start: int) -> Iterator[tuple[int, memoryview]]:
-        """Read back all filled bytes starting at `start`, in a thread. Until then, the checksum does not include them.
+        """Read back all filled bytes from `start` in a thread, and add them to the checksum, if any.
 
         Yields:
             The start and the bytes of each chunk, in order.
@@ -204,7 +207,7 @@ class Blob:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether a reader or a thread uses the bytes."""
+        """Whether a reader or a thread is using the bytes."""
         return self._pin_count > 0
 
     def pin(self) -> None:
@@ -212,17 +215,17 @@ class Blob:
         self._pin_count += 1
 
     def unpin(self) -> None:
-        """Undo one `pin`."""
+        """Undo one call of `pin`."""
         self._pin_count -= 1
         if self._is_released and not self._pin_count:
             self.store.free(self)
 
     def close(self) -> None:
-        """Drop the reference to the memory when the store frees the blob. Remaining views keep the memory alive."""
+        """Drop the reference to the memory when the store frees the blob. Existing views keep the memory alive."""
         self.memory = b""
 
     def release(self) -> None:
-        """Free the bytes, either now or when the last pin ends. Further calls do nothing."""
+        """Free the bytes as soon as the blob is not pinned. Idempotent."""
         if not self._is_released:
             self._is_released = True
             if not self._pin_count:
@@ -234,7 +237,7 @@ class BlobStore(ABC):
 
     Attributes:
         on_freed: called with the charge of each freed blob.
-        pooled_bytes: bytes kept for reuse.
+        pooled_bytes: number of bytes kept for reuse.
     """
 
     is_shared: ClassVar[bool] = False
@@ -256,12 +259,12 @@ class BlobStore(ABC):
         """Write bytes to a blob. The caller may reuse `data` afterwards.
 
         Raises:
-            UnavailableError, DiskFullError: the bytes cannot be written; the put is aborted.
+            UnavailableError, DiskFullError: the bytes cannot be written, and the put is aborted.
         """
         blob.write_from(data, start)
 
     async def flush(self, blob: Blob) -> None:  # noqa: B027  (most stores are in memory)
-        """Wait until all bytes of a blob would survive the loss of the process; do nothing unless `is_durable`.
+        """Wait until all bytes of a blob would survive a crash of the process. Do nothing unless `is_durable`.
 
         Raises:
             OSError: the blob cannot be written.
@@ -269,17 +272,17 @@ class BlobStore(ABC):
 
     @abstractmethod
     def free(self, blob: Blob) -> None:
-        """Free a blob that is no longer read, now or soon, and then call `on_freed`. Only the blob calls this."""
+        """Free a blob that is no longer read, either now or soon, and call `on_freed`. Called only by the blob."""
 
     def trim(self, elapsed_seconds: float) -> None:  # noqa: B027  (most stores have nothing to trim)
-        """Free some of the pooled bytes that were not needed during the elapsed time."""
+        """Free some pooled bytes that were not needed during the elapsed time."""
 
     async def close(self) -> None:  # noqa: B027  (most stores have nothing to close)
-        """Release the store's own resources, such as threads or connections. Its blobs can still be released."""
+        """Release the store's own resources, such as threads and connections. Its blobs can still be released."""
 
 
 def is_temporary(error: OSError) -> bool:
-    """Return whether an error only means that the process lacks descriptors or memory, not that the disk failed."""
+    """Return whether an error indicates a shortage of file descriptors or memory rather than a disk failure."""
     return error.errno in _TEMPORARY
 
 
@@ -293,10 +296,10 @@ async def in_thread(
     """Run a function in a thread and return its result. The thread continues even if the caller is cancelled.
 
     Args:
-        executor: provides the thread; None: the loop's default executor.
-        work: the function to run.
+        executor: executor that provides the thread. Defaults to the event loop's default executor.
+        work: function to run.
         args: arguments of the function.
-        pinned: blobs that the function uses, which stay pinned until it returns.
+        pinned: blobs used by the function. They stay pinned until the function returns.
         then: called on the event loop with the result, even if the caller no longer waits.
     """
 
@@ -313,16 +316,16 @@ async def in_thread(
     return await asyncio.shield(future)
 
 
-# Memory of this process
+# Stores in this process's memory
 
 
 class Removable(Protocol):
-    """A backing that a thread creates for a blob and later removes."""
+    """Interface of a backing that a thread creates for a blob and later removes."""
 
     capacity: int
 
     def remove(self) -> None:
-        """Remove the backing; may block."""
+        """Remove the backing. May block."""
 
 
 BackingT = TypeVar("BackingT")
@@ -330,13 +333,13 @@ RemovableT = TypeVar("RemovableT", bound=Removable)
 
 
 class PooledStore(BlobStore, Generic[BackingT]):
-    """A store that recycles its blobs' backings, in size classes.
+    """A store that recycles the backings of its blobs by size class.
 
-    Used plus pooled bytes never exceed the high-water mark of used bytes. Every `trim` lowers the mark, so unused
-    memory or disk space is released over time.
+    The sum of used and pooled bytes never exceeds the high-water mark of used bytes. Each `trim` lowers the mark, so
+    unused memory or disk space is released over time.
 
     Attributes:
-        used_bytes: total capacity of the backings that blobs use.
+        used_bytes: total capacity of the backings in use.
     """
 
     def __init__(self) -> None:
@@ -346,7 +349,7 @@ class PooledStore(BlobStore, Generic[BackingT]):
 
     @abstractmethod
     def _make(self, capacity: int) -> BackingT:
-        """Return a new backing."""
+        """Create a backing."""
 
     @abstractmethod
     def _wrap(self, backing: BackingT, size: int) -> Blob:
@@ -368,7 +371,7 @@ class PooledStore(BlobStore, Generic[BackingT]):
         return self._use(self._recycled(capacity) or self._make(capacity), size)
 
     def _recycled(self, capacity: int) -> BackingT | None:
-        """Return a pooled backing of the given capacity, or None if the pool has none."""
+        """Return a pooled backing with the given capacity, or None if there is none."""
         pooled = self._pool.get(capacity)
         if pooled is None:
             return None
@@ -387,7 +390,7 @@ class PooledStore(BlobStore, Generic[BackingT]):
         return blob
 
     def recycle(self, backing: BackingT, capacity: int) -> None:
-        """Pool an unused backing for reuse."""
+        """Add an unused backing to the pool."""
         self._pool.setdefault(capacity, []).append(backing)
         self.pooled_bytes += capacity
 
@@ -422,12 +425,12 @@ class PooledStore(BlobStore, Generic[BackingT]):
 
 
 class ThreadedStore(PooledStore[RemovableT]):
-    """A pooled store that creates its backings in threads, because creating a backing takes a long time."""
+    """A pooled store that creates backings in threads, because creating a backing takes a long time."""
 
     _executor: ThreadPoolExecutor
 
     async def _backing(self, capacity: int) -> RemovableT:
-        """Return a recycled or new backing. If creating one fails, remove all pooled backings and retry.
+        """Return a recycled or new backing. If creation fails, remove all pooled backings and retry.
 
         Raises:
             OSError: there is not enough space.
@@ -463,7 +466,7 @@ def _remove_all(backings: Iterable[Removable]) -> None:
 
 
 class MemoryBlobs(PooledStore[mmap.mmap]):
-    """Blobs in memory: small blobs come from malloc, larger ones are anonymous mappings."""
+    """Blobs in memory. Small blobs are allocated with malloc, and larger blobs are anonymous mappings."""
 
     async def allocate(self, size: int) -> Blob:
         try:
@@ -481,18 +484,18 @@ class MemoryBlobs(PooledStore[mmap.mmap]):
         return Blob(self, size, backing, backing)
 
     def _drop(self, backing: mmap.mmap) -> None:
-        if len(backing) >= UNMAPPED_IN_BACKGROUND_FROM_BYTES:  # dropping the last reference unmaps a smaller mapping
+        if len(backing) >= UNMAPPED_IN_BACKGROUND_FROM_BYTES:  # smaller mappings are unmapped with their last reference
             BACKGROUND.submit(unmap, backing)
 
 
 def size_class(size: int) -> int:
-    """Return the backing capacity for `size` bytes, which is at most an eighth larger, rounded up to pages."""
+    """Return the backing capacity for `size` bytes. It is at most an eighth larger, and is rounded up to pages."""
     step = 1 << max((size - 1).bit_length() - _CLASSES_PER_DOUBLING.bit_length(), 12)
     return -(-size // step) * step
 
 
 def unmap(memory: mmap.mmap) -> None:
-    """Unmap memory now or, if views of it remain, when the last view is freed."""
+    """Unmap memory immediately or, if views of it exist, when the last view is freed."""
     with suppress(BufferError):
         memory.close()
 

@@ -1,9 +1,9 @@
-"""Segments: reusable files, each containing the bytes of one put.
+"""Segments, which are reusable files that each contain the bytes of one put.
 
-A file is created with its full capacity allocated, so on a full disk only puts that need a new file fail. Threads read
-and write the files, which are never mapped. An unreadable page or a truncated file therefore fails a single read,
-whereas with a mapping it would kill the process (SIGBUS). The tables of puts are also kept in memory. File names are
-numbers assigned by this service, never text chosen by a client.
+A file is created with its full capacity allocated. If the disk is full, only puts that need a new file fail. Threads
+read and write the files, which are never mapped. An unreadable page or a truncated file therefore fails only a single
+read, whereas with a mapping it would kill the process (SIGBUS). The tables of puts are also kept in memory. File names
+are numbers assigned by this service, never text chosen by a client.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from tq_service.wire.shared_memory import read_into
 
 _THREAD_COUNT: Final = 2
 MIN_FREE_BYTES: Final = 256 << 20
-"""Free space kept on the disk, so freed puts can still be recorded."""
+"""Minimum free disk space in bytes. The reserve allows freed puts to be recorded on a full disk."""
 
 _READ_BYTES: Final = 4 << 20
 _COPY_BYTES: Final = 1 << 20
-_FILL_BYTES: Final = 128 << 10  # buffer size per connection that fills a segment; not included in any quota
+_FILL_BYTES: Final = 128 << 10  # size of a buffer for each connection that fills a segment; not part of any quota
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NAME: Final = re.compile(r"(?:\d{8}|[1-9]\d{8,})\.seg")
-# The system takes about 0.1 ms per MiB to delete a file, which is too long for the event loop.
+# The system takes about 0.1 ms per MiB to delete a file. This is too long for the event loop.
 _BACKGROUND: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-segment-drop")
 
 
@@ -52,9 +52,9 @@ class Segment:
     """A segment file.
 
     Attributes:
-        number: number used in the file's name.
+        number: number in the file name.
         capacity: size of the file in bytes.
-        is_new: whether the file's directory entry may not be on disk yet.
+        is_new: whether the file's directory entry may not have been synced yet.
         is_kept: whether a recording has linked the file under another name, so its bytes must never change.
     """
 
@@ -74,7 +74,7 @@ class Segment:
 
     @contextmanager
     def open(self) -> Iterator[int]:
-        """Open the file, and yield a file descriptor that is valid within the `with` block."""
+        """Open the file, and yield a file descriptor that is valid inside the `with` block."""
         fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         try:
             yield fd
@@ -82,7 +82,7 @@ class Segment:
             os.close(fd)
 
     def checksum(self, size: int) -> int:
-        """Return the checksum of the file's first `size` bytes.
+        """Return the checksum of the first `size` bytes of the file.
 
         Raises:
             OSError: the bytes cannot be read, or the file is shorter than `size`.
@@ -105,12 +105,12 @@ class Segment:
             self.is_new = False
 
     def remove(self) -> None:
-        """Remove the file."""
+        """Remove the file if it exists."""
         self.path.unlink(missing_ok=True)
 
 
 class SegmentBlob(Blob):
-    """A blob stored in a segment file."""
+    """A blob that is stored in a segment file."""
 
     __slots__ = ("_digest", "number")
 
@@ -178,13 +178,13 @@ class SegmentBlob(Blob):
 class SegmentBlobs(ThreadedStore[Segment]):
     """A directory of segments. Small blobs stay in memory and are persisted in the records of their puts.
 
-    Each blob begins with the tables of its put, so one number and one checksum cover the put. A few threads write the
-    files, so the event loop never waits for a disk.
+    Each blob begins with the tables of its put, so one number and one checksum cover the entire put. Threads write the
+    files, so the event loop never waits for the disk.
 
     Args:
-        directory: directory of the files; created if it does not exist.
-        sync: whether a flush waits for the disk; otherwise, the operating system may still buffer flushed blobs.
-        min_free_bytes: free space kept on the disk, in bytes.
+        directory: directory of the files. It is created if it does not exist.
+        sync: whether a flush waits for the disk. Otherwise, the operating system may still buffer flushed blobs.
+        min_free_bytes: free disk space that must remain, in bytes.
     """
 
     is_durable = True
@@ -255,7 +255,7 @@ class SegmentBlobs(ThreadedStore[Segment]):
             super().recycle(backing, capacity)
 
     def _check_capacity(self, size: int) -> None:
-        """Check that the disk has space for `size` bytes in addition to the space that must stay free.
+        """Check that the disk has space for `size` bytes in addition to the space that must remain free.
 
         Raises:
             OSError: the disk does not have enough space.
@@ -271,12 +271,12 @@ class SegmentBlobs(ThreadedStore[Segment]):
     # Durability
 
     async def flush(self, blob: Blob) -> None:
-        """Wait until a blob is on disk if `sync` is set. The sync continues even if the caller is cancelled."""
+        """Wait until a blob is on disk, if `sync` is set. The sync continues even if the caller is cancelled."""
         if isinstance(blob, SegmentBlob) and self._sync:
             await in_thread(self._executor, blob.backing.sync, pinned=[blob])
 
     async def copy(self, target: Blob, head: memoryview, source: Blob, spans: Sequence[Span]) -> None:
-        """Write a head to `target`, followed by byte ranges of the `source` blob.
+        """Write `head` to `target`, followed by byte ranges of the `source` blob.
 
         Raises:
             OSError: the bytes cannot be read or written.
@@ -284,11 +284,11 @@ class SegmentBlobs(ThreadedStore[Segment]):
         await in_thread(self._executor, _copy, target, head, source, spans, pinned=[target, source])
 
     async def checksum(self, blob: Blob, tables_bytes: int) -> int:
-        """Load a recovered blob's tables into memory, and return the checksum of the blob's stored bytes.
+        """Load the tables of a recovered blob into memory, and return the checksum of the stored bytes.
 
         Args:
             blob: a blob in a segment.
-            tables_bytes: size of the tables at the start of the blob.
+            tables_bytes: size in bytes of the tables at the start of the blob.
 
         Raises:
             OSError: the bytes cannot be read.
@@ -300,12 +300,12 @@ class SegmentBlobs(ThreadedStore[Segment]):
         return checksum
 
     async def take_files(self, paths: Sequence[Path]) -> None:
-        """Move files of a recording into the store's directory, so they can be reused for other puts.
+        """Move files of a recording into the store's directory, where they can be reused for other puts.
 
-        Files that still have another link, were truncated, or are on another file system stay where they are.
+        A file is left in place if it has another link, was truncated, or is on a different file system.
         """
         for segment in await in_thread(self._executor, self._taken, paths):
-            self.recycle(segment, segment.capacity)  # the next put or `trim` drops the excess
+            self.recycle(segment, segment.capacity)  # the next put or `trim` drops excess files
 
     def _taken(self, paths: Sequence[Path]) -> list[Segment]:
         taken = []
@@ -324,19 +324,19 @@ class SegmentBlobs(ThreadedStore[Segment]):
         return taken
 
     def recover(self, blobs: Iterable[tuple[int, int]]) -> list[Blob | None]:
-        """Take over the blobs of an earlier process; files that are not listed are pooled for reuse.
+        """Recover the blobs of an earlier process, and pool unlisted files for reuse.
 
         Args:
-            blobs: number and size of each blob. If several blobs have the same number, the first one gets the file.
+            blobs: number and size of each blob. If several blobs have the same number, the first blob gets the file.
 
         Returns:
-            The blobs, with None for each missing blob.
+            The blobs in order, with None for each missing blob.
         """
         with os.scandir(self._directory) as entries:
             found = {int(entry.name[:-4]) for entry in entries if _NAME.fullmatch(entry.name)}
         recovered: list[Blob | None] = []
         for number, size in blobs:
-            self._last_number = max(self._last_number, number)  # a new file must not reuse a missing file's number
+            self._last_number = max(self._last_number, number)  # a new file must not reuse the number of a missing file
             if number in found:
                 found.discard(number)
                 segment = Segment(self._directory, number, size_class(size))
@@ -352,7 +352,7 @@ class SegmentBlobs(ThreadedStore[Segment]):
             segment.capacity, segment.is_kept = found_file.st_size, found_file.st_nlink > 1
             if segment.capacity:
                 self.recycle(segment, segment.capacity)
-            else:  # the process ended before the file was allocated
+            else:  # the earlier process ended before it allocated the file
                 self._drop(segment)
         self._high_water_bytes = self.used_bytes + self.pooled_bytes
         return recovered
@@ -372,12 +372,12 @@ def _copy(target: Blob, head: memoryview, source: Blob, spans: Sequence[Span]) -
         for done in range(0, size, _COPY_BYTES):
             part = buffer[: size - done]
             source.read_into(part, start + done)
-            target.write_from(part, at)  # now, while the bytes are still in the CPU cache
+            target.write_from(part, at)  # write immediately, while the bytes are still in the CPU cache
             at += len(part)
 
 
 def _look_at(blob: SegmentBlob, tables_bytes: int) -> tuple[int, bytearray]:
-    """Return a blob's checksum, and the tables at its start."""
+    """Return the checksum of a blob, and the tables at its start."""
     checksum, tables = blob.backing.checksum(blob.size), bytearray(tables_bytes)
     blob.read_into(memoryview(tables), 0)
     return checksum, tables
@@ -401,7 +401,7 @@ def _name(number: int) -> str:
 
 
 def sync_directory(directory: Path) -> None:
-    """Wait until a directory's entries are on disk."""
+    """Wait until the entries of a directory are on disk."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -1,14 +1,14 @@
-"""Blobs that clients on this host map: regions created and reused by the service, and sealed memfds from clients.
+"""Blobs in memory that clients on this host map: regions created by the service, and memfds sealed by clients.
 
-A region stays warm: its pages, and the page tables of the processes that map it, already exist for the next put. A
-region is reused only if no process may still read or write its bytes. Session leases ensure this:
+A reused region is fast, because its pages and the page tables of the processes that map it already exist. A region is
+reused only if no process may still read or write its bytes. Session leases ensure this:
 
     blob allocated -> region in use -> blob freed, no lease left ---------------------------------> pooled -> used again
                                     -> blob freed, leased -> last lease released ------------------> pooled, or dropped
                                                           -> memory needed -> abandoned, then dropped
 
-If a session ends while it has leases, a process may still map the leased regions. Such regions are dropped instead of
-reused.
+If a session ends without releasing its leases, a process may still map the leased regions. These regions are dropped
+instead of being reused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _THREAD_COUNT: Final = 2
 # A reinforcement learning step takes minutes and begins with an empty store. If regions were dropped between steps,
 # each step would begin with new pages, which take 5 to 20 times as long to fill as existing pages.
 _KEPT_SECONDS: Final = 300.0
-# Because batch sizes vary, a region may be larger than requested by this factor, and twice the used bytes are kept.
+# Batch sizes vary. A reused region may be larger than requested by up to this factor, and the store keeps up to twice
+# as many bytes in regions as are used.
 _MOST_SLACK: Final = 1.25
 _KEPT_SHARE: Final = 2
 
@@ -56,7 +57,7 @@ class SharedBlob(Blob):
 
 
 class SharedStore(BlobStore):
-    """A store of shared blobs.
+    """A store of blobs in shared memory.
 
     Attributes:
         blob_count: number of blobs that have not been freed.
@@ -67,7 +68,7 @@ class SharedStore(BlobStore):
 
     @property
     def fd_count(self) -> int:
-        """Number of the store's open file descriptors."""
+        """Number of open file descriptors of the store."""
         return self.blob_count
 
 
@@ -75,18 +76,18 @@ class SharedStore(BlobStore):
 
 
 class Region(SharedMemory):
-    """A memfd of this service, written by clients that run as the same user.
+    """A memfd created by this service. Clients that run as the same user write to it.
 
     Args:
-        number: identifier, which this process never reuses.
+        number: identifier of the region, which this process never reuses.
         capacity: size in bytes, a multiple of the page size.
-        on_unleased: called when the region's last lease has ended.
+        on_unleased: called when the last lease of the region has ended.
 
     Attributes:
         capacity: size in bytes.
-        lease_count: number of leases that sessions have on the region.
-        is_fit: whether the region may be reused; false once a session has ended without releasing its lease.
-        pooled_at: time when the region was last pooled, in seconds on the store's clock.
+        lease_count: number of leases held by sessions.
+        is_fit: whether the region may be reused. False once a session has ended without releasing its lease.
+        pooled_at: time at which the region was last pooled, in seconds on the store's clock.
 
     Raises:
         OSError: the system lacks memory for the region.
@@ -106,7 +107,7 @@ class Region(SharedMemory):
         self._sessions: WeakSet[Session] = WeakSet()
 
     def note_dropped(self) -> None:
-        """Notify all sessions that may have mapped the region, because it will not be used again."""
+        """Notify all sessions that may have mapped the region that it will not be used again."""
         for session in self._sessions:
             session.note_dropped(self.number)
 
@@ -116,7 +117,7 @@ class Region(SharedMemory):
         self._sessions.add(session)
 
     def end_lease(self, *, is_released: bool) -> None:
-        """End a lease. If the client did not release it, the region is not reused."""
+        """End a lease. If the client did not release the lease, the region is not reused."""
         self.lease_count -= 1
         self.is_fit &= is_released
         if not self.lease_count:
@@ -130,20 +131,21 @@ class Region(SharedMemory):
 
 
 class RegionBlobs(ThreadedStore[Region], SharedStore):
-    """Blobs in regions.
+    """A store of blobs in regions.
 
-    A leased region whose blob was freed counts as used until its leases have ended. If `max_bytes` would be exceeded
-    before then, the region whose blob was freed first is abandoned, so its memory no longer counts as used.
+    If a blob is freed while its region is leased, the region counts as used until its leases have ended. If used bytes
+    exceed `max_bytes` before that, such regions are abandoned, in the order in which their blobs were freed. The memory
+    of an abandoned region no longer counts as used.
 
     Args:
-        max_bytes: limit on the bytes of used regions, above which regions are abandoned; None: unlimited.
+        max_bytes: number of used bytes above which regions are abandoned, or None if unlimited.
     """
 
     def __init__(self, max_bytes: int | None = None) -> None:
         super().__init__()
         self._max_bytes = math.inf if max_bytes is None else max_bytes
         self._numbers = itertools.count(1)
-        self._seconds = 0.0  # elapsed since the start, as reported to `trim`
+        self._seconds = 0.0  # elapsed seconds since the start, as reported to `trim`
         self._freed: dict[Region, None] = {}  # leased regions, in the order in which their blobs were freed
         self._in_use: set[Region] = set()
         self._executor = ThreadPoolExecutor(_THREAD_COUNT, thread_name_prefix="tq-region")
@@ -175,7 +177,7 @@ class RegionBlobs(ThreadedStore[Region], SharedStore):
         return self._wrap(backing, size)
 
     def _recycled(self, capacity: int) -> Region | None:
-        """Return the smallest pooled region that has at least this capacity and is not much larger, if any."""
+        """Return the smallest pooled region with at least this capacity, or None. Ignores much larger regions."""
         fitting = (each for each in self._pool if capacity <= each <= capacity * _MOST_SLACK)
         return super()._recycled(min(fitting, default=capacity))
 
@@ -202,7 +204,7 @@ class RegionBlobs(ThreadedStore[Region], SharedStore):
         super().recycle(backing, capacity)
 
     def trim(self, elapsed_seconds: float) -> None:
-        """Drop regions that have not been needed for some minutes, and lower the high-water mark accordingly."""
+        """Drop regions that have not been needed for several minutes, and lower the high-water mark accordingly."""
         self._seconds += elapsed_seconds
         for capacity, pooled in list(self._pool.items()):
             due = sum(each.pooled_at <= self._seconds - _KEPT_SECONDS for each in pooled)  # oldest regions first
@@ -235,7 +237,7 @@ class RegionBlobs(ThreadedStore[Region], SharedStore):
 
 
 class MemfdBlob(SharedBlob):
-    """A client's sealed memory. `allocate` reserves its address range; `map_fd` then maps the memfd there."""
+    """Memory sealed by a client. `allocate` reserves its address range, and `map_fd` maps the memfd into this range."""
 
     __slots__ = ()
 
@@ -243,7 +245,7 @@ class MemfdBlob(SharedBlob):
         """Map the memory of a file descriptor. Takes ownership of the descriptor, even on failure.
 
         Raises:
-            InvalidArgumentError: the descriptor is not sealed memory of the announced size.
+            InvalidArgumentError: the descriptor is not sealed memory of the declared size.
             OSError: the system refused the mapping.
         """
         self.backing.fd = fd
@@ -253,13 +255,13 @@ class MemfdBlob(SharedBlob):
     def read_into(self, target: memoryview, start: int) -> None:
         """Fill `target` with the blob's bytes starting at `start`; see `Blob.read_into`.
 
-        The bytes are read from the memfd, because reading through the mapping costs a page fault every few pages.
+        The bytes are read from the memfd, because reading through the mapping causes a page fault every few pages.
         """
         shared_memory.read_into(self.backing.fd, target, start)
 
 
 class MemfdBlobs(SharedStore):
-    """Blobs in memory created and sealed by clients that run as other users."""
+    """A store of blobs in memory that is created and sealed by clients running as other users."""
 
     async def allocate(self, size: int) -> MemfdBlob:
         try:
@@ -272,7 +274,7 @@ class MemfdBlobs(SharedStore):
     def free(self, blob: Blob) -> None:
         self.blob_count -= 1
         blob.close()
-        if blob.size >= UNMAPPED_IN_BACKGROUND_FROM_BYTES:  # the last process that closes a memfd frees its pages
+        if blob.size >= UNMAPPED_IN_BACKGROUND_FROM_BYTES:  # the last process to close a memfd frees its pages
             BACKGROUND.submit(blob.backing.remove)
         else:
             blob.backing.remove()

@@ -1,4 +1,4 @@
-"""The byte quota, the memory limit within it, and the queue of puts that wait for capacity."""
+"""Admission control for puts: byte quota, memory limit, and a queue of puts that wait for capacity."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from tq_service.errors import QuotaExceededError, UnavailableError
 from tq_service.storage.blobs.memory import RETRY_AFTER_SECONDS
 from tq_service.wait_clock import Waiting
 
-_SPARE_SHARE: Final = 16  # spilling frees an extra sixteenth of the memory limit, so not every put causes a spill
+_SPARE_SHARE: Final = 16  # each spill frees an extra sixteenth of the memory limit, so not every put causes a spill
 
 
 class Admission:
-    """Counts stored and reserved bytes, and queues puts that wait for capacity.
+    """Tracks stored and reserved bytes, and queues puts that wait for capacity.
 
-    A put that fits is admitted before earlier puts that do not fit, because it may complete a group, which a trainer
-    can then consume and clear. Tokens take turns, as do each token's partitions, so a token or partition with many puts
-    does not delay other producers. `AdmissionTurn` prevents starvation of large puts.
+    A put that fits is admitted ahead of earlier puts that do not fit. It may complete a group, which a trainer can then
+    consume and clear. Admission alternates between tokens, and between the partitions of each token, so a token or
+    partition with many puts does not delay other producers. `AdmissionTurn` prevents starvation of large puts.
 
-    Puts of new rows must leave a reserve for columns of existing rows, so that a full store can always drain. If puts
-    of both kinds fit, columns for existing rows are admitted first. Confined to one event loop.
+    Puts of new rows cannot use a reserved share of the quota, so a full store can still accept columns for existing
+    rows and drain. If puts of both kinds fit, columns for existing rows are admitted first. Confined to one event loop.
 
     Args:
-        max_bytes: quota in bytes; None: unlimited.
-        reserve_share: share of the quota that new rows must leave free.
+        max_bytes: quota in bytes, or None if unlimited.
+        reserve_share: share of the quota that is reserved for columns of existing rows.
         clock: time source for deadlines.
-        on_shortage: called when the first put in the queue lacks capacity; may `release` bytes.
-        memory_bytes: bytes of the quota that may be in memory; None: the full quota.
+        on_shortage: called when the first waiting put does not fit. The callback may `release` bytes.
+        memory_bytes: maximum number of bytes in memory, within the quota. None allows the full quota.
 
     Attributes:
-        spilled_bytes: bytes of the quota that are stored only in a mirror.
+        spilled_bytes: number of bytes that count towards the quota but are stored only in a mirror.
     """
 
     def __init__(
@@ -51,10 +51,11 @@ class Admission:
         self._clock = clock
         self._on_shortage = on_shortage
         self._is_relieving = False
-        # Waiting puts by token and partition, both in the order of their turns; within a partition, by arrival.
+        # Waiting puts by token and partition, both in the order of their turns. Puts of a partition are in arrival
+        # order.
         self._waiting: OrderedDict[str, OrderedDict[str, dict[_Waiter, None]]] = OrderedDict()
-        self._first: _Waiter | None = None  # first waiter at the last check; None: the queue must be checked again
-        self._fits_at = 0  # one of the waiting puts fits if at most this many bytes are used
+        self._first: _Waiter | None = None  # first waiter at the last check, or None if the queue must be checked again
+        self._fits_at = 0  # a waiting put fits if at most this number of bytes is used
         self._turn = AdmissionTurn(clock)
         self._timer: asyncio.TimerHandle | None = None
         self._is_draining = False
@@ -67,11 +68,17 @@ class Admission:
         for_existing_rows: bool,
         deadline: float | None,
     ) -> None:
-        """Reserve `size` bytes, waiting for capacity until the deadline. `producer`: a token and a partition.
+        """Reserve `size` bytes, waiting for capacity until the deadline.
+
+        Args:
+            size: number of bytes to reserve.
+            producer: the token and the partition of the put.
+            for_existing_rows: whether the put contains columns for existing rows.
+            deadline: when to stop waiting, on the clock passed to the constructor. None waits without a limit.
 
         Raises:
-            QuotaExceededError: the put is larger than the quota (raised without waiting), or no capacity became
-                available by the deadline (raised with `retry_after_seconds`).
+            QuotaExceededError: the put is larger than the quota, or no capacity became available by the deadline. Only
+                the error after a wait has `retry_after_seconds`.
             UnavailableError: there is not enough capacity, and the service is draining.
         """
         limit = self.max_bytes if for_existing_rows else self._new_rows_limit
@@ -97,7 +104,7 @@ class Admission:
         waiter.granted.result()
 
     def drain(self) -> None:
-        """End all waits and refuse new ones, because the service is about to stop."""
+        """End all waits with an error, and do not accept new waits, because the service is about to stop."""
         self._is_draining = True
         self._end_waits()
 
@@ -111,33 +118,33 @@ class Admission:
         self._set_timer()
 
     def release(self, size: int) -> None:
-        """Count bytes as free, and admit waiting puts that now fit."""
+        """Release bytes, and admit waiting puts that now fit."""
         self.used_bytes -= size
         self.admit()
 
     @property
     def has_waiting(self) -> bool:
-        """Whether puts are waiting for capacity."""
+        """Whether any puts are waiting for capacity."""
         return bool(self._waiting)
 
     def has_memory(self) -> bool:
-        """Return whether neither the quota nor the memory limit is exhausted."""
+        """Return whether the used bytes are below both the quota and the memory limit."""
         limits = ((self.max_bytes, self.used_bytes), (self._memory_bytes, self.used_bytes - self.spilled_bytes))
         return all(limit is None or used < limit for limit, used in limits)
 
     def to_spill(self) -> int:
-        """Return the number of bytes to spill from memory."""
+        """Return the number of bytes that should be spilled from memory."""
         if self._memory_bytes is None:
             return 0
         excess = self.used_bytes - self.spilled_bytes - self._memory_bytes
         return excess + self._memory_bytes // _SPARE_SHARE if excess > 0 else 0
 
     def add(self, size: int) -> None:
-        """Count bytes as used without a reservation, such as bytes that the engine needs to compact a put."""
+        """Count bytes as used without a reservation, for example bytes that the engine needs to compact a put."""
         self.used_bytes += size
 
     def admit(self) -> None:
-        """Admit the puts that fit; if none fits, first call `on_shortage` to free bytes."""
+        """Admit waiting puts that fit. If the first remaining put does not fit, call `on_shortage` and try again."""
         if not self._waiting:
             return
         if not self._admit_fitting() and not self._is_relieving:
@@ -150,9 +157,9 @@ class Admission:
         self._set_timer()
 
     def _admit_fitting(self) -> bool:
-        """Admit the puts that fit; return whether the queue is empty or its first put fits.
+        """Admit waiting puts that fit. Return whether the queue is empty or its first put now fits.
 
-        Bytes are freed in thousands of small steps, so the queue is checked only if a waiting put may fit.
+        Bytes are freed in thousands of small steps, so the queue is examined only if a waiting put may fit.
         """
         holder = self._turn.holder
         if isinstance(holder, _Waiter) and self._lacking(holder) > 0:
@@ -178,11 +185,11 @@ class Admission:
         return self._first is None or self._lacking(self._first) <= 0
 
     def _lacking(self, waiter: _Waiter) -> int:
-        """Return how many bytes a waiting put lacks; the put fits if the result is 0 or less."""
+        """Return how many more bytes must be free to admit a waiting put. The put fits if the result is at most 0."""
         return 0 if waiter.limit is None else self.used_bytes + waiter.size - waiter.limit
 
     def _waiters(self) -> Iterator[_Waiter]:
-        """Yield the waiting puts, alternating between tokens and, within each token, between partitions."""
+        """Yield waiting puts, alternating between tokens, and between the partitions of each token."""
         return _alternating(_alternating(partitions.values()) for partitions in self._waiting.values())
 
     def _leave(self, waiter: _Waiter) -> None:
@@ -198,7 +205,7 @@ class Admission:
             self._first = None
 
     def _set_timer(self) -> None:
-        """Schedule a check of the other waiting puts for the end of the current turn."""
+        """Schedule a check of all waiting puts at the end of the current turn."""
         over_at = self._turn.over_at if self._waiting else None
         if self._timer is not None:
             self._timer.cancel()
@@ -214,7 +221,7 @@ class Admission:
                     await waiter.granted
         except BaseException as error:
             in_front = self._in_front_of(waiter)
-            # Capacity may have been granted in the event loop iteration in which the wait ended.
+            # The put may have been admitted in the same event-loop iteration that ended the wait.
             granted = waiter.granted
             if granted.done() and not granted.cancelled() and granted.exception() is None:
                 self.release(waiter.size)
@@ -236,7 +243,7 @@ class Admission:
             ) from None
 
     def _in_front_of(self, waiter: _Waiter) -> str:
-        """Describe, for an error message, the put that a put waited for; "" if the put itself lacks capacity."""
+        """Describe the put that delayed this put, for an error message. Return "" if this put itself lacks capacity."""
         holder = self._turn.holder
         if self._lacking(waiter) > 0 or not isinstance(holder, _Waiter) or holder is waiter:
             return ""
@@ -245,7 +252,7 @@ class Admission:
 
 
 def _alternating(sources: Iterable[Iterable[_Waiter]]) -> Iterator[_Waiter]:
-    """Yield the first put of each source, then the second of each, and so on."""
+    """Yield the first put of each source, followed by the second put of each source, and so on."""
     left = [iter(source) for source in sources]
     while left:
         found = [(each, waiter) for each in left if (waiter := next(each, None)) is not None]

@@ -1,12 +1,12 @@
-"""One put: receiving it, its columns with their live cells, and the location of their bytes.
+"""A single put, while it is received and after it is stored: its columns, live cells, and the location of its bytes.
 
 The int64 tables that divide jagged and object columns into rows (offsets and extents) are stored in the index. The
-values are stored separately in one blob, one column after another, as received. A blob that outlives the process begins
-with a copy of the tables, so a recovered put has one file and one checksum. `place_columns` lays out values in memory
-that is shared with a client.
+values are stored separately in a single blob, column by column, as received. A blob that outlives the process begins
+with a copy of the tables, so a recovered put has a single file and a single checksum. `place_columns` lays out values
+in memory that is shared with a client.
 
-Text rows are validated as UTF-8 when they arrive. Msgpack rows are not validated, because that would require a Python
-step per row, and readers decode the rows anyway.
+Text rows are validated as UTF-8 when they are received. Msgpack rows are not validated, because validation would
+require a Python call per row, and readers decode the rows anyway.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ _NO_TABLES: Final = bytearray()
 _CONTINUES: Final = 0x80  # the two highest bits of a UTF-8 continuation byte
 _HIGHEST_BITS: Final = 0xC0
 _SIZE_BYTES: Final = 4  # bytes per value size in a packed put
-_MARKED_SHARE: Final = 16  # for at least a sixteenth of a put's rows, marking is faster than sorting
+_MARKED_SHARE: Final = 16  # if at least a sixteenth of the rows are selected, marking is faster than sorting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutCells:
-    """Cells of one put.
+    """A selection of cells of a single put.
 
     Attributes:
         put_id: id of the put.
-        field_names: names of the fields; empty: all fields.
-        rows: row indices within the put; None: all rows. Indices outside the put are ignored.
+        field_names: names of the fields. If empty, all fields are selected.
+        rows: row indices within the put, or None to select all rows. Indices outside the put are ignored.
     """
 
     put_id: bytes
@@ -63,14 +63,14 @@ class PutCells:
     rows: Rows | None = None
 
     def rows_of(self, row_count: int) -> Rows:
-        """Return the row indices that exist in a put of `row_count` rows."""
+        """Return the selected row indices that exist in a put of `row_count` rows."""
         if self.rows is None:
             return np.arange(row_count, dtype=np.int64)
         return self.rows[(self.rows >= 0) & (self.rows < row_count)]
 
     @property
     def is_whole(self) -> bool:
-        """Whether all cells of the put are included."""
+        """Whether all cells of the put are selected."""
         return self.rows is None and not self.field_names
 
 
@@ -78,9 +78,9 @@ class RowSet:
     """The rows stored for a put's columns. Columns in which the same rows were freed share a row set.
 
     Attributes:
-        rows: indices of the stored rows in ascending order; None: all rows of the put.
+        rows: indices of the stored rows in ascending order, or None for all rows of the put.
         stored_count: number of stored rows.
-        live: whether each stored row is live, of shape `(stored_count,)`; None: all rows are live.
+        live: whether each stored row is live, of shape `(stored_count,)`. None if all rows are live.
         live_count: number of live rows.
     """
 
@@ -100,14 +100,14 @@ class RowSet:
         return twin
 
     def compacted(self) -> RowSet:
-        """Return a row set that contains only the live rows; at least one row must be live."""
+        """Return a row set that contains only the live rows. At least one row must be live."""
         if self.live is None:
             return RowSet(self.stored_count, self.rows)
         live = self.live_positions()
         return RowSet(self.live_count, live if self.rows is None else self.rows[live])
 
     def positions(self, firsts: Rows, counts: Rows) -> Rows:
-        """Return the position of each run among the stored rows, or -1 if a row of the run is missing."""
+        """Return the position of each run among the stored rows, or -1 if any row of the run is missing."""
         if self.rows is None:
             at, there = firsts, np.ones(len(firsts), np.bool_)
         else:
@@ -123,7 +123,7 @@ class RowSet:
         return np.where(there, at, -1).astype(np.int64, copy=False)
 
     def free(self, rows: Rows) -> Rows:
-        """Mark rows of the put as dead, ignoring missing rows; return the positions of newly marked rows."""
+        """Mark rows as dead, ignoring missing rows, and return the positions of newly marked rows."""
         at = rows
         if self.rows is not None:
             at = np.minimum(np.searchsorted(self.rows, rows), self.stored_count - 1)
@@ -143,7 +143,7 @@ class RowSet:
 
 
 def _ascending(positions: NDArray[np.intp], bound: int) -> NDArray[np.intp]:
-    """Return the distinct positions in ascending order. For a million positions, np.unique would take 0.7 s."""
+    """Return the distinct positions in ascending order. np.unique would take 0.7 s for a million positions."""
     if positions.size < 2 or bool((positions[1:] > positions[:-1]).all()):
         return positions
     if positions.size * _MARKED_SHARE < bound:
@@ -154,7 +154,7 @@ def _ascending(positions: NDArray[np.intp], bound: int) -> NDArray[np.intp]:
 
 
 class StoredColumn:
-    """A stored column. Its table starts at `table_at` in the put's tables, its values at `values_at` in the blob."""
+    """A stored column. `table_at` and `values_at` are the positions of its table and of its values in the put."""
 
     __slots__ = ("row_set", "spec", "table_at", "value_bytes", "values_at")
 
@@ -165,16 +165,16 @@ class StoredColumn:
         self.table_at = self.values_at = 0  # set by the put
 
     def table(self, tables: Tables) -> Rows:
-        """Return one array with the offsets, followed by the extents row by row. Not for dense columns."""
+        """Return the offsets followed by the extents of each row, as one array. Not for dense columns."""
         stored = self.row_set.stored_count
         return np.frombuffer(tables, np.int64, stored + 1 + stored * extent_count(self.spec), self.table_at)
 
     def offsets(self, tables: Tables) -> Rows:
-        """Return each row's start in the values, and the last row's end: `(stored + 1,)`. Not for dense columns."""
+        """Return the start of each row and the end of the last row, shape `(stored + 1,)`. Not for dense columns."""
         return self.table(tables)[: self.row_set.stored_count + 1]
 
     def extents(self, tables: Tables) -> Rows:
-        """Return the extents of the stored rows, of shape `(stored, extents per row)`. Not for dense columns."""
+        """Return the extents of the stored rows, shape `(stored, extents per row)`. Not for dense columns."""
         stored = self.row_set.stored_count
         return self.table(tables)[stored + 1 :].reshape(stored, extent_count(self.spec))
 
@@ -198,17 +198,17 @@ def table_bytes(spec: FieldSpec) -> int:
 
 
 class StoredPut:
-    """The cells of one put: its columns' concatenated tables and concatenated values.
+    """The stored cells of a single put, as concatenated tables and concatenated values of its columns.
 
     Attributes:
-        values: the blob that contains the values, set when the put is placed.
+        values: blob that contains the values, set when the put is placed.
         tables_bytes: size of the tables in bytes.
-        columns: the columns by name, with None for freed columns. Similar puts without freed cells share this dict.
-        row_count: number of rows that were put.
-        partition_id: the put's partition.
-        live_bytes: bytes of live cells, including their share of the tables.
-        for_existing_rows: whether capacity was reserved for columns of existing rows; such a put must not create rows.
-        owner: the controller that owns the put.
+        columns: the columns by name, or None for freed columns. Similar puts without freed cells share this dict.
+        row_count: original number of rows.
+        partition_id: partition of the put.
+        live_bytes: size of the live cells in bytes, including their share of the tables.
+        for_existing_rows: whether capacity was reserved for columns of existing rows. Such a put must not create rows.
+        owner: controller that owns the put.
     """
 
     __slots__ = (
@@ -248,17 +248,17 @@ class StoredPut:
         self.owner = _one_of(owner)
 
     def charge_in(self, store: BlobStore) -> int:
-        """Return the bytes of the tables and values, including gaps between columns in shared memory."""
+        """Return the size of the tables and values in bytes, including gaps between columns in shared memory."""
         return self.tables_bytes + self._place_values(store)[1]
 
     def blob_bytes(self, store: BlobStore) -> int:
-        """Return the size of the put's blob, which includes the tables if the store is durable."""
+        """Return the size of the put's blob in bytes. If the store is durable, the size includes the tables."""
         return self.charge_in(store) - (0 if store.is_durable else self.tables_bytes)
 
     def place(self, values: Blob, *, is_recovered: bool = False) -> None:
-        """Place the put in a blob of `blob_bytes` bytes, whose `charge` must be the put's charge.
+        """Place the put in a blob of `blob_bytes` bytes, whose `charge` must equal the put's charge.
 
-        The tables must be filled next, except those of a recovered put, whose blob already contains them.
+        Fill the tables next, unless the put is recovered. The blob of a recovered put already contains them.
         """
         self._own_columns()
         self.values = values
@@ -269,25 +269,25 @@ class StoredPut:
             column.values_at = self.values_at + start
 
     def share_columns(self) -> None:
-        """Share columns with similar puts; separate columns would use several times as much memory as a small put."""
+        """Share column objects with similar puts, because separate objects would need more memory than a small put."""
         columns = self.left_columns()
         key = [(each.spec, each.value_bytes, each.table_at, each.values_at) for each in columns]
         self.columns = _shared_columns(self.row_count, *key)
         self._has_shared_columns = True
 
     def take_shared(self, values: Blob) -> None:
-        """Set the blob of a put whose columns are already laid out and shared with other puts."""
+        """Place the put in a blob. Its columns must already be laid out and shared with other puts."""
         self.values = values
         self.live_bytes = values.charge
         self._has_shared_columns = True
 
     @property
     def may_be_packed(self) -> bool:
-        """Whether the put is small, is on Python's heap, and has no freed cells."""
+        """Whether the put is small, is stored on Python's heap, and has no freed cells."""
         return self._has_shared_columns and self.values.backing is None and self.values.copy is None
 
     def packed(self) -> PackedPut | None:
-        """Return the put packed into two objects, or None if the put cannot be packed."""
+        """Return the put in packed form, or None if it cannot be packed."""
         if not self.may_be_packed:
             return None
         columns, values = self.left_columns(), self.values
@@ -298,13 +298,13 @@ class StoredPut:
         return PackedPut(kind, b"".join((sizes, tables, values.view())))
 
     def _own_columns(self) -> None:
-        """Replace shared columns with copies that may be changed."""
+        """Replace shared columns with copies that can be modified."""
         if self._has_shared_columns:
             self.columns = self.snapshot().columns
             self._has_shared_columns = False
 
     def fill_tables(self, shapes: Sequence[ColumnShape]) -> None:
-        """Fill the tables of a placed put. Safe in any thread.
+        """Fill the tables of a placed put. Safe to call in any thread.
 
         Raises:
             InvalidArgumentError: a msgpack row is empty.
@@ -318,7 +318,7 @@ class StoredPut:
                     raise _wrong_row(shape.spec.name, int(empty.argmax()), "has no bytes; expected one msgpack value")
 
     def _place_values(self, store: BlobStore) -> tuple[list[int], int]:
-        """Return each column's start within the values, and the last column's end."""
+        """Return the start of each column within the values, and the end of the last column."""
         sizes = [column.value_bytes for column in self.left_columns()]
         if store.is_shared:
             return place_columns(sizes)
@@ -327,7 +327,7 @@ class StoredPut:
 
     @property
     def values_at(self) -> int:
-        """Position in the blob at which the values start."""
+        """Start position of the values in the blob."""
         return self.tables_bytes if self.values.store.is_durable else 0
 
     def tables(self) -> Tables:
@@ -344,20 +344,20 @@ class StoredPut:
         raise UnavailableError(f"segment {values.number} has not been read since the service started; try again")
 
     def table_views(self) -> list[memoryview]:
-        """Return the remaining columns' tables, in the order in which a copy concatenates them."""
+        """Return the tables of the remaining columns, in the order used by copies of the put."""
         tables = memoryview(self.tables())
         return [tables[column.table_at :][: column.tables_size()] for column in self.left_columns()]
 
     def value_spans(self) -> list[Span]:
-        """Return the remaining columns' value spans in the blob, in the order in which a copy concatenates them."""
+        """Return the value spans of the remaining columns, in the order used by copies of the put."""
         return [(column.values_at, column.value_bytes) for column in self.left_columns()]
 
     def left_columns(self) -> list[StoredColumn]:
-        """Return the columns that were not freed."""
+        """Return the columns that have not been freed."""
         return [column for column in self.columns.values() if column is not None]
 
     def shapes(self) -> list[ColumnShape]:
-        """Return the shapes of the columns as they were put. Valid only if no cells were freed."""
+        """Return the original shapes of the columns. Valid only if no cells have been freed."""
         return [
             ColumnShape(
                 spec=column.spec,
@@ -389,7 +389,7 @@ class StoredPut:
         )
 
     def free(self, cells: PutCells) -> bool:
-        """Free cells of the put, ignoring missing ones; return whether any cells remain."""
+        """Free cells, ignoring missing cells. Return whether any cells of the put remain."""
         self._own_columns()
         names = {name for name in (cells.field_names or self.columns) if self.columns.get(name) is not None}
         if cells.rows is None:
@@ -406,21 +406,21 @@ class StoredPut:
         return any(self.columns.values())
 
     def is_whole(self) -> bool:
-        """Return whether no cell has been freed."""
+        """Return whether no cells have been freed."""
         return all(column and column.row_set.live_count == self.row_count for column in self.columns.values())
 
     def dead_bytes(self) -> int:
-        """Return the minimum number of bytes that compaction would free."""
+        """Return a lower bound on the number of bytes that compaction would free."""
         tables = sum(fixed_row_bytes(column.spec) is None for column in self.left_columns())
         live_bytes = self.live_bytes + 8 * (tables + sum(row_set.live_count for row_set in self.row_sets()))
         return self.values.charge - live_bytes
 
     def is_mostly_dead(self) -> bool:
-        """Return whether compaction would free more than half of the put."""
+        """Return whether compaction would free more than half of the put's bytes."""
         return self.dead_bytes() * 2 > self.values.charge
 
     def snapshot(self) -> StoredPut:
-        """Return a snapshot whose state never changes, so that a thread can read it while cells are freed."""
+        """Return an immutable snapshot, which a thread can read while cells are freed."""
         twin = copy(self)
         row_sets = {id(row_set): row_set.copy() for row_set in self.row_sets()}
         twin.columns = {}
@@ -439,7 +439,7 @@ class StoredPut:
         return {name: column for name, column in self.columns.items() if column and column.row_set is row_set}
 
     def _split(self, names: set[str]) -> list[RowSet]:
-        """Return the row sets of these columns; a row set that other columns also use is first replaced by a copy."""
+        """Return the row sets used by the given columns. Row sets also used by other columns are copied first."""
         touched = []
         for row_set in self.row_sets():
             members = self.members(row_set)
@@ -464,7 +464,7 @@ class StoredPut:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PutKind:
-    """Properties shared by puts with the same columns in the same partition. Cached, and compared by identity."""
+    """Properties shared by puts with the same columns and partition. Instances are cached and compared by identity."""
 
     specs: tuple[FieldSpec, ...]
     row_count: int
@@ -476,13 +476,13 @@ class PutKind:
 _kind: Final = lru_cache(maxsize=256)(PutKind)
 
 
-@dataclass(slots=True, eq=False)  # a named tuple uses 16 more bytes, and a frozen dataclass is slower to create
+@dataclass(slots=True, eq=False)  # a named tuple needs 16 bytes more, and a frozen dataclass is slower to create
 class PackedPut:
-    """A small put without freed cells, in a form that uses a quarter of the memory and is unpacked for each access.
+    """A compact form of a small put without freed cells, which is unpacked for each access. Saves 75 % of the memory.
 
     Attributes:
         kind: properties shared with other puts.
-        content: the value size of each column (int32), then the tables and the values.
+        content: the size of each column's values (int32), followed by the tables and the values.
     """
 
     kind: PutKind
@@ -490,21 +490,21 @@ class PackedPut:
 
     @property
     def owner(self) -> bytes:
-        """The controller that owns the put."""
+        """Controller that owns the put."""
         return self.kind.owner
 
     @property
     def charge(self) -> int:
-        """Bytes of the quota that the put uses."""
+        """Number of bytes that the put uses of the quota."""
         return len(self.content) - _SIZE_BYTES * len(self.kind.specs)
 
     def parts(self) -> tuple[bytes, bytes]:
-        """Return the columns' packed value sizes, and the bytes of the tables and values."""
+        """Return the packed sizes of the columns' values, and the bytes of the tables and values."""
         start = _SIZE_BYTES * len(self.kind.specs)
         return self.content[:start], self.content[start:]
 
     def unpacked(self, store: BlobStore) -> StoredPut:
-        """Return the put unpacked, with a blob that belongs to `store`."""
+        """Return the put in unpacked form, with a blob that belongs to `store`."""
         kind, (sizes, content) = self.kind, self.parts()
         columns = _packed_columns(kind, sizes, is_durable=store.is_durable)
         put = StoredPut(
@@ -530,14 +530,14 @@ def packed_put(
     for_existing_rows: bool,
     owner: bytes,
 ) -> PackedPut:
-    """Return a packed put, given each column's spec and value size, and the concatenated tables and values."""
+    """Create a packed put from the spec and value size of each column, and the concatenated tables and values."""
     specs = tuple(spec for spec, _ in columns)
     kind = _kind(specs, row_count, intern(partition_id), for_existing_rows, _one_of(owner))
     return PackedPut(kind, _sizes(len(columns)).pack(*(size for _, size in columns)) + content)
 
 
 def unpack_sizes(sizes: bytes) -> tuple[int, ...]:
-    """Unpack the value size in bytes of each column in a packed put."""
+    """Decode the size in bytes of each column's values in a packed put."""
     return _sizes(len(sizes) // _SIZE_BYTES).unpack(sizes)
 
 
@@ -548,7 +548,7 @@ def _sizes(count: int) -> struct.Struct:
 
 @lru_cache(maxsize=256)
 def _packed_columns(kind: PutKind, sizes: bytes, *, is_durable: bool) -> dict[str, StoredColumn | None]:
-    """Return the columns of packed puts of one kind and size. In a durable store, values follow the tables."""
+    """Return the columns shared by packed puts of one kind and size. In a durable store, values follow the tables."""
     row_set, columns = RowSet(kind.row_count), list[StoredColumn]()
     for spec, value_bytes in zip(kind.specs, unpack_sizes(sizes), strict=True):
         columns.append(StoredColumn(spec, row_set, value_bytes))
@@ -561,13 +561,13 @@ def _packed_columns(kind: PutKind, sizes: bytes, *, is_durable: bool) -> dict[st
 
 @lru_cache(maxsize=64)
 def _one_of(owner: bytes) -> bytes:
-    """Return one shared bytes object for all puts of an owner."""
+    """Return the same bytes object for all puts of an owner."""
     return owner
 
 
 @lru_cache(maxsize=256)
 def _shared_columns(row_count: int, *columns: tuple[FieldSpec, int, int, int]) -> dict[str, StoredColumn | None]:
-    """Return a put's columns, each specified by its spec, value size, table position and value position."""
+    """Return the columns of a put, given the spec, value size, table position and value position of each column."""
     row_set, shared = RowSet(row_count), dict[str, StoredColumn | None]()
     for spec, value_bytes, table_at, values_at in columns:
         shared[spec.name] = column = StoredColumn(spec, row_set, value_bytes)
@@ -576,12 +576,12 @@ def _shared_columns(row_count: int, *columns: tuple[FieldSpec, int, int, int]) -
 
 
 class TextCheck:
-    """Checks that a text column is valid UTF-8, one part after another.
+    """Incremental UTF-8 validation of a text column.
 
     Args:
         name: name of the field.
         offsets: start of each row in the column's values, and end of the last row, of shape `(n + 1,)`.
-        values_at: start of the column's values in the put's blob.
+        values_at: position of the column's values in the put's blob.
 
     Attributes:
         next: position in the blob up to which the column has been checked.
@@ -594,15 +594,15 @@ class TextCheck:
         self._name = name
         self._offsets = offsets
         self._values_at = values_at
-        self._rest = b""  # first bytes of a character that the next part completes
+        self._rest = b""  # start of an incomplete character, which the next part completes
         self.next = values_at
         self.end = values_at + int(offsets[-1])
 
     def look_at(self, data: memoryview | bytes, at: int) -> None:
-        """Check the column's bytes within a part of the blob; the part starts at position `at`.
+        """Validate the column's bytes in a part of the blob. The part starts at position `at`.
 
         Raises:
-            InvalidArgumentError: a row is not UTF-8; the error names the first such row.
+            InvalidArgumentError: a row is not valid UTF-8. The error names the first invalid row.
         """
         end = min(at + len(data), self.end)
         if self.next >= end:
@@ -613,8 +613,8 @@ class TextCheck:
         rows = rows[self._offsets[first + 1 : last + 1] > rows]  # skip empty rows, which have no first byte
         inside = (np.frombuffer(part, np.uint8)[rows - start] & _HIGHEST_BITS) == _CONTINUES
         piece, piece_start = (self._rest + part, start - len(self._rest)) if self._rest else (part, start)
-        # A row that begins within a character is invalid, unless the previous row, with the lead byte, is already
-        # invalid.
+        # A row that begins inside a character is invalid, unless the previous row, which contains the lead byte, is
+        # already invalid.
         wrong_at = int(rows[int(inside.argmax())]) if inside.any() else None
         looked_at = piece if wrong_at is None else piece[: wrong_at - piece_start]
         try:
@@ -637,7 +637,7 @@ class TextCheck:
 
 
 def _wrong_row(name: str, row: int, what: str) -> InvalidArgumentError:
-    """Return the error for an object row that violates its encoding."""
+    """Return the error for an object row that is invalid in its encoding."""
     return InvalidArgumentError(
         f"row {row} of field {name!r} {what}", field="columns", metadata={"row": str(row), "field_name": name}
     )
@@ -646,21 +646,21 @@ def _wrong_row(name: str, row: int, what: str) -> InvalidArgumentError:
 class PendingPut:
     """A put whose bytes are being received, until `finish` or `abort` is called.
 
-    The bytes arrive in one of three ways: in order, through `write`; all at once, through `map_fd`; or written to the
-    blob by threads or other processes, followed by `end_filling`.
+    There are three ways to provide the bytes. `write` appends bytes in order. `map_fd` provides all bytes at once.
+    Threads or other processes may also write to the blob directly and then call `end_filling`.
 
-    States: waiting for capacity → open → done. A put can be aborted in any state except done. The call that reserved
-    the put aborts it unless the put is done. A newer stream for the same put aborts the older stream, whose next call
-    raises an error.
+    A put is first waiting for capacity, then open, and finally done. It can be aborted in any state except done. The
+    call that reserved the put aborts it unless it is done. A newer stream for the same put aborts the older stream,
+    whose next call raises an error.
 
     Args:
         put_id: id of the put.
-        on_finish: called with the put when all bytes have arrived.
-        on_abort: called once with the partially stored put, or with None if no memory was allocated yet.
+        on_finish: called with the put when all bytes have been received.
+        on_abort: called once with the partially received put, or with None if no memory has been allocated.
 
     Attributes:
         put_id: id of the put.
-        end_transfer: called on abort, to stop transfers that are still filling the blob.
+        end_transfer: called on abort to stop transfers that are still writing to the blob.
     """
 
     __slots__ = (
@@ -690,10 +690,10 @@ class PendingPut:
         self.end_transfer: Callable[[], object] = lambda: None
 
     def begin(self, stored: StoredPut) -> None:
-        """Start receiving the values of a put whose tables are already written.
+        """Start receiving the values of a put whose tables are already filled.
 
         Raises:
-            CallCancelledError: a retry of this put took over while this call waited; the blob is released.
+            CallCancelledError: a retry of this put superseded this call while it was waiting. The blob is released.
         """
         if self._is_ended:
             stored.values.release()
@@ -710,8 +710,8 @@ class PendingPut:
         """Append bytes to the values.
 
         Raises:
-            InvalidArgumentError: there are more bytes than declared, or a text row is not UTF-8.
-            CallCancelledError: a retry of this put took over.
+            InvalidArgumentError: more bytes were sent than declared, or a text row is not valid UTF-8.
+            CallCancelledError: a retry of this put superseded this call.
         """
         stored = self.require_open()
         blob, start, end = stored.values, self._filled, self._filled + len(data)
@@ -723,7 +723,7 @@ class PendingPut:
             )
         for check in self._text_checks:
             check.look_at(data, start)
-        blob.pin()  # keep the memory even if the put is aborted during the write
+        blob.pin()  # keep the memory allocated even if the put is aborted during the write
         try:
             await blob.store.write(blob, start, data)
         finally:
@@ -732,13 +732,13 @@ class PendingPut:
         self._filled = end
 
     async def map_fd(self, fd: int) -> None:
-        """Receive all bytes at once, as a file descriptor for sealed memory. Takes ownership of the descriptor.
+        """Receive all bytes at once as a file descriptor for sealed memory. Takes ownership of the descriptor.
 
         Raises:
             InvalidArgumentError: the descriptor is not sealed memory of the declared size, the put does not use sealed
-                memory, or a text row is not UTF-8.
-            CallCancelledError: a retry of this put took over.
-            OSError: the system refused to map the memory.
+                memory, or a text row is not valid UTF-8.
+            CallCancelledError: a retry of this put superseded this call.
+            OSError: the operating system refused to map the memory.
         """
         values = None if self._stored is None else self._stored.values
         if not isinstance(values, MemfdBlob):
@@ -754,9 +754,9 @@ class PendingPut:
         """Record that all values have been written to the blob.
 
         Raises:
-            InvalidArgumentError: a text row is not UTF-8.
-            UnavailableError: the filled bytes cannot be read.
-            CallCancelledError: a retry of this put took over.
+            InvalidArgumentError: a text row is not valid UTF-8.
+            UnavailableError: the written bytes cannot be read.
+            CallCancelledError: a retry of this put superseded this call.
         """
         stored = self.require_open()
         if self._text_checks or not stored.values.is_local:
@@ -769,11 +769,11 @@ class PendingPut:
                 check.look_at(piece, at)
 
     def require_complete(self) -> StoredPut:
-        """Return the put after checking that all its bytes have arrived.
+        """Check that all bytes have been received, and return the put.
 
         Raises:
             InvalidArgumentError: bytes are missing.
-            CallCancelledError: a retry of this put took over.
+            CallCancelledError: a retry of this put superseded this call.
         """
         stored = self.require_open()
         if self._filled < stored.values.size:
@@ -788,14 +788,14 @@ class PendingPut:
 
         Raises:
             InvalidArgumentError: bytes are missing.
-            CallCancelledError: a retry of this put took over.
+            CallCancelledError: a retry of this put superseded this call.
         """
         stored = self.require_complete()
         self._end()
         self._on_finish(self, stored)
 
     def abort(self) -> None:
-        """Release the put's resources unless the put is done; further calls do nothing."""
+        """Release the put's resources unless the put is done. Idempotent."""
         if not self._is_ended:
             stored = self._stored
             self._end()
@@ -810,7 +810,7 @@ class PendingPut:
         """Return the put that is being received.
 
         Raises:
-            CallCancelledError: the put was aborted.
+            CallCancelledError: the put has been aborted.
         """
         if self._stored is None:
             raise CallCancelledError(

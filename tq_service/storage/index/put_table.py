@@ -1,4 +1,4 @@
-"""An engine's complete puts: their ids, whether each is committed, and how puts are preserved beyond the process.
+"""Complete puts of a storage engine: their commit states, and how their bytes are preserved beyond the process.
 
 Lifecycle of a put in its storage service:
 
@@ -9,21 +9,22 @@ Lifecycle of a put in its storage service:
                  +------------------- recovered -- listed by its controller -> committed
                           not listed -> waiting
 
-A controller in another process commits a put when it receives the put's receipt, and confirms the put shortly
-afterwards. An overdue put may therefore already be committed, so the storage service asks the controller before
-dropping it. After a controller has answered that it does not know a put, it must not commit that put. Two timestamps
-ensure this: a receipt contains the time when it was issued, and the question contains the time from which receipts are
-valid. If a client retries a put after half of its waiting time, the put starts waiting again with a new receipt.
-`server/puts.py` describes the controller's side, and explains why no put is lost.
+A controller in another process commits a put when it receives the put's receipt, and confirms the put to the storage
+service shortly afterwards. An overdue put may therefore already be committed, so the storage service asks the
+controller before dropping it. Once a controller has answered that it does not know a put, it must not commit that put.
+Two timestamps ensure this. A receipt contains the time at which it was issued, and the storage service's question
+contains the time from which receipts are valid. If a client retries a put after half of its waiting time, the put
+starts waiting again with a new receipt. `server/puts.py` describes the controller's side and explains why no put is
+lost.
 
-With a store that outlives the process (`PutJournal`):
+If the store outlives the process (`PutJournal`), records are written in this order:
 
     blob written -> (copied, flushed) -> record appended to the journal -> the put is complete
     put dropped -> record of the drop appended to the journal -> record durable -> blob released
 
-After a restart, a put's bytes are verified before they are first read. A background task slowly verifies all puts. A
-small put's record includes its bytes. Before a put in shared memory is complete, its bytes are copied to a blob in the
-store, but reads use the shared memory while the process runs.
+After a restart, the bytes of a put are verified before they are first read, and a background task slowly verifies all
+puts. The record of a small put includes its bytes. A put in shared memory becomes complete only after its bytes have
+been copied to a blob in the store. Reads still use the shared memory while the process runs.
 """
 
 from __future__ import annotations
@@ -65,10 +66,10 @@ from tq_service.storage.index.put import (
 
 _log = logging.getLogger(__name__)
 _SHARDS: Final = 1024
-_KEPT_SECONDS: Final = 10.0  # in memory after a read, which may be part of a larger read that needs all its puts
+_KEPT_SECONDS: Final = 10.0  # how long puts stay in memory after a read, which may be part of a larger read
 _LOOKED_AT: Final = 256
 _MOST_NAMED: Final = 5
-_MOST_LISTED: Final = 100  # a response's metadata can contain about twice as many
+_MOST_LISTED: Final = 100  # the metadata of a response has space for about twice this number
 _SCRUB_BYTES_PER_SECOND: Final = 100e6
 _LEAST_PAUSE_SECONDS: Final = 0.001
 _RETRY_SECONDS: Final = 1.0
@@ -79,19 +80,19 @@ _spec: Final = lru_cache(maxsize=1024)(FieldSpec)  # puts share a small number o
 
 
 class PutState(Enum):
-    """Commit state of a complete put, as known to its storage service."""
+    """Commit state of a complete put, from the storage service's point of view."""
 
     WAITING = "waiting"  # the put waits for its commit
-    RECOVERED = "recovered"  # the put is from an earlier process, which may have known that it was committed
+    RECOVERED = "recovered"  # the put is from an earlier process and may have been committed
     COMMITTED = "committed"
 
 
 class Overdue(NamedTuple):
-    """A storage service's question to a controller: which of these overdue puts does the controller know?
+    """A query sent to a controller, asking which of the given overdue puts it knows.
 
     Attributes:
         put_ids: ids of the overdue puts.
-        valid_from: time from which receipts are valid; earlier receipts, including those of all overdue puts, are void.
+        valid_from: time from which receipts are valid. Receipts of all overdue puts are older and therefore invalid.
     """
 
     put_ids: list[bytes]
@@ -99,12 +100,12 @@ class Overdue(NamedTuple):
 
 
 class RecoveredPut(NamedTuple):
-    """In-memory state of a put that was recovered or spilled and has not been used since.
+    """In-memory state of a put that has not been used since it was recovered or spilled.
 
     Attributes:
-        values: the put's blob.
-        owner: the controller that owns the put.
-        spilled_bytes: bytes of the put that were spilled from memory.
+        values: blob that contains the put.
+        owner: controller that owns the put.
+        spilled_bytes: number of the put's bytes that were spilled from memory.
     """
 
     values: Blob
@@ -113,22 +114,22 @@ class RecoveredPut(NamedTuple):
 
     @property
     def charge(self) -> int:
-        """Bytes of the quota that the put uses."""
+        """Number of bytes that the put uses of the quota."""
         return self.values.charge
 
 
 class PutTable(Mapping[bytes, StoredPut]):
-    """Complete puts by id, and the set of puts not known to be committed.
+    """A mapping of complete puts by id, which also tracks the puts that are not known to be committed.
 
-    Recovered puts are loaded when needed, since many are never read. A recovered put becomes overdue only after its
+    Recovered puts are loaded on demand, because many are never read. A recovered put can become overdue only after its
     controller has listed its puts, because the controller may be down for a long time. Packed puts are unpacked for
-    each access, but remain packed in the table. Puts are spread over many small dicts, so that they can be visited in
-    slices while other puts are added and removed.
+    each access, but remain packed in the table. Puts are spread over many small dicts, so that the table can be
+    traversed in slices while puts are added and removed.
 
     Args:
         ttl_seconds: how long a put waits for its confirmation.
-        clock: time source for the wait.
-        backing: loads recovered puts when they are needed.
+        clock: time source for measuring waits.
+        backing: loads recovered puts on demand.
     """
 
     def __init__(self, ttl_seconds: float, clock: Callable[[], float], backing: Backing[Any]) -> None:
@@ -138,33 +139,33 @@ class PutTable(Mapping[bytes, StoredPut]):
         backing.kept_puts = self._kept
         self._shards: list[dict[bytes, AnyPut]] = [{} for _ in range(_SHARDS)]
         self._owned: Counter[bytes] = Counter()  # number of puts by owner
-        self._absent_since: dict[bytes, float] = {}  # by owner, if its controller is not running
-        # Start of each put's wait, ascending; the put's receipt contains the same time.
+        self._absent_since: dict[bytes, float] = {}  # time at which each missing owner was first absent
+        # Start of each put's wait, in ascending order. The put's receipt contains this time.
         self._waiting: dict[bytes, float] = {}
         self._recovered: set[bytes] = set()
 
     def recover(self, puts: Mapping[bytes, RecoveredPut | PackedPut]) -> None:
-        """Add the puts of an earlier process."""
+        """Add puts of an earlier process."""
         for put_id, put in puts.items():
             self._shard(put_id)[put_id] = put
             self._owned[put.owner] += 1
         self._recovered.update(puts)
 
     def add(self, put_id: bytes, put: StoredPut) -> None:
-        """Add a put, which starts waiting for its confirmation."""
+        """Add a put, and start its wait for a confirmation."""
         self._shard(put_id)[put_id] = put
         self._owned[put.owner] += 1
         self.wait(put_id)
 
     def pack(self, put_id: bytes) -> None:
-        """Replace a small put with its packed form to save memory."""
+        """Convert a small put to its packed form to save memory."""
         shard = self._shard(put_id)
         put = shard[put_id]
         if isinstance(put, StoredPut) and (packed := self._backing.pack(put_id, put)) is not None:
             shard[put_id] = packed
 
     def unpack(self, put_id: bytes) -> StoredPut:
-        """Unpack a put that is about to change, keep it unpacked in the table, and return it."""
+        """Unpack a put before it is changed, and return it. The put remains unpacked in the table."""
         shard = self._shard(put_id)
         if isinstance(packed := shard[put_id], PackedPut):
             self._backing.unpack(put_id, packed)
@@ -172,12 +173,12 @@ class PutTable(Mapping[bytes, StoredPut]):
         return put
 
     def _kept(self) -> Iterator[tuple[bytes, AnyPut]]:
-        """Return an iterator over all puts in their current form. Any thread may use the iterator."""
+        """Return an iterator over all puts as stored (unpacked or packed). Any thread may use the iterator."""
         names = list(chain.from_iterable(self._shards))
         return zip(names, list(chain.from_iterable(map(dict.values, self._shards))), strict=True)
 
     def replace(self, put_id: bytes, put: StoredPut | RecoveredPut) -> StoredPut | RecoveredPut:
-        """Replace a put with its compacted, spilled or fetched form; return the old form."""
+        """Replace a put with its compacted, spilled or fetched form, and return the previous form."""
         shard = self._shard(put_id)
         replaced, shard[put_id] = shard[put_id], put
         return self._with_blob(replaced)
@@ -205,26 +206,26 @@ class PutTable(Mapping[bytes, StoredPut]):
         return len(self._waiting) + len(self._recovered)
 
     def state_of(self, put_id: bytes) -> PutState:
-        """Return the commit state of a put in the table."""
+        """Return the commit state of a stored put."""
         if put_id in self._waiting:
             return PutState.WAITING
         return PutState.RECOVERED if put_id in self._recovered else PutState.COMMITTED
 
     def wait(self, put_id: bytes) -> None:
-        """Start or restart a put's wait for its confirmation."""
+        """Start (or restart) waiting for the confirmation of a put."""
         self.confirm(put_id)
         self._waiting[put_id] = self.clock()
 
     def confirm(self, put_id: bytes) -> None:
-        """End the wait of a put that is committed or gone."""
+        """Stop waiting for the confirmation of a put, because the put is committed or removed."""
         self._waiting.pop(put_id, None)
         self._recovered.discard(put_id)
 
     def receipt_time(self, put_id: bytes) -> float | None:
         """Return the timestamp for a put's receipt, or None if the put is committed.
 
-        A retried put gets the same receipt. After half of the put's waiting time, however, a retry restarts the wait
-        with a new receipt.
+        Retrying a put returns the previous receipt. After half of the put's waiting time, a retry restarts the wait and
+        returns a new receipt.
         """
         if self.state_of(put_id) is PutState.COMMITTED:
             return None
@@ -234,23 +235,23 @@ class PutTable(Mapping[bytes, StoredPut]):
 
     @property
     def valid_from(self) -> float:
-        """Time from which receipts are valid: the start of the oldest wait that is not overdue yet."""
+        """Time from which receipts are valid. This is the start of the oldest wait that is not overdue."""
         now = self.clock()
         overdue_until = now - self._ttl_seconds
         return next((since for since in self._waiting.values() if since > overdue_until), now)
 
     def overdue(self, owner: bytes, most: int | None = None) -> Overdue:
-        """Return up to `most` of an owner's overdue puts, or all of them if `most` is None."""
+        """Return up to `most` overdue puts of an owner. If `most` is None, return all."""
         valid_from = self.valid_from
         overdue = takewhile(lambda put_id: self._waiting[put_id] < valid_from, self._waiting)
         own = (put_id for put_id in overdue if self.owner_of(put_id) == owner)
         return Overdue(list(islice(own, most)), valid_from)
 
     def on_answer(self, asked: Overdue, unknown: Collection[bytes]) -> list[bytes]:
-        """Return the puts to drop, because the controller does not know them; the other puts start waiting again.
+        """Process a controller's response to a query, and return the puts to drop.
 
-        A put that has received a new receipt since the question is unaffected, because it may be committed with that
-        receipt.
+        Puts unknown to the controller are dropped. Puts known to the controller start waiting again. A put that has
+        been issued a new receipt since the query is ignored, because it may be committed with that receipt.
         """
         old = [put_id for put_id in asked.put_ids if self._waiting.get(put_id, math.inf) < asked.valid_from]
         for put_id in old:
@@ -267,7 +268,7 @@ class PutTable(Mapping[bytes, StoredPut]):
     def absent_owners(self, controllers: Collection[bytes]) -> list[bytes]:
         """Return the owners that have been missing from `controllers` for at least a put's waiting time.
 
-        An owner that is an earlier run of one of the controllers is returned immediately, because that run persisted no
+        If an owner is an earlier run of a listed controller, it is returned immediately, because that run persisted no
         state.
         """
         now = self.clock()
@@ -281,7 +282,7 @@ class PutTable(Mapping[bytes, StoredPut]):
         ]
 
     def slices(self) -> Iterator[list[bytes]]:
-        """Yield the ids of all puts in slices. Puts added or removed during the iteration may be missed."""
+        """Yield the ids of all puts in slices. May miss puts that are added or removed during the iteration."""
         for shard in self._shards:
             yield list(shard)
 
@@ -309,7 +310,7 @@ class PutTable(Mapping[bytes, StoredPut]):
 
 
 class Residents:
-    """An engine's puts that are in memory and may be spilled, least recently used first.
+    """The puts in memory that may be spilled, least recently used first.
 
     complete -> in memory -> spilled (its bytes are only in the mirror) -> fetched when it is read -> in memory
 
@@ -324,48 +325,53 @@ class Residents:
         self._kept_until: dict[bytes, float] = {}  # least recently used first
 
     def add(self, put_id: bytes) -> None:
-        """Add a put that is now in memory. The put may be spilled immediately."""
+        """Add a put that is now in memory. It may be spilled immediately."""
         if self._can_spill:
             self._kept_until[put_id] = 0.0
 
     def use(self, put_ids: Iterable[bytes]) -> None:
-        """Keep puts in memory for some seconds, because they are about to be read. Puts not in memory are ignored."""
+        """Keep puts in memory for some seconds, because they are about to be read. Puts outside memory are ignored."""
         if self._can_spill:
             for put_id in put_ids:
                 if self._kept_until.pop(put_id, None) is not None:
                     self._kept_until[put_id] = self._clock() + _KEPT_SECONDS
 
     def remove(self, put_id: bytes) -> None:
-        """Remove a put that was spilled or dropped."""
+        """Remove a put that has been spilled or dropped."""
         self._kept_until.pop(put_id, None)
 
     def coldest(self) -> list[bytes]:
-        """Return some puts that may be spilled, least recently used first; call `put_off` for a put that cannot be."""
+        """Return some of the puts that may be spilled, least recently used first.
+
+        If a returned put cannot be spilled, call `put_off`.
+        """
         now = self._clock()
         return [put_id for put_id, until in islice(self._kept_until.items(), _LOOKED_AT) if until <= now]
 
     def put_off(self, put_id: bytes) -> None:
-        """Move a put behind all other puts, because it cannot be spilled now."""
+        """Move a put that cannot be spilled now to the end of the queue."""
         self._kept_until[put_id] = self._kept_until.pop(put_id)
 
 
-# A controller's list of known puts, in parts
+# Reconciliation with a controller's list of puts, which arrives in parts
 
 
 @dataclass(slots=True, eq=False)
 class Reconciliation:
-    """Progress of comparing an engine's puts with a controller's list. Other calls may meanwhile confirm and free puts.
+    """Progress of comparing an engine's puts with a controller's list.
+
+    Other calls may confirm and free puts during the comparison.
 
     Attributes:
-        owner: the controller that lists its puts.
-        staying: puts that were listed, or confirmed during the comparison; all other confirmed puts are dropped at the
+        owner: controller that lists its puts.
+        staying: puts that were listed, or confirmed during the comparison. All other confirmed puts are dropped at the
             end.
-        freed: puts freed during the comparison. The list may still contain them, but they do not count as missing. A
-            put stored later under the same id is a different put, which the list does not cover.
-        partial: puts of which only some cells were listed.
-        put_id: the put whose cells are being listed.
-        parts: cells of that put listed so far.
-        missing_put_ids: ids of listed puts that do not exist or are damaged, up to a maximum number.
+        freed: puts freed during the comparison. The list may still contain them, but they are not reported as missing.
+            If a new put is stored under such an id, the list does not refer to the new put.
+        partial: puts for which only some cells were listed.
+        put_id: put whose cells are being listed.
+        parts: cells listed so far for the put `put_id`.
+        missing_put_ids: ids of listed puts that do not exist or are damaged. The number of ids is limited.
         missing_count: number of listed puts that do not exist or are damaged.
         dropped_count: number of confirmed puts dropped because they were not listed.
     """
@@ -381,14 +387,14 @@ class Reconciliation:
     dropped_count: int = 0
 
     def miss(self, put_id: bytes) -> None:
-        """Count a listed put that does not exist or is damaged."""
+        """Record that a listed put does not exist or is damaged."""
         self.missing_count += 1
         if len(self.missing_put_ids) < _MOST_LISTED:
             self.missing_put_ids.append(put_id)
 
 
 def cells_besides(put_id: bytes, put: StoredPut, parts: Sequence[PutCells]) -> list[PutCells]:
-    """Return the cells of a put that are not included in any of the parts."""
+    """Return the cells of a put that no part includes."""
     kept: dict[str, np.ndarray[tuple[int], np.dtype[np.bool_]]] = {
         name: np.zeros(put.row_count, np.bool_) for name, column in put.columns.items() if column is not None
     }
@@ -407,14 +413,14 @@ def cells_besides(put_id: bytes, put: StoredPut, parts: Sequence[PutCells]) -> l
     ]
 
 
-# Puts that outlive the process
+# Preserving puts beyond the process
 
 
 def check_sound(put_ids: Iterable[bytes], damaged: Mapping[bytes, str], storage_id: str) -> None:
-    """Raise DataLossError if any of the puts is damaged.
+    """Check that none of the puts is damaged.
 
     Raises:
-        DataLossError: a put is damaged; the error lists the damaged puts.
+        DataLossError: some puts are damaged. The error lists them.
     """
     lost = [put_id for put_id in put_ids if put_id in damaged] if damaged else []
     if lost:
@@ -422,7 +428,7 @@ def check_sound(put_ids: Iterable[bytes], damaged: Mapping[bytes, str], storage_
 
 
 def lost_error(put_ids: Sequence[bytes], reason: str, storage_id: str) -> DataLossError:
-    """Return the error for reading damaged puts; `reason` explains the damage to the first put."""
+    """Return the error for reading damaged puts. `reason` describes the damage to the first put."""
     names = ", ".join(put_id.hex() for put_id in put_ids[:_MOST_NAMED])
     more = f" and {len(put_ids) - _MOST_NAMED} more" if len(put_ids) > _MOST_NAMED else ""
     return DataLossError(
@@ -433,25 +439,24 @@ def lost_error(put_ids: Sequence[bytes], reason: str, storage_id: str) -> DataLo
 
 
 class Backing(Generic[SourceT]):
-    """Preserves an engine's puts beyond its process: `PutJournal` on disk, `Mirror` on other nodes.
+    """Base class for preserving an engine's puts beyond its process: `PutJournal` on disk, `Mirror` on other nodes.
 
-    This base class does not preserve puts. Confined to the engine's event loop.
+    The base class itself preserves nothing. Confined to the engine's event loop.
 
     Args:
-        store: store for the bytes of puts, except for puts in shared memory.
+        store: store for the bytes of puts, except puts in shared memory.
 
     Attributes:
-        store: store for the bytes of puts, except for puts in shared memory.
-        damaged: puts whose bytes are lost, with the reason for each. Puts that have not been verified yet may also be
-            damaged.
-        may_fetch: returns whether memory is available for fetching puts that no reader has requested.
+        store: store for the bytes of puts, except puts in shared memory.
+        damaged: puts whose bytes are lost, each with a reason. Puts that have not been verified yet may be damaged too.
+        may_fetch: returns whether there is enough memory to fetch puts that no reader has requested.
         fetch_error: reason why the last fetch failed.
-        on_recovered: called with puts to add to the engine: those of an earlier process, or of an engine that is gone.
-        on_fetched: called with the record and the bytes of each fetched put. The callback retains the bytes and returns
+        on_recovered: called with puts to add to the engine. The puts are from an earlier process or a lost engine.
+        on_fetched: called with the record and the bytes of each fetched put. The callback stores the bytes and returns
             the put, or None if all cells of the put were freed.
-        on_looked_at: called with each recovered put after it has been verified.
-        kept_puts: returns all puts in the form in which the engine stores them.
-        is_volatile: whether puts are lost with the process.
+        on_looked_at: called with each recovered put after its verification.
+        kept_puts: returns all puts of the engine as stored (unpacked or packed).
+        is_volatile: whether puts are lost when the process ends.
     """
 
     is_volatile: ClassVar[bool] = True
@@ -465,7 +470,7 @@ class Backing(Generic[SourceT]):
         self.damaged: dict[bytes, str] = {}
         self.may_fetch: Callable[[], bool] = lambda: True
         self.fetch_error = ""
-        # Puts that must be fetched or verified before they can be read, with the source of their bytes.
+        # Puts that must be fetched or verified before they can be read, and where to fetch their bytes.
         self._unfetched: dict[bytes, SourceT] = {}
         self._to_scrub: Mapping[bytes, object] = self._unfetched  # puts to fetch even if no reader requests them
         self._to_free: dict[bytes, None] = {}  # puts to fetch first, because some of their cells must be freed
@@ -473,11 +478,11 @@ class Backing(Generic[SourceT]):
         self._fetching: dict[SourceT, asyncio.Task[None]] = {}
 
     async def flush(self, pending: PendingPut, deadline: float | None) -> None:
-        """Wait until a put's bytes would survive the loss of this process; called before the put is finished.
+        """Wait until a put's bytes would survive a crash of this process. Called before the put is finished.
 
         Args:
-            pending: a put that is fully written.
-            deadline: time until which to wait, on the engine's clock; None: until the caller is cancelled.
+            pending: a put whose bytes are fully written.
+            deadline: when to stop waiting, on the engine's clock. None waits without a limit.
         """
 
     def record(self, put_id: bytes, put: StoredPut) -> None:
@@ -488,22 +493,22 @@ class Backing(Generic[SourceT]):
         return put.packed()
 
     def unpack(self, put_id: bytes, packed: PackedPut) -> None:
-        """Record that the engine now stores a put unpacked."""
+        """Record that the engine has unpacked a put."""
 
     def delete(self, put_id: bytes, blob: Blob) -> None:
-        """Remove a put, and release its blob once that is safe."""
+        """Remove a put, and release its blob as soon as it is safe to do so."""
         blob.release()
 
     def may_compact(self, put_id: bytes) -> bool:
-        """Return whether a put may be moved to a smaller blob now."""
+        """Return whether a put may currently be moved to a smaller blob."""
         return put_id not in self.damaged and put_id not in self._unfetched
 
     def move(self, put_id: bytes, old: Blob, moved: StoredPut) -> None:
-        """Record that a put was compacted and flushed, and release its old blob once that is safe."""
+        """Record that a put was compacted and flushed, and release its old blob as soon as it is safe to do so."""
         old.release()
 
     def load(self, put_id: bytes, blob: Blob) -> StoredPut:
-        """Return a recovered put.
+        """Load a recovered put.
 
         Raises:
             UnavailableError: the put must be fetched first.
@@ -511,36 +516,36 @@ class Backing(Generic[SourceT]):
         raise UnavailableError(f"put {put_id.hex()} is being fetched from the mirror; try again")
 
     def record_of(self, put_id: bytes) -> PutStored:
-        """Return the record of a put whose bytes are in a file.
+        """Return the record of a put that is stored in a file.
 
         Raises:
-            TypeError: this backing stores the bytes of puts in memory.
+            TypeError: this backing stores puts in memory.
         """
         raise TypeError(f"put {put_id.hex()} has no record")
 
     def spill(self, put_id: bytes) -> bool:
-        """Mark a put as unfetched, so that only this backing stores its bytes; return False if that is not possible."""
+        """Mark a put as stored only in this backing. Return False if this is not possible."""
         return False
 
     def partition_of(self, put_id: bytes) -> str | None:
-        """Return the partition of a put of which only id and owner are in memory, or None for all other puts."""
+        """Return the partition of a put if the engine has only its id and owner in memory, otherwise None."""
         return None
 
     def stat(self, spilled_bytes: int = 0) -> MirrorStatus | None:
-        """Return the mirror's status, including the engine's `spilled_bytes`; None if this backing is not a mirror."""
+        """Return the mirror's status, including `spilled_bytes`, or None if this backing is not a mirror."""
         return None
 
     # Unfetched puts
 
     def is_unfetched(self, put_id: bytes) -> bool:
-        """Return whether `check` must load a put's tables into memory before they are used."""
+        """Return whether a put's tables must be loaded by calling `check` before they are used."""
         return put_id in self._unfetched
 
     async def check(self, put_ids: Collection[bytes]) -> None:
         """Load and verify the bytes of recovered puts before they are read.
 
         Raises:
-            UnavailableError: the bytes of a put cannot be loaded at the moment.
+            UnavailableError: the bytes of a put are temporarily unavailable.
         """
         if not self._unfetched:
             return
@@ -550,14 +555,14 @@ class Backing(Generic[SourceT]):
                 return
             was_under_way = not self._fetching.keys().isdisjoint(sources)
             await asyncio.wait([self._start_fetch(put_id, source) for source, put_id in sources.items()])
-            if not was_under_way:  # otherwise retry: the running fetch may have missed a put spilled since its start
+            if not was_under_way:  # otherwise retry: the fetch in progress may have missed a recently spilled put
                 break
         for put_id in put_ids:
             if put_id in self._unfetched:
                 raise UnavailableError(f"put {put_id.hex()} cannot be read now ({self.fetch_error}); try again")
 
     async def scrub(self) -> None:
-        """Load and verify all recovered puts at a limited rate, first those with cells to free, without pauses."""
+        """Load and verify all recovered puts at a limited rate. Load puts with cells to free first, without pauses."""
         while waiting := self._to_free or self._to_scrub:
             self._has_to_free.clear()
             put_id = next(iter(waiting))
@@ -575,7 +580,7 @@ class Backing(Generic[SourceT]):
         return _LEAST_PAUSE_SECONDS
 
     def fetch_to_free(self, put_id: bytes) -> None:
-        """Fetch an unfetched put next, in the background, because some of its cells must be freed."""
+        """Schedule an unfetched put to be fetched next in the background, because some of its cells must be freed."""
         self._to_free[put_id] = None
         self._has_to_free.set()
 
@@ -587,29 +592,29 @@ class Backing(Generic[SourceT]):
         return task
 
     async def _fetch(self, put_id: bytes, source: SourceT) -> None:
-        """Fetch a source's puts. On a temporary failure, the puts stay unfetched and `fetch_error` is set."""
+        """Fetch the puts of a source. On a temporary failure, keep the puts unfetched and set `fetch_error`."""
 
     def _forget_unfetched(self, put_id: bytes) -> bool:
         self._to_free.pop(put_id, None)
         return self._unfetched.pop(put_id, None) is not None
 
     def mark_damaged(self, put_id: bytes, reason: str) -> None:
-        """Record that a put cannot be read."""
+        """Record that a put is damaged and cannot be read."""
         if put_id not in self.damaged:
             _log.error(LogMessage("found a damaged put", put_id=put_id, reason=reason))
             self.damaged[put_id] = reason
 
     def clear_damage(self, put_id: bytes) -> bool:
-        """Remove a put from the damaged and unfetched puts, and return whether the put was damaged."""
+        """Remove a put from the damaged and unfetched puts. Return whether the put was damaged."""
         self._forget_unfetched(put_id)
         return self.damaged.pop(put_id, None) is not None
 
     async def close(self) -> None:
-        """Stop background work."""
+        """Stop all background tasks."""
 
 
 class ColumnRecord(NamedTuple):
-    """The record of a put's column: its spec, the total size of its values, and the index of its row set in the put."""
+    """Record of a column: its spec, the total size of its values in bytes, and the index of its row set in the put."""
 
     name: str
     dtype: str
@@ -622,20 +627,20 @@ class ColumnRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutStored:
-    """Record of a put that is complete, or was compacted to the columns and rows in the record.
+    """Record of a complete put, or of the columns and rows that remain in a compacted put.
 
     Attributes:
         put_id: id of the put.
-        partition_id: the put's partition.
-        row_count: number of rows that were put.
+        partition_id: partition of the put.
+        row_count: original number of rows.
         columns: the remaining columns.
-        row_sets: the columns' distinct row sets, each as ascending row indices; None: all rows.
+        row_sets: distinct row sets of the columns, as ascending row indices. None stands for all rows.
         freed_names: names of the freed columns.
-        size_bytes: size of the tables and values.
-        segment: number of the file that contains the tables and values; 0: the tables and values follow the record.
+        size_bytes: size of the tables and values in bytes.
+        segment: number of the file that contains the tables and values. 0 if they follow the record in the journal.
         checksum: XXH3 checksum of the file's contents.
         for_existing_rows: whether the put must not create new samples.
-        owner: the controller that owns the put.
+        owner: controller that owns the put.
     """
 
     put_id: bytes
@@ -653,7 +658,7 @@ class PutStored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutDropped:
-    """Record of a put that was dropped."""
+    """Record that a put was dropped."""
 
     put_id: bytes
 
@@ -663,15 +668,15 @@ _KINDS: Final[dict[str, type[PutRecord]]] = {kind.__name__: kind for kind in (Pu
 _SIZE: Final = struct.Struct("<I")
 
 EncodedPut: TypeAlias = tuple[bytes, bytes | bytearray]
-"""The bytes of a record and, for a small put, the values that follow the record. Neither may change."""
+"""An encoded record and the values of a small put that follow it. Both are immutable."""
 
 
 class PutLog(Protocol):
-    """The log to which an engine appends changes to its puts."""
+    """Interface of the log to which an engine appends changes to its puts."""
 
     @property
     def fatal(self) -> Callable[[str, BaseException], None]:
-        """Function to call, with a reason and its cause, if the log may no longer match the state in memory."""
+        """Function to call, with a message and its cause, if the log may have diverged from the state in memory."""
         ...
 
     def append_put(self, record: bytes, values: bytes | bytearray = b"") -> None:
@@ -679,17 +684,17 @@ class PutLog(Protocol):
         ...
 
     def after_durable(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once all records appended so far are durable."""
+        """Call `callback` when all records appended so far are durable."""
         ...
 
 
 class PutJournal(Backing[Blob]):
-    """Stores puts on disk: records in a journal, and bytes in segment files. Accepts puts only after `recover`.
+    """Stores puts on disk, with records in a journal and bytes in segment files. Call `recover` before storing puts.
 
     Confined to the engine's event loop.
 
     Args:
-        store: the engine's blob store.
+        store: blob store of the engine.
     """
 
     is_volatile = False
@@ -698,13 +703,13 @@ class PutJournal(Backing[Blob]):
     def __init__(self, store: SegmentBlobs) -> None:
         super().__init__(store)
         self._store = store
-        # Contains only puts that the engine stores unpacked, because a packed put includes the contents of its record.
+        # Contains only puts that the engine stores unpacked, because a packed put already includes its record.
         self._records: dict[bytes, EncodedPut | PackedPut] = {}
 
-    # Accepting puts
+    # Storing puts
 
     async def flush(self, pending: PendingPut, deadline: float | None = None) -> None:
-        """Wait until a put's bytes would survive the loss of this process; see `StorageEngine.flush`."""
+        """Wait until a put's bytes would survive a crash of this process; see `StorageEngine.flush`."""
         stored = pending.require_complete()
         values = stored.values
         if values.store is not self._store:  # shared memory, which is lost with this process
@@ -725,7 +730,7 @@ class PutJournal(Backing[Blob]):
             ) from error
 
     def record(self, put_id: bytes, put: StoredPut) -> None:
-        """Append the record of a put that is complete or was moved."""
+        """Append the record of a completed or moved put to the journal."""
         blob = put.values.copy or put.values
         if blob.store is not self._store:
             raise RuntimeError(f"put {put_id.hex()} was finished before it was flushed")
@@ -738,7 +743,7 @@ class PutJournal(Backing[Blob]):
         self._log.append_put(*encoded)
 
     def pack(self, put_id: bytes, put: StoredPut) -> PackedPut | None:
-        """Return the packed form of a committed put if its record is packed."""
+        """Return the packed form of a committed put, or None if its record is not packed."""
         kept = self._records[put_id]
         if not isinstance(kept, PackedPut) or not put.may_be_packed:
             return None
@@ -746,20 +751,20 @@ class PutJournal(Backing[Blob]):
         return kept
 
     def unpack(self, put_id: bytes, packed: PackedPut) -> None:
-        """Keep a put's packed record, which still describes all its rows."""
+        """Keep the packed record of an unpacked put, because the record still describes all rows of the put."""
         self._records[put_id] = packed
 
     # Dropping puts
 
     def delete(self, put_id: bytes, blob: Blob) -> None:
-        """Append a record that a put was dropped, and release its blob once the record is durable."""
+        """Append a record that a put was dropped. Release the put's blob when the record is durable."""
         self._records.pop(put_id, None)
         (blob.copy or blob).is_damaged = self.clear_damage(put_id)
         self._log.append_put(encode_put(PutDropped(put_id=put_id)))
         self._log.after_durable(blob.release)
 
     def move(self, put_id: bytes, old: Blob, moved: StoredPut) -> None:
-        """Append a compacted and flushed put's new record, and release the old blob once the record is durable."""
+        """Append the new record of a compacted and flushed put. Release its old blob when the record is durable."""
         try:
             self.record(put_id, moved)
         except Exception as error:  # the put has already been moved in memory
@@ -768,7 +773,7 @@ class PutJournal(Backing[Blob]):
         self._log.after_durable(old.release)
 
     def records(self) -> Iterator[bytes]:
-        """Return an iterator over each put's current record. Any thread may use the iterator."""
+        """Return an iterator over the current record of each put. Any thread may use the iterator."""
         own = zip(list(self._records), list(self._records.values()), strict=True)
         packed = ((put_id, each) for put_id, each in self.kept_puts() if isinstance(each, PackedPut))
         return (
@@ -776,16 +781,16 @@ class PutJournal(Backing[Blob]):
             for put_id, each in chain(own, packed)
         )
 
-    # After a restart
+    # Recovery after a restart
 
     def recover(self, records: Iterable[bytes], log: PutLog) -> int:
-        """Find the bytes of recorded puts, and append all future changes to `log`.
+        """Locate the bytes of recorded puts, and use `log` for all future changes.
 
-        A put whose blob is missing is marked as damaged. The contents of the blobs are verified later.
+        A put whose blob is missing is marked as damaged. Blob contents are verified later.
 
         Args:
-            records: all records so far, in order.
-            log: the log for all future records.
+            records: all records in the journal, in order.
+            log: log for future records.
 
         Returns:
             The number of recovered puts.
@@ -798,8 +803,8 @@ class PutJournal(Backing[Blob]):
                 self._records[put_id] = encoded
             else:
                 recovered[put_id] = packed
-        # Newest first: if the end of the journal was lost, including the record that a put was dropped, that put's blob
-        # may contain the bytes of a later put.
+        # Process the newest puts first. If the end of the journal was lost, including the record of a drop, the blob of
+        # the dropped put may contain the bytes of a later put.
         puts = [
             (put_id, record, values)
             for put_id, (record, (_, values)) in reversed(left.items())
@@ -820,7 +825,7 @@ class PutJournal(Backing[Blob]):
         return len(recovered)
 
     def load(self, put_id: bytes, blob: Blob) -> StoredPut:
-        """Return a recovered put."""
+        """Load a recovered put from its record and blob."""
         put = put_of(self.record_of(put_id))
         put.place(blob, is_recovered=True)
         return put
@@ -858,13 +863,13 @@ class PutJournal(Backing[Blob]):
 
 
 def encode_put(record: PutRecord) -> bytes:
-    """Encode a record, prefixed with its size (uint32). The values of a small put must follow."""
+    """Encode a record, prefixed with its size as a uint32. The caller must append the values of a small put."""
     encoded = codec.encode_named(record)
     return _SIZE.pack(len(encoded)) + encoded
 
 
 def encode_packed(put_id: bytes, put: PackedPut) -> EncodedPut:
-    """Return the record of a packed put, and the values to append to it."""
+    """Return the record of a packed put, and the values that follow the record."""
     sizes, values = put.parts()
     before, after = _around_id(put.kind, sizes, len(values))
     return before + put_id + after, values
@@ -872,7 +877,7 @@ def encode_packed(put_id: bytes, put: PackedPut) -> EncodedPut:
 
 @lru_cache(maxsize=256)
 def _around_id(kind: PutKind, sizes: bytes, size_bytes: int) -> tuple[bytes, bytes]:
-    """Return the record bytes before and after the put id, which are identical for all puts of one kind and size."""
+    """Return the bytes before and after the put id in a record. They are identical for puts of equal kind and sizes."""
     columns = zip(kind.specs, unpack_sizes(sizes), strict=True)
     record = PutStored(
         put_id=_ANY_ID,
@@ -889,7 +894,7 @@ def _around_id(kind: PutKind, sizes: bytes, size_bytes: int) -> tuple[bytes, byt
 
 
 def _packed(record: PutStored, values: bytes | bytearray) -> PackedPut | None:
-    """Return the packed form of a put that was recorded with all its rows and values, or None for other puts."""
+    """Return the packed form of a put, or None unless its record includes all original rows and the values."""
     if record.segment or record.freed_names or any(rows is not None for rows in record.row_sets):
         return None
     return packed_put(
@@ -903,18 +908,18 @@ def _packed(record: PutStored, values: bytes | bytearray) -> PackedPut | None:
 
 
 def decode_put(data: bytes) -> tuple[PutRecord, EncodedPut]:
-    """Decode a record; return it with its bytes and the values that follow them.
+    """Decode a record. Return the record, its encoded bytes and the values that follow it.
 
     Raises:
         NewerVersionError: the record has an unknown kind or field.
-        ValueError, TypeError, KeyError, struct.error: the bytes are not a record.
+        ValueError, TypeError, KeyError, struct.error: the data is not a valid record.
     """
     end = _SIZE.size + _SIZE.unpack_from(data)[0]
     return codec.decode_named(_KINDS, *codec.unpack(data[_SIZE.size : end])), (data[:end], data[end:])
 
 
 def left_puts(records: Iterable[bytes]) -> dict[bytes, tuple[PutStored, EncodedPut]]:
-    """Return the puts that remain after applying all records, ordered by their last record."""
+    """Apply all records, and return the remaining puts in order of their last record."""
     left: dict[bytes, tuple[PutStored, EncodedPut]] = {}
     for data in records:
         record, encoded = decode_put(data)
@@ -925,7 +930,7 @@ def left_puts(records: Iterable[bytes]) -> dict[bytes, tuple[PutStored, EncodedP
 
 
 def describe_put(put_id: bytes, put: StoredPut) -> PutStored:
-    """Return a record that describes a put's current state."""
+    """Return a record of a put's current state."""
     blob = put.values.copy or put.values
     row_sets = put.row_sets()
     return PutStored(
@@ -956,7 +961,7 @@ def _spec_of(column: ColumnRecord) -> FieldSpec:
 
 
 def put_of(record: PutStored) -> StoredPut:
-    """Return the put that a record describes; the put is not placed in a blob yet."""
+    """Create a put from its record, without placing it in a blob."""
     row_sets = [RowSet(record.row_count if rows is None else rows.size, rows) for rows in record.row_sets]
     columns: dict[str, StoredColumn | None] = dict.fromkeys(record.freed_names)
     for column in record.columns:

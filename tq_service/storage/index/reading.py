@@ -1,12 +1,13 @@
-"""Copying cells: reads, in the requested order or as shared memory, and compaction of a put to its live cells.
+"""Reading cells in the requested order, by copying or as shared memory, and compacting puts.
 
     runs of rows -> spans of blobs, with a header for each column -> views of local blobs, bytes copied by threads, or
     slices of shared memory that a client on the same host maps
 
-A read may touch thousands of single-row puts. The work per put is therefore limited to collecting a few attributes in a
+A read may cover thousands of single-row puts. The work per put is therefore limited to collecting a few attributes in a
 list. All puts whose columns have the same spec are then processed together, after joining their small tables.
 
-Compaction: planned -> blob allocated -> live cells copied -> old put replaced, without the cells freed during the copy.
+Compaction plans the move, allocates a blob, copies the live cells, and replaces the old put. Cells freed during the
+copy are then freed in the new put.
 """
 
 from __future__ import annotations
@@ -44,28 +45,28 @@ from tq_service.wire.slices import RowCut, cut_rows
 
 _FEW_CELLS: Final = 1 << 16
 _SMALL_BYTES: Final = 1024
-_FEW_UNITS: Final = 128  # up to this many units per slice, NumPy copies units faster than Python copies slices
+_FEW_UNITS: Final = 128  # up to this number of units per slice, copying units in NumPy is faster than slicing in Python
 _FEW_SLICES: Final = 16
 _BLOCK_BYTES: Final = 256 << 10  # block size for scattered slices; copying a block takes about 2 ms
 _PIECE_BYTES: Final = 1 << 20
 _READ_BYTES: Final = 8 << 10  # reading this many extra bytes costs about as much as a separate read
 _LARGEST_WINDOW_BYTES: Final = 8 << 20
-# Separate threads for reads, so a slow disk does not block other work.
+# Reads have their own threads, so a slow disk does not block other work.
 _THREADS: Final = ThreadPoolExecutor(4, thread_name_prefix="tq-read")
-# Tables of columns with up to this many rows are joined, which copies them. Larger tables are used in place.
+# Tables of columns with up to this many rows are copied into one joined table. Larger tables are used in place.
 _SMALL_TABLE_ROWS: Final = 64
-# Below these sizes, sending the bytes is faster than sending and mapping a file descriptor, or than copying slices one
-# by one.
+# Below these sizes, sending bytes is faster than sending and mapping a file descriptor, or than copying slices one by
+# one.
 _LEAST_COLUMN_BYTES: Final = 64 << 10
 _LEAST_MEAN_SLICE_BYTES: Final = 4 << 10
 _MOST_NAMED: Final = 5
 
 Runs: TypeAlias = Rows | slice
-"""A selection of runs: their positions, or a slice that selects all runs."""
+"""A selection of runs, either their positions or a slice that selects all runs."""
 
 Octets: TypeAlias = NDArray[np.uint8]
 Unreadable: TypeAlias = Callable[[bytes, Blob, OSError], TqError]
-"""Records that a put's blob cannot be read, and returns the error for the reader."""
+"""Function that records that a put's blob cannot be read, and returns the error for the reader."""
 
 _ALL: Final = slice(None)
 
@@ -77,7 +78,7 @@ def open_reading(
     unreadable: Unreadable,
     slices: Sequence[RowSlice] = (),
 ) -> Reading:
-    """Find the cells of a read and pin their blobs; see `StorageEngine.open_read`."""
+    """Find the cells of a read, and pin their blobs; see `StorageEngine.open_read`."""
     row_count, owned = _owned(runs, len(put_ids))
     cuts = _cuts(slices, runs, row_count)
     held = _held(puts, put_ids, owned)
@@ -91,7 +92,7 @@ async def open_reading_in_thread(
     unreadable: Unreadable,
     slices: Sequence[RowSlice] = (),
 ) -> Reading:
-    """Do the same as `open_reading`, but in a thread, so that other tasks get a turn.
+    """Like `open_reading`, but finds the cells in a thread to avoid blocking the event loop.
 
     Cells that are freed during this call are still read.
     """
@@ -104,13 +105,13 @@ async def open_reading_in_thread(
     try:
         spans = await loop.run_in_executor(_THREADS, _find_spans, runs, held, put_ids, owned, cuts)
         return Reading(held, spans, row_count, put_ids, unreadable)
-    finally:  # unpinning is safe: a thread that is still running reads only the snapshots and their tables
+    finally:  # it is safe to unpin here, because a thread that is still running reads only snapshots and their tables
         for put in held.values():
             put.values.unpin()
 
 
 def is_light_read(runs: Sequence[CellRuns], slices: Sequence[RowSlice] = ()) -> bool:
-    """Return whether a read has so few cells that they can be found on the event loop."""
+    """Return whether a read has so few cells that it can find them on the event loop."""
     if any(part.HasField("second") for part in slices):
         return False  # such a slice creates a separate piece for each token
     range_count = sum(max(len(part.starts), len(part.chunks)) for part in slices)
@@ -119,7 +120,7 @@ def is_light_read(runs: Sequence[CellRuns], slices: Sequence[RowSlice] = ()) -> 
 
 
 def _cuts(slices: Sequence[RowSlice], runs: Sequence[CellRuns], row_count: int) -> dict[str, RowCut]:
-    """Return the requested part of each row by field, for fields that are not read in full.
+    """Return the requested parts of rows by field, for fields that are not read in full.
 
     Raises:
         InvalidArgumentError: a slice is invalid, its field is not read, or its field has two slices.
@@ -140,7 +141,7 @@ def _cuts(slices: Sequence[RowSlice], runs: Sequence[CellRuns], row_count: int) 
 
 
 def _owned(runs: Sequence[CellRuns], put_count: int) -> tuple[int, list[tuple[list[int], Rows]]]:
-    """Return the number of requested rows and, for each group of fields, the puts of its runs (see `_owners`)."""
+    """Return the number of requested rows, and the result of `_owners` for each group of fields."""
     return _check_runs(runs, put_count), [_owners(fields.put_indexes) for fields in runs]
 
 
@@ -220,7 +221,7 @@ def _count_cells(fields: CellRuns, what: str) -> int:
 
 
 def _owners(put_indexes: Rows) -> tuple[list[int], Rows]:
-    """Return a list of the runs' distinct puts and, for each run, the index of its put in this list."""
+    """Return the distinct puts of the runs and, for each run, the index of its put in the returned list."""
     if (put_indexes == put_indexes[0]).all():
         return [int(put_indexes[0])], np.zeros(len(put_indexes), np.int64)
     used, owners = np.unique(put_indexes, return_inverse=True)
@@ -228,7 +229,7 @@ def _owners(put_indexes: Rows) -> tuple[list[int], Rows]:
 
 
 class Reading(AbstractContextManager["Reading"]):
-    """Cells being read. Their bytes do not change until `close`, even if cells are freed or moved.
+    """A read in progress. The bytes of its cells do not change until `close`, even if cells are freed or moved.
 
     Attributes:
         row_count: number of rows to read.
@@ -254,14 +255,14 @@ class Reading(AbstractContextManager["Reading"]):
             blob.pin()
 
     async def parts(self, without: Collection[int] = ()) -> AsyncIterator[Iterable[memoryview]]:
-        """Yield the bytes of all columns except `without`, in order. Each part is valid only until the next one.
+        """Yield the bytes of all columns except `without`, in order. Each part is valid until the next iteration.
 
         If all blobs are in memory and there are few slices, a single part is yielded without waiting. Otherwise,
         threads read the parts.
 
         Raises:
             DataLossError: bytes cannot be read.
-            UnavailableError: bytes cannot be read at the moment.
+            UnavailableError: bytes are temporarily unavailable.
         """
         chunks = self.chunks(without)
         if all(blob.is_local for blob in self._blobs.values()) and (
@@ -281,17 +282,17 @@ class Reading(AbstractContextManager["Reading"]):
             yield part
 
     def chunks(self, without: Collection[int] = ()) -> Iterator[memoryview]:
-        """Yield the bytes of all columns except `without`, valid until `close`. Blocks while reading blobs in files."""
+        """Yield the bytes of all columns except `without`, valid until `close`. Blocks if any blobs are in files."""
         for index, span in enumerate(self._spans):
             if index not in without:
                 yield from self._column_chunks(span)
 
     def value_bytes(self, without: Collection[int] = ()) -> int:
-        """Return the total bytes of all columns except `without`."""
+        """Return the total size in bytes of all columns except `without`."""
         return sum(column.value_bytes for index, column in enumerate(self.headers) if index not in without)
 
     async def gather_list(self, without: Collection[int] = ()) -> GatherList:
-        """Return the slices of all columns except `without`, for use in threads until `close`."""
+        """Return the slices of all columns except `without`. Threads may use them until `close`."""
         spans = [span for index, span in enumerate(self._spans) if index not in without]
         if sum(len(span.sizes) for span in spans) <= MOST_FRAME_PARTS:
             return GatherList(self._blobs, spans)
@@ -304,15 +305,15 @@ class Reading(AbstractContextManager["Reading"]):
         return self._unreadable(put_id, error.blob, error.cause)
 
     def shared_part(self, *, with_regions: bool) -> tuple[list[SharedMemory], list[SharedColumn]]:
-        """Return the columns that are entirely in shared memory, in slices large enough to be worth mapping.
+        """Return the columns that are entirely in shared memory and whose slices are large enough to be worth mapping.
 
         Args:
-            with_regions: whether to include columns in regions; otherwise, only columns in sealed memory are included.
+            with_regions: whether to include columns in regions. Otherwise, only columns in sealed memory are included.
 
         Returns:
             The memory of the columns, pinned until `close`, and the positions of the columns in that memory.
         """
-        memories: dict[SharedMemory, int] = {}  # the index of each memory in the result
+        memories: dict[SharedMemory, int] = {}  # index of each memory in the result
         columns = []
         for index, span in enumerate(self._spans):
             if span.column.value_bytes >= max(_LEAST_COLUMN_BYTES, _LEAST_MEAN_SLICE_BYTES * len(span.sizes)):
@@ -362,12 +363,12 @@ class Reading(AbstractContextManager["Reading"]):
 
 
 class GatherList:
-    """The slices of memory or files that make up the concatenated columns. Any byte range can be looked up.
+    """The slices of memory or files that make up concatenated columns. Any byte range can be looked up.
 
     May be used in any thread while the blobs are pinned.
 
     Args:
-        blobs: blobs of the slices, by put index.
+        blobs: blobs that contain the slices, by put index.
         spans: spans of the columns.
 
     Attributes:
@@ -388,7 +389,7 @@ class GatherList:
             self._addresses = _integers(bases)[owners] + self._starts
 
     def _clip(self, values: Rows, start: int, end: int) -> tuple[Rows, Rows]:
-        """Return the starts (or addresses) and sizes of a range's slices, with the first and last slice clipped."""
+        """Return the starts (or addresses) and sizes of the slices in a range, clipped to the range."""
         first, last = self._between(start, end)
         values, sizes = values[first:last].copy(), self._sizes[first:last].copy()
         skipped = start - (int(self._ends[first]) - int(sizes[0]))
@@ -398,11 +399,11 @@ class GatherList:
         return values, sizes
 
     def _between(self, start: int, end: int) -> tuple[int, int]:
-        """Return the index of a range's first slice, and the index just past its last slice."""
+        """Return the index of the first slice in a range, and the index after the last slice."""
         return int(np.searchsorted(self._ends, start, "right")), int(np.searchsorted(self._ends, end, "left")) + 1
 
     def addresses(self, start: int, end: int) -> tuple[Rows, Rows]:
-        """Return the addresses and sizes of a range's slices. Valid only if `is_local`."""
+        """Return the addresses and sizes of the slices in a range. Valid only if `is_local`."""
         return self._clip(self._addresses, start, end)
 
     def chunks(self, start: int, end: int) -> Iterator[memoryview]:
@@ -417,7 +418,7 @@ class GatherList:
 
 
 def _next_part(chunks: Iterator[memoryview]) -> list[memoryview]:
-    """Return as many chunks as fit in a frame, or an empty list after the last chunk."""
+    """Return as many chunks as fit into a frame, or an empty list if there are no more chunks."""
     part, size = [], 0
     for chunk in chunks:
         part.append(chunk)
@@ -428,7 +429,7 @@ def _next_part(chunks: Iterator[memoryview]) -> list[memoryview]:
 
 
 def _gathered(blobs: Mapping[int, Blob], puts: Rows, starts: Rows, sizes: Rows, unit: int) -> memoryview:
-    """Gather slices into one buffer. The slices are copied put by put, then reordered if necessary."""
+    """Gather slices into one buffer. Slices are copied put by put, and then reordered if necessary."""
     together = np.empty(int(sizes.sum()), np.uint8)
     by_put = np.argsort(puts, kind="stable")
     bounds = np.flatnonzero(np.diff(puts[by_put])) + 1
@@ -446,7 +447,7 @@ def _gathered(blobs: Mapping[int, Blob], puts: Rows, starts: Rows, sizes: Rows, 
 
 
 def _join_neighbours(puts: Rows, starts: Rows, sizes: Rows) -> tuple[Rows, Rows, Rows]:
-    """Join adjacent slices, and return the put, start and size of each resulting slice."""
+    """Merge adjacent slices. Return the put, start and size of each resulting slice."""
     if not sizes.all():
         full = sizes > 0
         puts, starts, sizes = puts[full], starts[full], sizes[full]
@@ -461,9 +462,9 @@ def _join_neighbours(puts: Rows, starts: Rows, sizes: Rows) -> tuple[Rows, Rows,
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spans:
-    """The bytes of one column to read: for each slice, its put, and its start and size in the put's blob.
+    """The location of a column's bytes, as slices. Each slice has a put, and a start and size in the put's blob.
 
-    `unit` is a number of bytes that divides the size of each slice and, within a put, the distance between starts.
+    The size of each slice, and the distances between starts within a put, are multiples of `unit` bytes.
     """
 
     column: ColumnShape
@@ -479,7 +480,7 @@ class SpanFinder:
     Args:
         runs: the runs to read.
         puts: the distinct puts that contain the runs.
-        put_ids: ids of the puts, for errors.
+        put_ids: ids of the puts, for error messages.
         owners: for each run, the index of its put in `puts`.
 
     Raises:
@@ -505,7 +506,7 @@ class SpanFinder:
             )
 
     def find(self, name: str, cut: RowCut | None = None) -> Spans:
-        """Return the spans of a field's runs, or of the requested parts of its rows, with the column's header.
+        """Return the spans and the header of a field, either for full rows or for the requested parts of rows.
 
         Raises:
             FieldNotFoundError: a put never had the field.
@@ -540,7 +541,7 @@ class SpanFinder:
         return Spans(shape, *_join_neighbours(self._runs.put_indexes, starts, sizes), _unit_of(merged))
 
     def _cut_rows(self, column: ColumnShape, starts: Rows, cut: RowCut) -> Spans:
-        """Return the spans of the requested parts of a column's rows, given the start of each run's values."""
+        """Return the spans of the requested parts of rows, given the start of each run's values."""
         runs = self._runs
         pieces = cut_rows(column, cut, runs.extent_counts, runs.extent_lengths)
         offsets = column.row_offsets()[:-1]
@@ -550,7 +551,7 @@ class SpanFinder:
         return Spans(pieces.column, *found, pieces.unit)
 
     def _find_rows(self, name: str, row_sets: list[RowSet]) -> Rows:
-        """Return the position of each run among the stored rows. Fields with the same row sets share the search."""
+        """Return the position of each run among the stored rows. Results are cached by row sets."""
         for known, found in self._positions:
             if known == row_sets:
                 return found
@@ -584,7 +585,7 @@ class SpanFinder:
     def _cut(
         self, columns: Sequence[StoredColumn], numbers: Sequence[int], some: Runs, positions: Rows
     ) -> tuple[Rows, Rows, Extents]:
-        """Return each run's start in the column's values, each run's size, and the extents of all rows."""
+        """Return the start of each run in the column's values, the size of each run, and the extents of all rows."""
         tables = [columns[number].table(self._puts[number].tables()) for number in numbers]
         stored = [columns[number].row_set.stored_count for number in numbers]
         width = extent_count(columns[numbers[0]].spec)
@@ -606,7 +607,7 @@ class SpanFinder:
         return begins, sizes, joined[expand_runs(extents_at, counts * width)].reshape(-1, width)
 
     def _of_runs(self, values: list[int]) -> Rows | int:
-        """Return the value for each run's put, or a single number if all runs are in one put."""
+        """Return the value that belongs to each run's put, or a single number if there is only one put."""
         return values[0] if len(values) == 1 else _integers(values)[self._owners]
 
     def _runs_of(self, numbers: Sequence[int]) -> Rows:
@@ -617,14 +618,14 @@ class SpanFinder:
 
     @cached_property
     def _by_put(self) -> tuple[Rows, list[int]]:
-        """The positions of all runs, ordered by put, and the bounds of each put's runs in this order."""
+        """Positions of all runs ordered by put, and the bounds of each put's runs in this order."""
         order = np.argsort(self._owners, kind="stable")
         bounds = np.searchsorted(self._owners[order], np.arange(len(self._puts) + 1))
         return order, bounds.tolist()
 
 
 def _alike(columns: Sequence[StoredColumn]) -> list[list[int]]:
-    """Group the put numbers: columns in a group have the same spec, and each large table forms its own group."""
+    """Group put numbers by column spec, with a separate group for each column that has a large table."""
     groups: dict[tuple[int, int], list[int]] = {}
     for number, column in enumerate(columns):
         is_large = column.row_set.stored_count > _SMALL_TABLE_ROWS and fixed_row_bytes(column.spec) is None
@@ -636,7 +637,7 @@ def _integers(values: list[int]) -> Rows:
     return np.array(values, np.int64)
 
 
-# Copying blob slices. Slices in files, and many or scattered slices, are copied in threads.
+# Copying slices of blobs. Slices in files, and many or scattered slices, are copied in threads.
 
 
 class UnreadableError(Exception):
@@ -649,22 +650,22 @@ class UnreadableError(Exception):
 
 
 def _unit_of(spec: FieldSpec) -> int:
-    """Return a number of bytes that divides the size and start of each of a field's rows."""
+    """Return a number of bytes that divides the size and the start of each row of a field."""
     row_bytes = fixed_row_bytes(spec)
     return row_bytes if row_bytes and row_bytes <= _SMALL_BYTES else spec.itemsize
 
 
 def _are_scattered(sizes: Rows, unit: int) -> bool:
-    """Return whether slices are so many and so small that gathering them is cheaper than creating a view of each."""
+    """Return whether slices are so numerous and small that gathering them is cheaper than creating a view of each."""
     mean_most = min(_SMALL_BYTES, _FEW_UNITS * unit)
     return len(sizes) >= _FEW_SLICES and int(sizes.sum()) < mean_most * len(sizes)
 
 
 def _blocks(puts: Rows, starts: Rows, sizes: Rows, unit: int) -> Iterator[tuple[Rows, Rows, Rows]]:
-    """Split slices into blocks, each gathered in one step. Large slices are cut between units.
+    """Split slices into blocks that are gathered in a single step. Large slices are split at unit boundaries.
 
     Args:
-        puts: the put of each slice.
+        puts: put of each slice.
         starts: start of each slice in its put's blob.
         sizes: size of each slice in bytes.
         unit: number of bytes that divides each size, see `gather`.
@@ -687,11 +688,11 @@ def _blocks(puts: Rows, starts: Rows, sizes: Rows, unit: int) -> Iterator[tuple[
 
 
 def gather(blob: Blob, starts: Rows, sizes: Rows, target: Octets, unit: int = 1) -> None:
-    """Copy slices of a blob into `target`, one after another. Safe in any thread while the blob is pinned.
+    """Copy slices of a blob into `target` one after another. Safe in any thread while the blob is pinned.
 
     Args:
         blob: the blob to read.
-        starts: start of each slice; the distances between starts are multiples of `unit`.
+        starts: start of each slice. The distances between starts are multiples of `unit`.
         sizes: size of each slice in bytes, a multiple of `unit`.
         target: memory with the total size of the slices.
         unit: number of bytes that divides the size of each slice.
@@ -720,12 +721,12 @@ def gather(blob: Blob, starts: Rows, sizes: Rows, target: Octets, unit: int = 1)
 
 
 def _gather_from(source: Octets, starts: Rows, sizes: Rows, target: Octets, unit: int) -> None:
-    """Copy slices of memory into `target`, one after another; see `gather`."""
+    """Copy slices of memory into `target` one after another; see `gather`."""
     if _are_scattered(sizes, unit):
         base = int(starts[0]) % unit
         table = source[base : base + (source.size - base) // unit * unit].reshape(-1, unit)
         rows = expand_runs((starts - base) // unit, sizes // unit)
-        # with mode "raise", NumPy would create another copy of the rows
+        # With mode "raise", NumPy would create an additional copy of the rows.
         np.take(table, rows, axis=0, out=target.reshape(-1, unit), mode="clip")
         return
     at = 0
@@ -738,7 +739,7 @@ def _gather_from(source: Octets, starts: Rows, sizes: Rows, target: Octets, unit
 
 
 class Move:
-    """A put being compacted: threads copy its live cells to a smaller put.
+    """The compaction of a put. Threads copy its live cells to a smaller put.
 
     Args:
         put_id: id of the put.
@@ -747,7 +748,7 @@ class Move:
     Attributes:
         put_id: id of the put.
         freed: cells of the put that were freed during the move.
-        is_given_up: whether copying must stop, because the put is gone or the engine is closed.
+        is_given_up: whether to stop copying, because the put was removed or the engine is closed.
     """
 
     def __init__(self, put_id: bytes, put: StoredPut) -> None:
@@ -758,7 +759,7 @@ class Move:
         self.is_given_up = False
 
     def plan(self) -> StoredPut:
-        """Find the live cells, and return a put that contains only these cells and is not yet placed in a blob."""
+        """Find the live cells, and return a put that contains only these cells. The put is not yet placed in a blob."""
         put = self._put
         columns: dict[str, StoredColumn | None] = dict.fromkeys(put.columns)
         for row_set in put.row_sets():
@@ -774,7 +775,7 @@ class Move:
         )
 
     def copy(self, smaller: StoredPut) -> None:
-        """Copy tables and values, unless the move is given up.
+        """Copy tables and values. Stop early if the move is given up.
 
         Args:
             smaller: the put returned by `plan`, now placed in a blob.

@@ -1,4 +1,4 @@
-"""Finds the puts that a storage service left in its mirror, so another storage service can take them over."""
+"""Search for the mirrored puts of a lost storage service, which another storage service then takes over."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tq_service.storage.mirror.layout import (
 
 _MOST_GENERATIONS: Final = 256
 _SECONDS_BACK: Final = 6 * 3600
-_SECONDS_AHEAD: Final = 600  # maximum difference between the clocks of two nodes
+_SECONDS_AHEAD: Final = 600  # maximum clock difference between two nodes
 _NAMES_A_CALL: Final = 512
 _CALLS_AT_A_TIME: Final = 8
 _TRIES: Final = 5
@@ -31,11 +31,11 @@ T = TypeVar("T")
 
 
 class Left(NamedTuple):
-    """The objects left by a storage service.
+    """The mirrored objects of a lost storage service.
 
     Attributes:
         next_generation: generation of the storage service that takes over the objects.
-        objects: the objects that exist, oldest first.
+        objects: the existing objects, oldest first.
     """
 
     next_generation: int
@@ -49,16 +49,16 @@ async def find_left(
     copies: int,
     clock: Callable[[], float] = time.time,
 ) -> Left:
-    """Find the objects left by a storage service instance and by its earlier successors.
+    """Find the objects of a lost storage service instance and of its earlier successors.
 
     Args:
         objects: the object store to search.
-        names: names of the instance's objects.
-        copies: number of copies that each object should have; objects with fewer copies are mirrored again.
-        clock: returns seconds since the epoch, like the storage services' clocks.
+        names: generates the object names of the instance.
+        copies: number of copies that each object should have. Objects with fewer copies are marked for mirroring again.
+        clock: returns the time in seconds since the epoch. Must match the clocks of the storage services.
 
     Raises:
-        NotFoundError: the instance left nothing, or its last list is older than 6 hours.
+        NotFoundError: the instance wrote no list, or its last list is older than 6 hours.
         UnavailableError: the object store did not respond.
         DataLossError: a list is damaged.
     """
@@ -67,9 +67,9 @@ async def find_left(
     newest = max((number for number, count in enumerate(begun, 1) if count), default=0)
     found: dict[tuple[int, int], PutObject] = {}
     has_list = False
-    # Search all generations, because an earlier generation's writer may have continued after a later generation began.
-    # The latest list that contains an object wins. Puts dropped since that list was written are dropped again once the
-    # controller is asked.
+    # Search all generations, because the writer of an earlier generation may have continued after a later generation
+    # started. If several lists contain an object, the latest list is used. Puts that were dropped after that list was
+    # written are dropped again when the controller is asked about them.
     for generation in range(newest + 1):
         some = await search.of_generation(generation, int(clock()))
         has_list |= some is not None
@@ -83,9 +83,9 @@ async def find_left(
 
 
 class _Search:
-    """A search in an object store for the objects of one instance.
+    """A search for the objects of an instance in an object store.
 
-    If the object store can list names, they are listed once, which is much cheaper than looking up many names.
+    If the object store can list names, names are listed once. This is much cheaper than looking up many names.
     """
 
     def __init__(self, objects: ObjectStore, names: Names) -> None:
@@ -94,7 +94,7 @@ class _Search:
         self._listed: set[str] | None = None
 
     async def copies(self, names: Sequence[str], *, counted: bool = False) -> list[int]:
-        """Return each object's number of copies, 0 if missing; `counted`: ask the store, not the listed names."""
+        """Return the number of copies of each object, or 0 if missing. With `counted`, always ask the store."""
         if counted or not self._objects.abilities.lists_names:
             starts = range(0, len(names), _NAMES_A_CALL)
             calls = [self._objects.copies(names[start : start + _NAMES_A_CALL]) for start in starts]
@@ -105,17 +105,17 @@ class _Search:
         return [int(name in self._listed) * (self._objects.abilities.fixed_copies or 1) for name in names]
 
     async def of_generation(self, generation: int, now: int) -> list[PutObject] | None:
-        """Return the objects of a generation, found through its last list; None if the generation has no list."""
+        """Return the objects of a generation, based on its last list. Return None if it has no list."""
         for _ in range(_TRIES):
             second = await self._last_list(generation, now)
             if second is None:
                 return None
             try:
                 first, listed = unpack_list(await self._read_list(generation, second))
-            except ObjectMissingError:  # the list was replaced by a newer one, and partly removed
+            except ObjectMissingError:  # the list was replaced by a newer list and partly removed
                 self._listed = None
                 continue
-            # At most `WINDOW` objects were written after the list.
+            # At most `WINDOW` objects have been written since the list.
             numbers = range(first, first + WINDOW)
             counts = await self.copies(self._names.numbered(generation, numbers))
             there = [number for number, count in zip(numbers, counts, strict=True) if count]
@@ -127,7 +127,7 @@ class _Search:
         )
 
     async def _last_list(self, generation: int, now: int) -> int | None:
-        """Return the second in which a generation's last list was written, or None if no list exists."""
+        """Return the time of a generation's last list in seconds since the epoch, or None if no list exists."""
         searched = range(now + _SECONDS_AHEAD, now - _SECONDS_BACK, -1)
         for at in range(0, len(searched), _NAMES_A_CALL):
             seconds = searched[at : at + _NAMES_A_CALL]
@@ -150,7 +150,7 @@ class _Search:
         return data
 
     async def _describe(self, stored: PutObject) -> PutObject | None:
-        """Add an object's records to `stored`, and return it; return None if the object does not exist."""
+        """Add information from an object's records to `stored`, and return it. Return None if the object is missing."""
         name, heads = self._names.pieces(stored)[0], unpack_heads(b"")
         try:
             while isinstance(heads, int):
@@ -166,10 +166,10 @@ class _Search:
         return stored
 
     async def complete(self, found: Sequence[PutObject], copies: int) -> list[PutObject]:
-        """Return the objects that exist, and mark those that must be mirrored again.
+        """Return the existing objects, and mark objects that must be mirrored again.
 
-        If the object store does not determine the number of copies, an object is always mirrored again, because a copy
-        may be on the calling service's node.
+        If the caller of `put` determines the number of copies, all objects are mirrored again. One of their copies may
+        be on the calling service's own node.
         """
         are_fixed = self._objects.abilities.fixed_copies is not None
         counts = await self.copies([self._names.pieces(each)[0] for each in found], counted=not are_fixed)

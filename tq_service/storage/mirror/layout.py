@@ -1,23 +1,24 @@
-"""The layout of puts in objects, and the names of the objects.
+"""Object names, and the encoding of puts and lists in objects.
 
     tq/<storage_id>/<boot>/g0-17/0              puts, written by the storage service itself
     tq/<storage_id>/<boot>/list0-1790000000/0   list of the objects that existed at that second
     tq/<storage_id>/<boot>/successor/1          marks that a successor has taken over the puts
     tq/<storage_id>/<boot>/g1-3/0               puts that this successor has mirrored again
 
-A name consists of the storage service's name, its instance id (`boot_id` in messages, as hex digits), the object, and
-the chunk number. Numbers and seconds are never reused, so a new name never refers to an object left by a killed writer.
+An object name consists of the storage service's name, its instance id (`boot_id` in messages) in hexadecimal, a label,
+and the chunk number. Numbers and seconds are never reused, so a new name never refers to an object left by a killed
+writer.
 
-An object contains complete puts of one owner and partition: the number of puts, each put's sizes, all records, and all
-tables and values. An object that is too large for the object store is split into chunks. The first chunk is written
-last, so if it exists, all chunks do.
+An object contains complete puts with the same owner and partition: the number of puts, the sizes of each put, all
+records, and all tables and values. An object that is too large for the object store is split into chunks. The first
+chunk is written last, so if it exists, all chunks exist.
 
 Objects are found through lists, because few object stores can find names by prefix without scanning all names. Objects
-are numbered. A list contains the existing objects and the next object's number. At most `WINDOW` objects are written
-between two lists, so a list plus a check of the next `WINDOW` names covers all acknowledged objects. Each list is named
-after the second in which it was written, and a search runs backwards from the current second. Every takeover begins a
-generation, which has separate lists. The next successor searches all generations, since an earlier generation's writer
-may have continued.
+are numbered. A list contains all existing objects and the number of the next object. At most `WINDOW` objects are
+written between two lists, so a list and a check of the next `WINDOW` names cover all acknowledged objects. Each list is
+named after the second in which it was written, and a search starts at the current second and goes backwards. Every
+takeover starts a new generation with its own lists. A successor searches all generations, because the writer of an
+earlier generation may have continued.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from tq_service.errors import DataLossError, InvalidArgumentError
 from tq_service.objects.base import LARGEST_OBJECT_BYTES, Buffer
 
 WINDOW: Final = 8192
-"""Maximum number of objects written between two lists."""
+"""Maximum number of objects that are written between two lists."""
 
 HEAD_BYTES: Final = 64 << 10
-"""Number of leading bytes of an object that nearly always include all its records."""
+"""Number of bytes to read from the start of an object. This range nearly always includes all records."""
 
 _COUNT: Final = struct.Struct("<I")
 _SIZES: Final = struct.Struct("<IQ")
@@ -48,18 +49,18 @@ _STORAGE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 @dataclass(slots=True, eq=False)
 class PutObject:
-    """An object that contains puts of one owner and partition.
+    """An object that contains puts with the same owner and partition.
 
     Attributes:
         generation: number of takeovers before the object was written; see the module docstring.
-        number: number of the object within the generation.
-        owner: the controller that owns the puts.
+        number: number of the object within its generation.
+        owner: controller that owns the puts.
         partition_id: partition of the puts.
         put_ids: ids of the puts that have not been dropped.
         piece_count: number of chunks.
         is_written: whether the object exists.
         is_short: whether the object has fewer copies than requested.
-        is_to_renew: whether the puts should be mirrored again, in other objects, once they are in memory.
+        is_to_renew: whether the puts should be mirrored again, in new objects, after they are fetched into memory.
     """
 
     generation: int
@@ -75,10 +76,10 @@ class PutObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """The names of one storage service instance's objects.
+    """Generates the object names of a storage service instance.
 
     Raises:
-        InvalidArgumentError: the storage service's name contains characters not allowed in object names.
+        InvalidArgumentError: the storage service's name contains characters that are not allowed in object names.
     """
 
     storage_id: str
@@ -94,7 +95,7 @@ class Names:
 
     @property
     def prefix(self) -> str:
-        """Common prefix of all names of the instance."""
+        """Common prefix of all object names of the instance."""
         return f"tq/{self.storage_id}/{self.boot_id.hex()}/"
 
     def pieces(self, stored: PutObject) -> list[str]:
@@ -103,11 +104,11 @@ class Names:
         return [self._name(label, piece) for piece in range(stored.piece_count)]
 
     def numbered(self, generation: int, numbers: Iterable[int]) -> list[str]:
-        """Return the name of each numbered object's first chunk."""
+        """Return the name of the first chunk of each numbered object."""
         return [self._name(f"g{generation}-{number}", 0) for number in numbers]
 
     def list_of(self, generation: int, second: int, piece: int = 0) -> str:
-        """Return the name of one chunk of a list."""
+        """Return the name of a chunk of a list."""
         return self._name(f"list{generation}-{second}", piece)
 
     def successor(self, generation: int) -> str:
@@ -119,10 +120,10 @@ class Names:
 
 
 def pack_puts(puts: Sequence[tuple[bytes, Sequence[Buffer]]]) -> list[Buffer]:
-    """Return an object's bytes, in parts.
+    """Encode puts as an object, and return the object's bytes in parts.
 
     Args:
-        puts: the record of each put, and its tables and values in parts.
+        puts: the record of each put, with its tables and values in parts.
     """
     sizes = [_SIZES.pack(len(record), sum(map(len, parts))) for record, parts in puts]
     head = b"".join((_COUNT.pack(len(puts)), *sizes, *(record for record, _ in puts)))
@@ -130,9 +131,10 @@ def pack_puts(puts: Sequence[tuple[bytes, Sequence[Buffer]]]) -> list[Buffer]:
 
 
 def unpack_heads(data: Buffer) -> tuple[list[tuple[bytes, int, int]], int] | int:
-    """Return an object's records with the start and end of each put's bytes, and the object's size.
+    """Decode the start of an object.
 
-    If `data` ends before the records do, return only the number of bytes needed.
+    Return the records with the start and end of each put's bytes, and the size of the object. If `data` does not
+    include all records, return only the number of bytes needed.
     """
     if len(data) < _COUNT.size:
         return _COUNT.size
@@ -152,12 +154,12 @@ def unpack_heads(data: Buffer) -> tuple[list[tuple[bytes, int, int]], int] | int
 
 
 def piece_count_of(size: int) -> int:
-    """Return the number of chunks for an object of `size` bytes."""
+    """Return the number of chunks of an object with `size` bytes."""
     return max(1, -(-size // LARGEST_OBJECT_BYTES))
 
 
 def cut(parts: Iterable[Buffer], most: int = LARGEST_OBJECT_BYTES) -> list[list[Buffer]]:
-    """Split bytes into chunks of `most` bytes each; the last chunk may be smaller."""
+    """Split bytes into chunks of `most` bytes. The last chunk may be smaller."""
     pieces: list[list[Buffer]] = [[]]
     free = most
     for part in parts:
@@ -177,7 +179,7 @@ def pack_list(next_number: int, objects: Iterable[PutObject]) -> bytes:
     """Encode a list of objects.
 
     Args:
-        next_number: the generation's first object number that the list does not cover.
+        next_number: number of the generation's next object, which the list does not cover.
         objects: objects that exist or are being written.
     """
     rows = [
@@ -189,15 +191,15 @@ def pack_list(next_number: int, objects: Iterable[PutObject]) -> bytes:
 
 
 def list_bytes(head: Buffer) -> int:
-    """Return the size in bytes of a list that begins with `head`."""
+    """Return the total size in bytes of a list that begins with `head`."""
     return int(_SIZES.unpack_from(head)[1]) + _SIZES.size
 
 
 def unpack_list(data: Buffer) -> tuple[int, list[PutObject]]:
-    """Decode a list; return the next number and the objects.
+    """Decode a list, and return the number of the next object and the listed objects.
 
     Raises:
-        DataLossError: the bytes are not a list.
+        DataLossError: the data is not a valid list.
     """
     try:
         next_number, rows = msgpack.unpackb(memoryview(data)[_SIZES.size :], use_list=False)

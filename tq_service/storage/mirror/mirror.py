@@ -1,14 +1,14 @@
-"""Copies of a storage service's puts in an object store on other nodes. The originals are in the service's memory.
+"""Mirroring of a storage service's puts to an object store on other nodes. The originals are in the service's memory.
 
     bytes written -> mirrored with the required number of copies -> the put is complete
     put dropped -> its memory is freed immediately, its object is removed soon
 
-Freeing rows and compaction only change memory; an object is removed with the last of its puts. Therefore, a storage
-service that was wrongly declared dead cannot destroy data that its successor has taken over.
+Freeing rows and compaction affect only memory. An object is removed when the last of its puts is dropped. Therefore, a
+storage service that was wrongly declared dead cannot destroy data that its successor has taken over.
 
-Puts that were taken over are unfetched: only their id, owner and partition are known. They are fetched on first read,
-or later in the background. Spilled puts, whose bytes are no longer in memory, are fetched when they are read or when
-some of their cells must be freed.
+Puts that were taken over from a lost storage service are unfetched: only their id, owner and partition are known. They
+are fetched on the first read, or later in the background. Spilled puts, whose bytes are no longer in memory, are
+fetched when they are read or when some of their cells must be freed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tq_service.storage.mirror.writer import ObjectWriter
 
 _log = logging.getLogger(__name__)
 SMALL_PUT_BYTES: Final = 256 << 10
-"""Size below which puts are gathered into one object."""
+"""Size in bytes below which puts are combined into one object."""
 
 _GATHER_SECONDS: Final = 0.002
 _MOST_GATHERED: Final = 64
@@ -39,23 +39,23 @@ _FIRST_PAUSE_SECONDS: Final = 0.05
 _LAST_PAUSE_SECONDS: Final = 1.0
 _NOTHING: Final[Sequence[Buffer]] = ()
 _Kind: TypeAlias = tuple[bytes, str]
-"""Owner and partition of puts. Puts of the same kind may share an object."""
+"""Owner and partition of puts. Puts with the same owner and partition may share an object."""
 
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """Mirror state of one put: pending, then stored in an object.
+    """Mirroring state of a put. The put is first pending, then stored in an object.
 
     Attributes:
         put_id: id of the put.
-        stored: the object that contains the put; None until it is written.
-        record: the put's record, which is written with the bytes.
-        parts: the put's bytes, until they are written.
-        blob: the blob of these bytes, pinned until they are written.
-        size: size of the put's bytes.
+        stored: object that contains the put, or None if it has not been written.
+        record: record of the put, which is written together with its bytes.
+        parts: bytes of the put, kept until they are written.
+        blob: blob that contains these bytes, pinned until they are written.
+        size: size of the put in bytes.
         is_needed: whether the put still exists and still needs this copy.
-        batch: the batch that writes the put, until it is written.
-        replaces: an older copy of the put, dropped once this copy is written.
+        batch: batch that writes the put, kept until it is written.
+        replaces: older copy of the put, which is dropped once this copy is written.
     """
 
     put_id: bytes
@@ -71,14 +71,14 @@ class _Copy:
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Puts that are written as one object.
+    """A batch of puts that are written as a single object.
 
     Attributes:
         kind: owner and partition of the puts.
-        written: future that is done once the puts are written.
-        copies: mirror states of the puts.
-        made_count: number of copies that the last attempt made, if fewer than required.
-        task: task that writes the puts; None until started.
+        written: future that completes when the puts are written.
+        copies: mirroring states of the puts.
+        made_count: number of copies made by the last attempt, if fewer than required.
+        task: task that writes the puts, or None if writing has not started.
     """
 
     kind: _Kind
@@ -89,11 +89,11 @@ class _Batch:
 
 
 class Mirror(Backing[PutObject]):
-    """Mirrors an engine's puts in an object store. Confined to the engine's event loop.
+    """Mirrors the puts of an engine to an object store. Confined to the engine's event loop.
 
     Args:
         writer: writes the objects.
-        required: number of copies that must exist before a put is complete; 0: puts are mirrored after they are
+        required: number of copies that must exist before a put is complete. With 0, puts are mirrored after they are
             complete.
         url: URL of the object store, for display.
         clock: time source for deadlines.
@@ -115,17 +115,17 @@ class Mirror(Backing[PutObject]):
         self._url = url
         self._clock = clock
         self._copies: dict[bytes, _Copy] = {}
-        self._flushed: dict[bytes, _Copy] = {}  # puts that are flushed but not finished
+        self._flushed: dict[bytes, _Copy] = {}  # puts that have been flushed but not finished
         self._gathered: dict[_Kind, _Batch] = {}
         self._small_count = 0  # batches of small puts being written
         self._tasks: set[asyncio.Task[None]] = set()
-        # Puts that were taken over are fetched even if no reader requests them, while memory is available.
+        # Puts that were taken over. If memory is available, they are fetched even without a reader's request.
         self._to_scrub: dict[bytes, None] = {}
         self._unmirrored_bytes = self._short_put_count = 0
         self._is_closed = False
 
     def stat(self, spilled_bytes: int = 0) -> MirrorStatus:
-        """Return the mirror's status, including the bytes of puts that the engine has spilled."""
+        """Return the mirror's status, including the number of bytes spilled by the engine."""
         return MirrorStatus(
             url=self._url,
             is_reachable=self._writer.is_reachable,
@@ -136,11 +136,11 @@ class Mirror(Backing[PutObject]):
         )
 
     def on_unreachable(self, error: UnavailableError) -> None:
-        """Record that the object store cannot be reached, so `stat` shows this before anything is written."""
+        """Record that the object store cannot be reached. `stat` then reports this before the first write."""
         self._writer.on_error(error)
 
     async def run(self) -> None:
-        """Run the background work until it is cancelled."""
+        """Run the background tasks until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._writer.run())
             while True:
@@ -149,7 +149,7 @@ class Mirror(Backing[PutObject]):
                 await self.scrub()
 
     async def flush_all(self, seconds: float) -> int:
-        """Wait up to `seconds` for all puts to have their copies; return the number of bytes not yet mirrored."""
+        """Wait up to `seconds` until all puts are mirrored. Return the number of bytes that are not mirrored yet."""
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
         for batch in list(self._gathered.values()):
@@ -166,10 +166,10 @@ class Mirror(Backing[PutObject]):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # Accepting puts
+    # Writing puts
 
     async def flush(self, pending: PendingPut, deadline: float | None) -> None:
-        """Wait until a put has the required copies. If none are required, only start making copies.
+        """Wait until a put has the required number of copies. If no copies are required, only start mirroring.
 
         Raises:
             QuotaExceededError: the put lacked required copies at the deadline.
@@ -202,7 +202,7 @@ class Mirror(Backing[PutObject]):
             ) from None
 
     def _begin(self, put_id: bytes, put: StoredPut) -> _Copy:
-        """Start mirroring a put in its current state, together with other puts if it is small."""
+        """Start mirroring a put in its current state. Small puts are combined into batches."""
         copy = _Copy(put_id)
         copy.record = encode_put(describe_put(put_id, put))
         view = put.values.view()
@@ -217,7 +217,7 @@ class Mirror(Backing[PutObject]):
         batch = self._gathered.get(kind) if is_small else None
         if batch is None:
             batch = _Batch(kind, loop.create_future())
-            if is_small:  # start immediately if no small puts are being written, otherwise after a short delay
+            if is_small:  # start immediately unless another small batch is being written, otherwise after a short delay
                 self._gathered[kind] = batch
                 loop.call_later(_GATHER_SECONDS if self._small_count else 0.0, self._send, batch)
         copy.batch = batch
@@ -246,7 +246,7 @@ class Mirror(Backing[PutObject]):
         return task
 
     async def _write(self, batch: _Batch) -> None:
-        """Write a batch as one object. Retry until the object has its copies or its puts are no longer needed."""
+        """Write a batch as a single object. Retry until it has the required copies or its puts are no longer needed."""
         pause = _FIRST_PAUSE_SECONDS
         while needed := [copy for copy in batch.copies if copy.is_needed]:
             parts = pack_puts([(copy.record, copy.parts) for copy in needed])
@@ -279,7 +279,7 @@ class Mirror(Backing[PutObject]):
                 copy.replaces = None
 
     def _abandon(self, copy: _Copy) -> None:
-        """Record that a copy is no longer needed. A copy whose batch is being written is removed afterwards."""
+        """Record that a copy is no longer needed. If its batch is being written, the copy is removed afterwards."""
         if not copy.is_needed:
             return
         copy.is_needed = False
@@ -320,7 +320,7 @@ class Mirror(Backing[PutObject]):
     # Puts outside memory
 
     def spill(self, put_id: bytes) -> bool:
-        """Mark a put as unfetched, so that only the mirror has its bytes; return False if its copies are incomplete."""
+        """Mark a put as stored only in the mirror. Return False if the mirror lacks requested copies of the put."""
         copy = self._copies.get(put_id)
         if copy is None or copy.stored is None or copy.blob is not None or put_id in self.damaged:
             return False
@@ -330,7 +330,7 @@ class Mirror(Backing[PutObject]):
         return True
 
     def fetch_to_free(self, put_id: bytes) -> None:
-        """Fetch a spilled put in the background. Puts that were taken over are fetched anyway, as memory allows."""
+        """Fetch a spilled put in the background. Ignores puts that `scrub` will fetch anyway."""
         if put_id not in self._to_scrub:
             super().fetch_to_free(put_id)
 
@@ -339,9 +339,10 @@ class Mirror(Backing[PutObject]):
         return super()._forget_unfetched(put_id)
 
     def take_over(self, objects: Iterable[PutObject]) -> int:
-        """Take over the puts of an engine that is gone; return the number of puts.
+        """Take over the puts of a lost engine, and return the number of puts.
 
-        If several objects contain a put, the last object is used. The bytes are fetched on first read, or by `scrub`.
+        If several objects contain the same put, the last object is used. The bytes are fetched when the put is first
+        read, or by `scrub`.
         """
         puts: dict[bytes, RecoveredPut] = {}
         for stored in objects:
@@ -363,7 +364,7 @@ class Mirror(Backing[PutObject]):
         return None if stored is None else stored.partition_id
 
     async def _fetch(self, put_id: bytes, source: PutObject) -> None:
-        """Fetch an object's unfetched puts. If the object's bytes are lost, mark the puts as damaged."""
+        """Fetch the unfetched puts of an object. If the object is lost, mark the puts as damaged."""
         try:
             data = await self._read(source)
             heads = unpack_heads(data)

@@ -1,4 +1,4 @@
-"""Writes objects under unique names, maintains lists of the objects, and removes objects that no put needs."""
+"""Writes objects under unique names, maintains lists of the objects, and removes objects that are no longer needed."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ from tq_service.storage.mirror.layout import WINDOW, Names, PutObject, cut, pack
 
 _log = logging.getLogger(__name__)
 _LIST_SECONDS: Final = 5.0
-_LIST_BYTES_PER_SECOND: Final = 4e6  # maximum rate for writing lists
-_IDLE_LIST_SECONDS: Final = 1800.0  # well below the age at which a search no longer finds a list
+_LIST_BYTES_PER_SECOND: Final = 4e6  # maximum write rate for lists
+_IDLE_LIST_SECONDS: Final = 1800.0  # well below the maximum age of lists that a search can find
 _RETRY_SECONDS: Final = 1.0
 _TOKEN_BYTES: Final = 16
 
 
 class ObjectWriter:
-    """Writes one storage service instance's objects and the lists of these objects. Confined to one event loop.
+    """Writes the objects of a storage service instance and the lists of these objects. Confined to one event loop.
 
     opened (by `run`) -> a first list is written -> objects and more lists are written -> closed
 
     Args:
-        objects: the object store, which other writers may also use.
-        names: names of this instance's objects.
+        objects: the object store, which may be shared with other writers.
+        names: generates the object names of this instance.
         copies: number of copies that each object should have on other nodes.
         required: number of copies that each object must have, at least 1.
         generation: generation of the storage service; see `layout`.
-        may_remove: returns whether objects may be removed now; False if another storage service may have taken over.
+        may_remove: returns whether objects may be removed. It returns False if another storage service may have taken
+            over the puts.
 
     Attributes:
         live: objects that exist or are being written, by generation and number.
-        is_reachable: whether the last write to the object store succeeded; None before the first write.
-        error: reason why the last write failed; empty if it succeeded.
+        is_reachable: whether the last write to the object store succeeded, or None before the first write.
+        error: reason why the last write failed. Empty if it succeeded.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class ObjectWriter:
         self.is_reachable: bool | None = None
         self.error = ""
         self._next_number = 1
-        self._listed_number: int | None = None  # next number in the last list; None: no list yet
+        self._listed_number: int | None = None  # number of the next object according to the last list, if any
         self._listed_at = 0.0
         self._list_bytes = 0
         self._list_second = 0
@@ -76,8 +77,8 @@ class ObjectWriter:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._remover.run())
             while True:
-                # Clear the event before the check. Waiting for an event that is already set returns without yielding,
-                # so tasks that wait for a number would never run.
+                # Clear the event before checking. Waiting for an event that is already set returns without yielding, so
+                # tasks that wait for an object number would never run.
                 self._list_due.clear()
                 if not self._is_list_due() or await self._write_list():
                     with suppress(TimeoutError):
@@ -87,7 +88,7 @@ class ObjectWriter:
                     await asyncio.sleep(_RETRY_SECONDS)
 
     async def begin_generation(self) -> None:
-        """Record in the object store that this writer has taken over the puts, under an unused generation.
+        """Find an unused generation, and record in the object store that this writer has taken over the puts.
 
         Raises:
             UnavailableError, QuotaExceededError: the record cannot be written.
@@ -110,13 +111,14 @@ class ObjectWriter:
         """Write an object.
 
         Args:
-            owner: the controller that owns the puts.
+            owner: controller that owns the puts.
             partition_id: partition of the puts.
             put_ids: ids of the puts.
             parts: bytes of the object, which must not change during the call.
 
         Returns:
-            The object and its number of copies. The object is None if it was discarded because it has too few copies.
+            The object and its number of copies. If there are too few copies, the object is discarded and None is
+            returned in its place.
         """
         pieces = cut(parts)
         stored = PutObject(self.generation, await self._take_number(), owner, partition_id, set(put_ids), len(pieces))
@@ -133,10 +135,10 @@ class ObjectWriter:
         return stored, made
 
     async def _put_all(self, names: Sequence[str], pieces: Sequence[Sequence[Buffer]]) -> int:
-        """Store chunks, the last chunk first; return the minimum number of copies over all chunks.
+        """Store all chunks, starting with the last chunk. Return the minimum number of copies of any chunk.
 
-        A result below the required number means that the remaining chunks were not stored. 0 means that the object
-        store failed.
+        If the result is less than the required number, the remaining chunks were not stored. A result of 0 indicates
+        that the object store failed.
         """
         made = self.copies
         for name, piece in reversed(list(zip(names, pieces, strict=True))):
@@ -154,7 +156,7 @@ class ObjectWriter:
         return made
 
     async def _take_number(self) -> int:
-        """Wait until a list covers the next unused object number, and return that number."""
+        """Wait until a list covers the next object number, and return that number."""
         while self._listed_number is None or self._next_number >= self._listed_number + WINDOW:
             self._may_number.clear()
             self._list_due.set()
@@ -188,7 +190,7 @@ class ObjectWriter:
         return max(_LIST_SECONDS, self._list_bytes / _LIST_BYTES_PER_SECOND)
 
     async def _write_list(self) -> bool:
-        """Write the list of existing objects; return whether the write succeeded."""
+        """Write a list of all existing objects. Return whether the write succeeded."""
         number, packed = self._next_number, pack_list(self._next_number, self.live.values())
         pieces = cut([packed])
         second = max(int(time.time()), self._list_second + 1)
