@@ -241,7 +241,8 @@ class AsyncPutCall:
     async def answer(self) -> PutResponse:
         """Finish sending and return the service's response.
 
-        Raises: grpc.RpcError: the call failed.
+        Raises:
+            grpc.RpcError: the call failed.
             UnavailableError: the call ended while frames were being sent, and the cause is unknown. A retry reveals the
                 cause.
         """
@@ -286,7 +287,8 @@ class PutCall:
     def answer(self) -> PutResponse:
         """Finish sending and return the service's response.
 
-        Raises: grpc.RpcError: the call failed.
+        Raises:
+            grpc.RpcError: the call failed.
         """
         self._messages.put(None)
         # If no stream was opened, send everything now. The call is faster if this thread handles its events.

@@ -79,7 +79,7 @@ def is_on_device(tensor: Any) -> bool:
 def subclass_problem(tensor: Any) -> str:
     """Return why a tensor's values cannot be read, or an empty string if they can be read.
 
-    A subclass that only implements `__torch_dispatch__` only wraps another tensor, which contains the bytes.
+    A subclass that implements `__torch_dispatch__` wraps another tensor, which contains the bytes.
     """
     kind = type(tensor)
     torch = sys.modules["torch"]
@@ -625,8 +625,7 @@ BULK_BYTES: Final = 2 << 20
 """Minimum size in bytes of a put or get to use bulk connections. Frames are just as fast for smaller requests."""
 
 SEND_AS_REGION: Final = "region"
-"""Value of `SEND_AS_KEY`: the bytes are written to a shared-memory region, which the service offers over the session.
-"""
+"""Value of `SEND_AS_KEY`: the bytes are written to a shared-memory region that the service offers over the session."""
 
 REGION_KEY: Final = "tq-region-bin"
 """Key of the initial metadata that contains the `RegionOffer` of a put."""

@@ -78,8 +78,7 @@ STREAM_WINDOW_BYTES: Final = 16 << 10
 """Maximum number of bytes that a client may send before the service reads them."""
 
 PART_BYTES: Final = 2 << 20
-"""Size in bytes of each part except the last. If the first message of a call has at least this size, more parts follow.
-"""
+"""Size in bytes of each part except the last. If a call's first message has at least this size, more parts follow."""
 
 MAX_REQUEST_BYTES: Final = 64 << 20
 """Maximum size of a request in bytes, including all parts."""

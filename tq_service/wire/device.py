@@ -206,7 +206,8 @@ def upload(arrays: Sequence[Bytes], device: Device) -> list[Tensor]:
     memory pass through pinned blocks. The current stream of the device waits for the copies, but this thread does not.
     The caller must not modify the arrays afterwards.
 
-    Raises: torch.OutOfMemoryError: the device is out of memory. No memory is retained.
+    Raises:
+        torch.OutOfMemoryError: the device is out of memory. No memory is retained.
     """
     pins = [PINNED.find(array) if array.size else None for array in arrays]
     addresses = [array.ctypes.data for array in arrays]

@@ -112,8 +112,7 @@ class _Region:
 
 
 _regions: WeakValueDictionary[tuple[int, bytes, int], _Region] = WeakValueDictionary()
-"""Regions of all sessions, by process id, run id of the service, and region number. A forked child maps regions anew.
-"""
+"""Regions of all sessions, by process id, run id and region number. A forked child process maps regions anew."""
 
 
 class MappedRegions:
