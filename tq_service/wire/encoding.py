@@ -241,7 +241,7 @@ def _bytes_of(name: str, values: Any) -> tuple[str, Chunk]:
 
 
 def _check_values(name: str, values: Any) -> None:
-    """Reject tensors and arrays that have no values, or whose meaning does not depend on their plain values alone."""
+    """Reject tensors and arrays without plain values, such as masked arrays, sparse tensors and meta tensors."""
     if not is_tensor(values):
         problem = "a masked array, whose mask would be lost; fill it first" if np.ma.isMaskedArray(values) else ""
     elif values.is_nested:
