@@ -1,8 +1,8 @@
 """Data service for RL post-training of language models.
 
 The service stores samples in columns, and delivers balanced batches to data-parallel ranks over gRPC. `Client` and
-`AsyncClient` call the service, and `tq_service.data` feeds trainers. Samplers are in `tq_service.samplers`, errors in
-`tq_service.errors`, and result types in `tq_service.types`.
+`AsyncClient` call the service, and `tq_service.data` feeds trainers. `tq_service.samplers` contains the samplers,
+`tq_service.errors` the errors, and `tq_service.types` the result types.
 """
 
 from __future__ import annotations
@@ -76,5 +76,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    # List only public names: neither this file's own imports nor submodules that happen to be loaded.
+    # List only public names. Omit the imports of this file, and submodules that happen to be loaded.
     return sorted(__all__)

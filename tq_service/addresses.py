@@ -13,9 +13,9 @@ DEFAULT_ADDRESS: Final = f"localhost:{DEFAULT_PORT}"
 
 _EXPECTED: Final = f"expected 'host:port', such as '{DEFAULT_ADDRESS}'"
 _HOST: Final = re.compile(r"[\w.-]+")
-# Prefixes of targets in gRPC's own notation. Such targets are passed to gRPC unchanged.
+# Prefixes of targets in gRPC's own notation. These targets are passed to gRPC unchanged.
 _LOCAL_SCHEMES: Final = ("unix:", "unix-abstract:", "vsock:", "xds:")
-# gRPC targets that contain hosts and ports; an ipv4 or ipv6 target may list several.
+# gRPC targets that contain hosts and ports. An ipv4 or ipv6 target may contain several pairs of host and port.
 _DNS: Final = re.compile(r"(dns:(?://[^/]*/)?)(.*)", re.DOTALL)
 _LIST: Final = re.compile(r"(ipv[46]:)(.*)", re.DOTALL)
 
@@ -36,18 +36,18 @@ _CAUSES: Final = (
 
 
 def parse_address(address: str, name: str = "address", default_port: int = DEFAULT_PORT) -> str:
-    """Normalize an address to gRPC's form, "host:port", with the default port if the port is missing.
+    """Normalize an address to gRPC's form, "host:port". If the port is missing, the default port is used.
 
-    The addresses of a cluster's controllers are separated by commas.
+    To specify the controllers of a cluster, separate their addresses by commas.
 
-    A host is a name, an IPv4 address or an IPv6 address in brackets; the brackets may be omitted along with the port.
-    Targets in gRPC's own notation are also accepted: "dns:...", "ipv4:...", "ipv6:...", "unix:...",
+    A host is a name, an IPv4 address, or an IPv6 address in brackets. The brackets may be omitted if the port is
+    omitted. Targets in gRPC's own notation are also accepted: "dns:...", "ipv4:...", "ipv6:...", "unix:...",
     "unix-abstract:...", "vsock:...", "xds:...".
 
     Args:
         address: the address to normalize.
         name: name of the argument or setting, for error messages.
-        default_port: port to use if the address contains none.
+        default_port: port to use if the address does not contain a port.
 
     Raises:
         InvalidArgumentError: the address is not valid.
@@ -59,7 +59,7 @@ def parse_address(address: str, name: str = "address", default_port: int = DEFAU
 
 
 def normal_address(address: str, default_port: int = DEFAULT_PORT) -> str:
-    """Normalize one address as `parse_address` does, but omit the value from error messages.
+    """Normalize a single address like `parse_address`, but without the address in error messages.
 
     Raises:
         ValueError: the address is not valid.
@@ -80,10 +80,10 @@ def normal_address(address: str, default_port: int = DEFAULT_PORT) -> str:
 
 
 def normal_addresses(addresses: str, default_port: int = DEFAULT_PORT) -> str:
-    """Normalize one address, or several addresses separated by commas, as `normal_address` does.
+    """Normalize an address, or several addresses separated by commas, like `normal_address`.
 
     Raises:
-        ValueError: one of the addresses is not valid.
+        ValueError: an address is not valid.
     """
     several = split_addresses(addresses) if isinstance(addresses, str) else []
     if len(several) < 2:
@@ -92,14 +92,17 @@ def normal_addresses(addresses: str, default_port: int = DEFAULT_PORT) -> str:
 
 
 def split_addresses(addresses: str) -> list[str]:
-    """Split a comma-separated list of addresses; gRPC targets that contain commas are not split."""
+    """Split a comma-separated list of addresses. gRPC targets that contain commas are not split."""
     if addresses.startswith((*_LOCAL_SCHEMES, "ipv4:", "ipv6:")):
         return [addresses]
     return addresses.split(",")
 
 
 def hosts_and_ports(address: str) -> list[tuple[str, int]]:
-    """Return the (host, port) pairs in a gRPC address; none for sockets and for targets that only gRPC can resolve."""
+    """Return the (host, port) pairs in a gRPC address.
+
+    The list is empty for sockets, and for targets that only gRPC can resolve.
+    """
     if address.startswith(_LOCAL_SCHEMES):
         return []
     if match := _DNS.fullmatch(address) or _LIST.fullmatch(address):
@@ -155,7 +158,7 @@ def _is_ip(text: str, version: int) -> bool:
 
 
 def cause_of(details: str) -> str:
-    """Return a readable cause for gRPC's message on a failed connection, or the message itself if none is known."""
+    """Return a readable cause for gRPC's message about a failed connection, or the message if the cause is unknown."""
     text = details.lower()
     return next((cause for pattern, cause in _CAUSES if re.search(pattern, text)), details)
 

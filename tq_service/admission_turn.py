@@ -1,4 +1,4 @@
-"""Turns for writes that wait for capacity. They keep smaller writes from overtaking a large write forever."""
+"""Turns for writes that wait for capacity, which prevent smaller writes from overtaking a large write forever."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Waits(Protocol):
     """A write that is waiting for capacity.
 
     Attributes:
-        since: time at which the write's wait began or its last turn ended, on the clock of `AdmissionTurn`.
+        since: time at which the write began to wait or its last turn ended, on the clock of `AdmissionTurn`.
     """
 
     since: float
@@ -22,11 +22,11 @@ class Waits(Protocol):
 class AdmissionTurn:
     """A scheduler that occasionally gives an overtaken write a turn, during which no other write can overtake it.
 
-    Writes that fit may overtake writes that do not fit, because a waiting write may depend on samples from later
-    writes. However, a large write would never fit if other writes always took freed capacity immediately. After being
-    overtaken for 10 seconds, the longest-waiting write therefore gets a turn, and capacity freed during the turn is
-    reserved for it. A turn ends after 5 seconds, because a write that can never fit must not block all others. The
-    other writes then proceed for 10 seconds before the next turn.
+    A write that fits may overtake writes that do not fit, because a waiting write may depend on samples from later
+    writes. However, a large write would never fit if other writes always took freed capacity immediately. After 10
+    seconds, the longest-waiting write therefore gets a turn, and capacity freed during the turn is reserved for this
+    write. A turn ends after 5 seconds, because a write that can never fit must not block all other writes. The other
+    writes then proceed for 10 seconds before the next turn.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -48,7 +48,7 @@ class AdmissionTurn:
         return self._holder
 
     def begin(self, waiting: Iterable[Waits]) -> Waits | None:
-        """If a turn is due, give it to the longest-waiting write.
+        """Give a turn to the longest-waiting write if a turn is due.
 
         Return the write that has the current turn, or None.
         """
@@ -59,6 +59,6 @@ class AdmissionTurn:
         return self._holder
 
     def leave(self, write: Waits) -> None:
-        """End the current turn if it belongs to this write, which no longer waits."""
+        """End the current turn if it belongs to the given write, which has stopped waiting."""
         if self._holder is write:
             self._holder, self._over_at = None, self._clock()

@@ -1,6 +1,6 @@
 """Timings of clients and loaders, reported to the probes that `tq.instrument` registers.
 
-The time that a batch spends in each stage is collected separately, for the consuming loop's `StepTimer`.
+The time that a batch spends in each stage is collected separately, for the `StepTimer` of the consuming loop.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
 T = TypeVar("T")
 
 Note = tuple[str, tuple[Any, ...]]
-"""The name of a `Probe` method and the arguments for a call to it."""
+"""The name of a `Probe` method, with the arguments for a call to the method."""
 
 
 class Probe(Protocol):
-    """Interface that receives events from this process's clients and loaders, in any thread."""
+    """Interface for receiving events from the clients and loaders of this process, in any thread."""
 
     def fetched(self, seconds: float) -> None:
-        """Record a completed `get_data` call."""
+        """Record a completed call to `get_data`."""
         ...
 
     def received(self, size_bytes: int) -> None:
@@ -32,19 +32,19 @@ class Probe(Protocol):
         ...
 
     def put(self, seconds: float, size_bytes: int) -> None:
-        """Record a completed `put` call with column data."""
+        """Record a completed call to `put` with column data."""
         ...
 
     def claimed(self, seconds: float, status: str) -> None:
-        """Record a completed `claim` call."""
+        """Record a completed call to `claim`."""
         ...
 
     def loaded(self, wait_seconds: float, work_seconds: float) -> None:
-        """Record a micro-batch: seconds spent waiting for the loader, and working on the previous micro-batch."""
+        """Record a micro-batch, with the time spent waiting for it and working on the previous micro-batch."""
         ...
 
     def stepped(self, seconds: tuple[tuple[str, float], ...]) -> None:
-        """Record all or part of a trainer's step, as pairs of stage and seconds, without stages of 0 seconds."""
+        """Record all or part of a trainer's step, as pairs of stage and seconds. Stages of 0 seconds are omitted."""
         ...
 
 
@@ -53,11 +53,11 @@ probes: Final[list[Probe]] = []
 
 
 class ProbeNotes:
-    """A probe that buffers a worker process's events until they are reported to the probes of its parent process.
+    """A probe that buffers the events of a worker process until they are reported to the probes of the parent process.
 
-    After a fork, a worker inherits its parent's probes. Inherited probes would update counters that nothing reads or,
-    with prometheus-client's multiprocess files, would count events twice. `ProbeNotes` therefore replaces all other
-    probes.
+    After a fork, a worker inherits its parent's probes. The inherited probes would update counters that nothing reads.
+    With prometheus-client's multiprocess files, they would count events twice. `ProbeNotes` therefore replaces all
+    other probes.
     """
 
     def __init__(self) -> None:
@@ -68,27 +68,27 @@ class ProbeNotes:
         probes[:] = [cast("Probe", self)]
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        """Return a replacement for a `Probe` method, which stores the name and the arguments."""
+        """Return a stand-in for a `Probe` method, which stores the name and the arguments."""
         return lambda *values: self._notes.append((name, values))
 
     def take(self) -> tuple[Note, ...]:
-        """Return and remove the buffered events."""
+        """Remove and return the buffered events."""
         return tuple(self._notes.popleft() for _ in range(len(self._notes)))
 
 
 def notify_probes(notes: Iterable[Note]) -> None:
-    """Report events from another process to this process's probes."""
+    """Report events from another process to the probes of this process."""
     for name, values in notes:
         for probe in probes:
             getattr(probe, name)(*values)
 
 
 carriers: Final[list[Callable[[], Sequence[tuple[str, str]]]]] = []
-"""Functions that return metadata to send with each call, such as the trace context once `tq.trace` was called."""
+"""Functions that return metadata to send with each call, such as the trace context after a call to `tq.trace`."""
 
 
 class Stage(StrEnum):
-    """Stages of a trainer's step, in the order in which a batch passes through them; see `StepTimes`."""
+    """Stages of a trainer's step, in the order in which a batch passes through them. See `StepTimes`."""
 
     WORK = "work"
     LOADER = "loader"
@@ -101,14 +101,14 @@ class Stage(StrEnum):
 
 
 class Span(NamedTuple):
-    """A period that a batch spent in one stage.
+    """A period that a batch spent in a stage.
 
     Attributes:
         stage: the stage in which the time was spent.
         began_at: start time in seconds on the clock `time.perf_counter`, which all processes on a host share.
-        ended_at: end time, on the same clock.
+        ended_at: end time in seconds on this clock.
         size_bytes: number of bytes transferred or processed.
-        is_call: whether the span is all or part of a call and therefore counts towards the cost per call.
+        is_call: whether the span is all or part of a call, and therefore counts towards the cost per call.
     """
 
     stage: Stage
@@ -134,7 +134,7 @@ class Collected:
     batch_count: int = 0
 
     def add(self, spans: Iterable[Span], batch_count: int = 0) -> None:
-        """Add spans, such as the spans of a batch that were collected in another process."""
+        """Add spans, for example the spans of a batch that were collected in another process."""
         self.batch_count += batch_count
         if len(self.spans) < _MOST_SPANS:
             self.spans.extend(spans)
@@ -148,21 +148,21 @@ class Collected:
         *,
         is_call: bool = False,
     ) -> None:
-        """Add a span that ends now, or at `ended_at` if given."""
+        """Add a span that ends now or, if given, at `ended_at`."""
         ended_at = time.perf_counter() if ended_at is None else ended_at
         self.add((Span(stage, began_at, ended_at, size_bytes, is_call),))
 
 
 collected_here: Final[ContextVar[Collected | None]] = ContextVar("collected_here", default=None)
-"""The collection to which the current thread or task adds its calls; None if its calls are not collected."""
+"""The collection to which the current thread or task adds its calls. None if calls are not collected."""
 
 step_report: Final[ContextVar[Callable[[], Any] | None]] = ContextVar("step_report", default=None)
-"""Function that returns the `StepTimes` to send with a rank's next claim, or None."""
+"""A function that returns the `StepTimes` to send with a rank's next claim, or None."""
 
 
 @contextmanager
 def collecting() -> Iterator[Collected]:
-    """Collect the calls made within the `with` block, separately from any enclosing collection."""
+    """Collect the calls made in the `with` block, separately from any enclosing collection."""
     collected = Collected()
     token = collected_here.set(collected)
     try:
@@ -177,15 +177,15 @@ class TimesSteps(Protocol):
     clock: Callable[[], float]
 
     def add(self, began_at: float, asked_at: float, ended_at: float, *, calls: Collected, waits: Collected) -> None:
-        """Add all or part of a step; see `StepTimer.add`."""
+        """Add all or part of a step. See `StepTimer.add`."""
         ...
 
 
 def timed(items: Iterable[T], timer: TimesSteps | None = None) -> Iterator[T]:
-    """Yield a loader's micro-batches, and record how long the consumer waits for each and works on each.
+    """Yield a loader's micro-batches, and record how long the consumer waits for and works on each micro-batch.
 
-    Also collect the client calls that the consumer makes between micro-batches. The generator runs in the consumer's
-    context, so its collection stays active while the consumer works.
+    The client calls that the consumer makes between micro-batches are also collected. The generator runs in the
+    consumer's context, so its collection stays active while the consumer works.
     """
     if not probes and timer is None:
         yield from items
@@ -214,7 +214,7 @@ def timed(items: Iterable[T], timer: TimesSteps | None = None) -> Iterator[T]:
             calls = Collected()
             collected_here.set(calls)
             yield item
-            del item  # otherwise, the item stays alive during the wait for the next one
+            del item  # otherwise, the item would exist until the next item arrives
     finally:
         if collected_here.get() in (calls, waits):  # false if the generator is garbage-collected in another thread
             collected_here.set(outer)

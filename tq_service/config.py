@@ -42,9 +42,9 @@ CLIENT_VARIABLES: Final = frozenset(
         "TQ_TOKEN_FILE",
     }
 )
-"""Environment variables read by clients. A service ignores them instead of reporting them as unknown."""
-# Kubernetes sets such variables in pods if the name of a Service starts with "tq": TQ_X_SERVICE_HOST,
-# TQ_X_PORT=tcp://...
+"""Environment variables that clients read. A service ignores them, and does not report them as unknown."""
+# Kubernetes sets variables such as TQ_X_SERVICE_HOST and TQ_X_PORT=tcp://... in pods if the name of a Service starts
+# with "tq".
 _LINK_NAME: Final = re.compile(r"TQ_\w+_(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
 _LINK_VALUE: Final = re.compile(r"(tcp|udp|sctp)://.*")
 
@@ -63,7 +63,9 @@ _BYTES: Final = TypeAdapter(ByteSize)
 
 
 def parse_size(text: object) -> object:
-    """Convert a size such as "8GiB", "500 MB" or "1024" to bytes, and "none" to None; return other types unchanged.
+    """Convert a size such as "8GiB", "500 MB" or "1024" to bytes, and "none" to None.
+
+    Values of other types are returned unchanged.
 
     Raises:
         ValueError: the text is not a size.
@@ -78,7 +80,7 @@ def parse_size(text: object) -> object:
 
 
 def format_size(size_bytes: int | None) -> str:
-    """Format a size so that `parse_size` restores it exactly; None becomes "none"."""
+    """Format a size in a form that `parse_size` converts back exactly. None becomes "none"."""
     if size_bytes is None:
         return "none"
     for unit in ("TiB", "GiB", "MiB", "KiB"):
@@ -88,7 +90,7 @@ def format_size(size_bytes: int | None) -> str:
 
 
 def format_setting(name: str, value: object) -> str:
-    """Format a setting's value as a user would enter it, without passwords in URLs. None becomes ""."""
+    """Format the value of a setting as a user would enter it. Passwords in URLs are removed. None becomes ""."""
     if name.endswith("_bytes") and (value is None or isinstance(value, int)):
         return format_size(value)
     if isinstance(value, str) and "://" in value:
@@ -99,19 +101,19 @@ def format_setting(name: str, value: object) -> str:
 def default_max_bytes() -> int:
     """Return half of the memory available to this process, rounded down to MiB.
 
-    The rest is for streams and other uses.
+    The remaining memory is available for streams and other purposes.
     """
     return max(memory_limit_bytes() // 2 // 2**20, 1) * 2**20
 
 
 def default_shared_memory_dir() -> Path:
-    """Return the current user's directory for shared-memory sockets."""
+    """Return the directory for the shared-memory sockets of the current user."""
     directory = os.environ.get("TMPDIR") or "/tmp"  # noqa: S108  (the service checks that the user owns the directory)
     return Path(directory) / f"tq_service-{os.getuid()}"
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a server listening on `host` can be reached only from this machine."""
+    """Return whether a server that listens on `host` is reachable only from this machine."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -147,7 +149,7 @@ SizeOrNone = Annotated[int | None, BeforeValidator(parse_size)]
 
 
 class _Section(BaseSettings):
-    """A section of the settings. The docstring is the section's title in the help and the docs."""
+    """A section of the settings. Its docstring is the title of the section in the help and the docs."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_ignore_empty=True, frozen=True, extra="forbid")
 
@@ -518,9 +520,10 @@ class _Limits(_Section):
 
 
 class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurability, _Process, _Network):
-    """Settings of `tq-service serve`. The command's help and the docs show each setting's description.
+    """Settings of `tq-service serve`.
 
-    The bases are listed in reverse, because pydantic orders fields from the last base to the first.
+    The command's help and the docs show the description of each setting. The bases are listed in reverse order, because
+    pydantic orders fields from the last base to the first.
     """
 
     @classmethod
@@ -637,7 +640,7 @@ class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurabilit
 
     @property
     def effective_durability(self) -> Literal["memory", "process", "disk", "cluster"]:
-        """The durability after resolving "auto"."""
+        """The durability level, with "auto" resolved."""
         if self.journal is not None:
             return "cluster"
         if self.durability == "auto":
@@ -645,16 +648,16 @@ class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurabilit
         return self.durability
 
     def checkpoint_directory(self) -> Path | None:
-        """Return the directory that contains all checkpoints, or None if none is configured."""
+        """Return the directory that contains all checkpoints, or None if no directory is configured."""
         if self.checkpoint_dir is None and self.data_dir is not None:
             return self.data_dir / "checkpoints"
         return self.checkpoint_dir
 
     def advertised_address(self, port: int) -> str:
-        """Return the address at which clients reach this storage service or controller; `port` is the listening port.
+        """Return the address at which clients reach this storage service or controller.
 
-        For a storage service in the controller's process, the address is empty, because clients use the controller's
-        address.
+        `port` is the listening port. For a storage service in the controller's process, the address is empty, because
+        clients use the controller's address.
         """
         if self.advertise is not None:
             return normal_address(self.advertise, port)
@@ -664,21 +667,21 @@ class ServeSettings(_Limits, _Security, _Batches, _Cluster, _StorageAndDurabilit
         return join_address(socket.gethostname() if anywhere else self.host, port)
 
     def bulk_address(self, port: int) -> str:
-        """Return the bulk address, as sent in `StatResponse.bulk_address`; `port` is the listening port."""
+        """Return the bulk address, as sent in `StatResponse.bulk_address`. `port` is the listening port."""
         return f":{port}" if self.bulk_advertise is None else normal_address(self.bulk_advertise, port)
 
     def storage_name(self, port: int) -> str:
-        """Return the name of this storage service; `port` is its listening port."""
+        """Return the name of this storage service. `port` is its listening port."""
         return self.storage_id or f"{socket.gethostname()}-{port}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedSettings:
-    """Settings and the source of each value.
+    """Settings, with the source of each value.
 
     Attributes:
         settings: the merged settings.
-        sources: the source of each setting, by setting name.
+        sources: source of each setting, by setting name.
         config: the settings file that was read, or None.
     """
 
@@ -687,7 +690,7 @@ class LoadedSettings:
     config: Path | None
 
     def shown(self, name: str) -> str:
-        """Return the value of a setting as a user would enter it."""
+        """Format the value of a setting as a user would enter it."""
         return format_setting(name, getattr(self.settings, name))
 
 
@@ -695,8 +698,9 @@ def load_settings(flags: Mapping[str, object], config: Path | None = None) -> Lo
     """Merge settings from flags, `TQ_*` environment variables, the settings file and defaults, in order of precedence.
 
     Args:
-        flags: settings given on the command line; None values are ignored.
-        config: TOML file with settings by name. None: the file named by the environment variable TQ_CONFIG, if any.
+        flags: settings from the command line. None values are ignored.
+        config: TOML file that contains settings by name. None: the file named by the environment variable TQ_CONFIG, if
+            it is set.
 
     Raises:
         InvalidArgumentError: the file cannot be read or contains unknown settings, or a value is invalid.
@@ -721,9 +725,9 @@ def load_settings(flags: Mapping[str, object], config: Path | None = None) -> Lo
 
 
 def unknown_variables() -> dict[str, str | None]:
-    """Return this process's unknown `TQ_*` environment variables, each with the most similar known name or None.
+    """Return the unknown `TQ_*` environment variables of this process, each with the most similar known name or None.
 
-    Neither the service nor clients read unknown variables; most of them are misspelt settings.
+    Neither the service nor clients read unknown variables. Most of them are misspelt settings.
     """
     known = {f"{ENV_PREFIX}{name.upper()}" for name in ServeSettings.model_fields} | CLIENT_VARIABLES
     known.add(CONFIG_VARIABLE)
@@ -753,7 +757,7 @@ def _read_file(path: Path) -> dict[str, object]:
 
 
 def _explain(error: ValidationError, sources: Mapping[str, Source], config: Path | None) -> str:
-    """Describe each invalid setting: the value, its source, and the expected value."""
+    """Describe each invalid setting with its value, its source, and the expected value."""
     problems = []
     for problem in error.errors(include_url=False):
         reason = problem["msg"].removeprefix("Value error, ")

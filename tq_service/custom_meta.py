@@ -1,8 +1,8 @@
-"""Columns of custom_meta: typed values, which claims can compare and sort, and other values, which are stored as JSON.
+"""Columns of custom_meta, with typed values, which claims can compare and sort, and other values, stored as JSON.
 
-A column has one type: the type of its first number, bool or string. Values of other types, null, lists and objects are
-stored separately as JSON text. Every JSON value is therefore accepted, at no extra cost for typed values. `where`,
-`order_by` and samplers read only typed values.
+The type of a column is that of its first number, bool or string. Values of other types, null, lists and objects are
+stored separately as JSON text. A column therefore accepts every JSON value, without additional cost for typed values.
+`where`, `order_by` and samplers read only typed values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tq_service.errors import InvalidArgumentError
 from tq_service.schema import LARGEST_EXACT, Scalar
 
 MOST_JSON_DEPTH: Final = 32
-"""Maximum nesting of lists and objects in a JSON value."""
+"""Maximum nesting depth of lists and objects in a JSON value."""
 
 JsonValue: TypeAlias = "Scalar | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
 
@@ -35,14 +35,14 @@ class JsonNull(Enum):
 
 
 JSON_NULL: Final = JsonNull.JSON_NULL
-"""Value that stores null for a sample when it is written; it is read back as None. Writing None removes the value."""
+"""Value that stores null for a sample when it is written. It is read as None. Writing None removes a value instead."""
 _NULL: Final = "null"
 
 MetaValue: TypeAlias = "JsonValue | JsonNull"
 
 
 def keeping_nulls(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a copy of custom_meta with None values replaced by `JSON_NULL`, so they are stored as null."""
+    """Return a copy of custom_meta rows in which None is replaced by `JSON_NULL`, so it is stored as null."""
     return [{name: JSON_NULL if value is None else value for name, value in row.items()} for row in rows]
 
 
@@ -54,17 +54,17 @@ KIND_NAMES: Final = {"i": "int64", "f": "double", "b": "bool", "O": "string"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetaColumn:
-    """The values of several samples in one custom_meta column.
+    """The values of several samples in a custom_meta column.
 
     Attributes:
         name: name of the column.
-        values: typed values, of shape `(n,)` and dtype int64, float64, bool or object (str); undefined for samples
+        values: typed values, of shape `(n,)` and dtype int64, float64, bool or object (str). Undefined for samples
             without a typed value.
         present: whether each sample has a typed value, of shape `(n,)`.
-        json: JSON text of samples whose value is not typed, None for other samples, of shape `(n,)` and dtype object.
-            Instead of an array, None if no sample has a JSON value.
-        removed: in a write, whether the write removes each sample's value, of shape `(n,)`; None if it removes no
-            value.
+        json: JSON text of each sample whose value is not typed, and None for other samples, of shape `(n,)` and dtype
+            object. None instead of an array if no sample has a JSON value.
+        removed: whether a write removes each sample's value, of shape `(n,)`. None if the write does not remove any
+            values.
     """
 
     name: str
@@ -80,7 +80,7 @@ class MetaColumn:
 
     @property
     def has_value(self) -> NDArray[np.bool_]:
-        """Whether each sample has a typed or a JSON value, of shape `(n,)`."""
+        """Whether each sample has a typed value or a JSON value, of shape `(n,)`."""
         return self.present if self.json is None else self.present | self.has_json
 
     @property
@@ -89,7 +89,7 @@ class MetaColumn:
         return self.has_value if self.removed is None else self.has_value | self.removed
 
     def at(self, positions: NDArray[Any]) -> MetaColumn:
-        """Return the column restricted to the samples at `positions`."""
+        """Return a column that contains only the samples at `positions`."""
         return MetaColumn(
             name=self.name,
             values=self.values[positions],
@@ -99,7 +99,7 @@ class MetaColumn:
         )
 
     def text_sizes(self, size_of: Callable[[str], int]) -> NDArray[np.int64]:
-        """Return the total size of each sample's text and JSON, as measured by `size_of`, of shape `(n,)`."""
+        """Return the size of each sample's text and JSON, measured by `size_of`, of shape `(n,)`."""
         sizes = np.zeros(self.present.size, np.int64)
         texts = self.values if self.values.dtype.kind == "O" else None
         for values, has_one in ((texts, self.present), (self.json, self.has_json)):
@@ -108,7 +108,7 @@ class MetaColumn:
         return sizes
 
     def objects(self) -> list[Any]:
-        """Return the samples' values as Python objects; entries are undefined where `has_value` is False."""
+        """Return the samples' values as Python objects. Entries are undefined where `has_value` is False."""
         values: list[Any] = self.values.tolist()
         if self.json is not None:
             for position in np.flatnonzero(self.has_json).tolist():
@@ -121,10 +121,10 @@ class MetaColumn:
 
 
 def column_of(name: str, size: int, positions: Sequence[int], values: Sequence[Any]) -> MetaColumn:
-    """Build a column for `size` samples from values of any type for the samples at `positions`; None removes a value.
+    """Build a column for `size` samples from values of any type at the given positions. None removes a value.
 
     Raises:
-        InvalidArgumentError: a value cannot be represented as JSON; the message contains its position.
+        InvalidArgumentError: a value cannot be represented as JSON. The message contains its position.
     """
     removed = np.zeros(size, np.bool_)
     texts = np.full(size, None, np.object_)
@@ -143,20 +143,21 @@ def column_of(name: str, size: int, positions: Sequence[int], values: Sequence[A
 
 
 def no_values(name: str, size: int, kind: str = "b") -> MetaColumn:
-    """Return a column of the given type for `size` samples, without values."""
+    """Return a column of the given type without values, for `size` samples."""
     values = np.full(size, "" if kind == "O" else 0, DTYPES[kind])
     return MetaColumn(name=name, values=values, present=np.zeros(size, np.bool_))
 
 
 def fitted(column: MetaColumn, kind: str | None) -> MetaColumn:
-    """Convert a column to another type: values that fit this type are typed values, and all others become JSON.
+    """Convert a column to another type. Scalars that fit the type become typed values, all others become JSON.
 
     Args:
         column: the column to convert.
-        kind: the new type, as a numpy kind; None: the type of the first scalar.
+        kind: the new type, as a numpy kind. None: the type of the first scalar.
 
     Raises:
-        InvalidArgumentError: a number that does not fit the type is infinite or NaN, which JSON cannot represent.
+        InvalidArgumentError: a number that does not fit the type is infinite or NaN. JSON cannot represent such
+            numbers.
     """
     scalars: dict[int, Scalar] = {}
     texts = np.full(column.present.size, None, np.object_)
@@ -180,7 +181,8 @@ def _texts(column: MetaColumn) -> list[str | None]:
 def _kind_of(scalars: Sequence[Scalar]) -> str:
     """Return the kind of the first scalar.
 
-    For a mix of integers and floats, return float if it represents all integers.
+    If integers and floats are mixed, return the kind of floats, provided that a float can represent each integer
+    exactly.
     """
     kind = _KINDS[type(scalars[0])] if scalars else "b"
     if kind == "i" and all(_fits("f", each) for each in scalars if type(each) is int):
@@ -195,9 +197,9 @@ def _fits(kind: str, value: Scalar) -> bool:
 
 
 def _assembled(name: str, kind: str, scalars: Mapping[int, Scalar], texts: NDArray[Any]) -> MetaColumn:
-    """Build a column from scalars, given by position, and JSON texts.
+    """Build a column from JSON texts and from scalars, which are given by position.
 
-    Scalars that do not fit the kind become JSON texts.
+    Scalars that do not fit the kind are converted to JSON texts.
     """
     column = no_values(name, texts.size, kind)
     for position, value in scalars.items():
@@ -209,7 +211,7 @@ def _assembled(name: str, kind: str, scalars: Mapping[int, Scalar], texts: NDArr
 
 
 def concatenated(columns: Sequence[MetaColumn]) -> MetaColumn:
-    """Concatenate columns; values that do not fit the type of the first typed column become JSON."""
+    """Concatenate columns. Values that do not fit the type of the first typed column become JSON."""
     kinds = [column.values.dtype.kind for column in columns if column.present.any()]
     kind = "f" if set(kinds) == {"i", "f"} else next(iter(kinds), "b")
     alike = [column if column.values.dtype.kind == kind else fitted(column, kind) for column in columns]
@@ -223,9 +225,9 @@ def concatenated(columns: Sequence[MetaColumn]) -> MetaColumn:
 
 
 def laid_over(old: MetaColumn, new: MetaColumn) -> MetaColumn:
-    """Return a column's state after a write to its samples.
+    """Return the state of a column after a write to its samples.
 
-    New values replace old values, and are stored as JSON if their type differs.
+    New values replace old values. New values of a different type are stored as JSON.
     """
     rows = np.arange(new.present.size)
     return concatenated([old, new]).at(np.where(new.is_written, rows + rows.size, rows))
@@ -238,7 +240,7 @@ def to_json(name: str, position: int, value: Any, *, beside: str = "") -> str:
     """Convert a value that consists of plain JSON types to JSON text.
 
     Raises:
-        InvalidArgumentError: a number is not finite, or text is not valid Unicode; the message contains the column and
+        InvalidArgumentError: a number is not finite, or text is not valid Unicode. The message contains the column and
             the position.
     """
     try:
@@ -262,7 +264,7 @@ def _dumped(value: Any) -> str:
 
 
 def checked_texts(name: str, texts: Iterable[str]) -> list[str]:
-    """Validate JSON texts received from a client, and return them in normalized form.
+    """Validate JSON texts received from a client, and convert them to normalized form.
 
     Raises:
         InvalidArgumentError: a text is not valid JSON, or is nested too deeply.
@@ -292,7 +294,7 @@ def _no_constant(name: str) -> None:
 
 
 def _depth(value: Any) -> int:
-    """Return the nesting depth of lists and objects; depths beyond the limit are reported as the limit plus one."""
+    """Return the nesting depth of lists and objects. If the depth exceeds the limit, return the limit plus one."""
     depth, level = 0, [value]
     while depth <= MOST_JSON_DEPTH:
         level = [each for each in level if isinstance(each, list | dict)]
@@ -311,12 +313,12 @@ def _too_deep(where: str) -> InvalidArgumentError:
 
 
 def _plain_value(value: Any, path: tuple[Any, ...]) -> Any:
-    """Convert a value to JSON types: numpy and torch scalars and arrays to numbers and lists, tuples to lists.
+    """Convert a value to JSON types. Numpy and torch values become numbers and lists, and tuples become lists.
 
     Args:
         value: the value to convert.
-        path: location of the value: sample position, column name, and the positions and keys within nested lists and
-            dicts.
+        path: location of the value: the sample's position, the column's name, and the positions and keys within nested
+            lists and dicts.
     """
     if type(value) in _KINDS or value is None:
         return value

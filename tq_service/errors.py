@@ -1,10 +1,11 @@
-"""Errors of the service, in one class hierarchy. A client raises the same class that the server raised.
+"""Exceptions of the service and its clients, in one class hierarchy.
 
-`code` is the name of the failed call's gRPC status code. `reason` is sent as `google.rpc.ErrorInfo.reason` (see
-`tq_service.wire.error_table`). Messages contain the value, the expectation and the remedy.
+A client raises the same class as the server. `code` is the name of the gRPC status code of the failed call. `reason` is
+sent as `google.rpc.ErrorInfo.reason` (see `tq_service.wire.error_table`). Messages contain the actual value, the
+expected value and a remedy.
 
-An error has its own class if programs may want to catch it. Errors that only people need to tell apart share a class
-and have different reasons.
+An error has its own class if programs may want to catch it. Errors that only people need to distinguish share a class
+but have different reasons.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from typing import ClassVar, Final
 
 
 class TqError(Exception):
-    """Base class of all errors of tq_service.
+    """Base class of all tq_service errors.
 
     Attributes:
-        message: text that contains the value, the expectation and the remedy.
-        reason: stable code of the error: the reason of its class, unless a more specific reason was passed.
+        message: text with the actual value, the expected value and a remedy.
+        reason: stable code of the error. By default, the reason of the class. Some errors set a more specific reason.
         metadata: short facts for programs, such as two conflicting values.
     """
 
@@ -39,7 +40,7 @@ class TqError(Exception):
 
 
 class InvalidArgumentError(TqError, ValueError):
-    """An argument is invalid regardless of the service's state; `metadata["field"]` contains the argument's name."""
+    """An argument is invalid, regardless of the service's state. `metadata["field"]` contains its name."""
 
     reason = "INVALID_ARGUMENT"
     code = "INVALID_ARGUMENT"
@@ -80,7 +81,7 @@ class UnsupportedObjectError(TqError, TypeError):
 
 
 class NotFoundError(TqError, KeyError):
-    """Something that the call refers to does not exist."""
+    """The call refers to an object that does not exist."""
 
     reason = "NOT_FOUND"
     code = "NOT_FOUND"
@@ -111,7 +112,7 @@ class SampleNotFoundError(NotFoundError):
 
 
 class CellNotFoundError(NotFoundError):
-    """The sample exists, but lacks a value for the field."""
+    """The sample exists but has no value for the field."""
 
     reason = "CELL_NOT_FOUND"
 
@@ -123,7 +124,7 @@ class PolicyNotFoundError(NotFoundError):
 
 
 class TaskNotFoundError(NotFoundError):
-    """The task has not claimed samples from the partition yet, or is not among the partition's declared tasks."""
+    """The task has not claimed samples from the partition yet, or the partition does not declare it."""
 
     reason = "TASK_NOT_FOUND"
 
@@ -135,7 +136,7 @@ class PutNotFoundError(NotFoundError):
 
 
 class AlreadyExistsError(TqError, ValueError):
-    """Something that the call must create already exists."""
+    """The call must create an object that already exists."""
 
     reason = "ALREADY_EXISTS"
     code = "ALREADY_EXISTS"
@@ -149,19 +150,19 @@ class PreconditionError(TqError, RuntimeError):
 
 
 class StaleIncarnationError(PreconditionError):
-    """The partition was cleared and recreated since the caller last accessed it."""
+    """The partition has been cleared and recreated since the caller last accessed it."""
 
     reason = "STALE_INCARNATION"
 
 
 class StaleEpochError(PreconditionError):
-    """The task's consumption was reset since the caller last accessed it."""
+    """The task's consumption has been reset since the caller last accessed it."""
 
     reason = "STALE_EPOCH"
 
 
 class VersionError(PreconditionError):
-    """A higher version of the policy is already published, or publishing this version would skip required versions."""
+    """A higher version of the policy has been published, or publishing this version would skip required versions."""
 
     reason = "VERSION_REFUSED"
 
@@ -173,7 +174,7 @@ class RankDisagreementError(PreconditionError):
 
 
 class PartitionSealedError(PreconditionError):
-    """The call would add samples to a sealed partition or, with an upsert, overwrite samples in it."""
+    """The call would add samples to a sealed partition, or overwrite samples in a sealed partition with an upsert."""
 
     reason = "PARTITION_SEALED"
 
@@ -185,13 +186,13 @@ class PartitionClearedError(PreconditionError):
 
 
 class CompactedError(PreconditionError):
-    """Changes since a revision are no longer available: the revision is too old, or the service has restarted."""
+    """Changes since a revision are no longer available, because it is too old or the service has restarted."""
 
     reason = "COMPACTED"
 
 
 class SamplesClearedError(PreconditionError):
-    """Samples of the planned batch have been cleared since it was planned."""
+    """Some samples of the batch have been cleared since the batch was planned."""
 
     reason = "SAMPLES_CLEARED"
 
@@ -203,7 +204,7 @@ class BatchForgottenError(PreconditionError):
 
 
 class NothingDeliveredError(PreconditionError):
-    """A loader reached the end of a non-empty partition, but its task received no samples; raised on all ranks."""
+    """A loader reached the end of a non-empty partition, but its task received no samples. Raised on all ranks."""
 
     reason = "NOTHING_DELIVERED"
 
@@ -215,7 +216,7 @@ class ClaimReleasedError(PreconditionError):
 
 
 class LeaseExpiredError(PreconditionError):
-    """The lease expired, so other workers may do the same work.
+    """The lease has expired, so other workers may process the samples.
 
     The call did not acknowledge, release or write anything.
     """
@@ -224,7 +225,7 @@ class LeaseExpiredError(PreconditionError):
 
 
 class DataDirError(PreconditionError):
-    """The data directory is unusable: in use by another process, in a newer format, damaged, or not writable."""
+    """The data directory is unusable, because it is in use, in a newer format, damaged, or not writable."""
 
     reason = "DATA_DIR"
 
@@ -236,7 +237,10 @@ class NewerVersionError(DataDirError):
 
 
 class ResourceExhaustedError(TqError, RuntimeError):
-    """A limit is reached. `retry_after_seconds` is the time to wait before a retry; None if a retry cannot succeed."""
+    """A limit has been reached.
+
+    `retry_after_seconds` is the time to wait before a retry. None means that a retry cannot succeed.
+    """
 
     reason = "RESOURCE_EXHAUSTED"
     code = "RESOURCE_EXHAUSTED"
@@ -254,45 +258,45 @@ class ResourceExhaustedError(TqError, RuntimeError):
 
 
 class QuotaExceededError(ResourceExhaustedError):
-    """The available capacity is not sufficient for the call's bytes."""
+    """The available capacity is not sufficient for the bytes of the call."""
 
     reason = "QUOTA_EXCEEDED"
 
 
 class UnauthenticatedError(TqError, PermissionError):
-    """The service requires a token, but the call had no token or an invalid one."""
+    """The service requires a token, but the call had no token or an invalid token."""
 
     reason = "UNAUTHENTICATED"
     code = "UNAUTHENTICATED"
 
 
 class PermissionDeniedError(TqError, PermissionError):
-    """The call's token lacks the required role or partition prefix; `metadata` contains both requirements."""
+    """The token of the call lacks the required role or partition prefix. `metadata` contains both requirements."""
 
     reason = "PERMISSION_DENIED"
     code = "PERMISSION_DENIED"
 
 
 class AdmissionLimitError(ResourceExhaustedError):
-    """One of the partition's admissions does not allow more outstanding work for a task."""
+    """An admission of the partition does not permit more outstanding work for a task."""
 
     reason = "ADMISSION_LIMIT"
 
 
 class LimitExceededError(ResourceExhaustedError):
-    """A service limit is reached; `metadata["limit_name"]` contains the name of the setting."""
+    """A service limit has been reached. `metadata["limit_name"]` contains the name of the setting."""
 
     reason = "LIMIT_EXCEEDED"
 
 
 class DiskFullError(ResourceExhaustedError):
-    """The disk that contains the data directory is full; the service resumes when space becomes available."""
+    """The disk that contains the data directory is full. The service resumes when space becomes available."""
 
     reason = "DISK_FULL"
 
 
 class DataLossError(TqError, RuntimeError):
-    """Committed bytes are lost, because their storage service restarted empty or they are damaged on its disk."""
+    """Committed bytes are lost, because their storage service restarted without data or its disk is damaged."""
 
     reason = "DATA_LOSS"
     code = "DATA_LOSS"
@@ -305,7 +309,7 @@ class JournalDamagedError(DataLossError):
 
 
 class SnapshotDamagedError(DataLossError):
-    """The contents of a snapshot or checkpoint file do not match its checksums."""
+    """The contents of a snapshot or checkpoint file do not match the file's checksums."""
 
     reason = "SNAPSHOT_DAMAGED"
 
@@ -324,21 +328,21 @@ class SamplerTimeoutError(TqError, TimeoutError):
 
 
 class DeadlineError(TqError, TimeoutError):
-    """The call's deadline passed."""
+    """The deadline of the call has passed."""
 
     reason = "DEADLINE_EXCEEDED"
     code = "DEADLINE_EXCEEDED"
 
 
 class UnavailableError(TqError, ConnectionError):
-    """The service was unreachable until the call's deadline, or is draining."""
+    """The service was unreachable until the deadline of the call, or is shutting down."""
 
     reason = "UNAVAILABLE"
     code = "UNAVAILABLE"
 
 
 class NotLeaderError(UnavailableError):
-    """Another controller is the leader; `metadata["leader_address"]` contains its address, or "" if unknown."""
+    """Another controller is the leader. `metadata["leader_address"]` contains its address, or "" if it is unknown."""
 
     reason = "NOT_LEADER"
 
@@ -346,7 +350,7 @@ class NotLeaderError(UnavailableError):
 class JournalUnreachableError(UnavailableError):
     """A majority of the etcd members is unreachable.
 
-    No acknowledged data is lost; the service resumes when etcd does.
+    No acknowledged data is lost. The service resumes when etcd becomes available.
     """
 
     reason = "JOURNAL_UNREACHABLE"
@@ -359,40 +363,40 @@ class SupersededError(UnavailableError):
 
 
 class ServiceFailedError(UnavailableError):
-    """The service has failed and cannot continue; changes that were not persisted are lost. Restart the service."""
+    """The service has failed and cannot continue. Changes that were not persisted are lost. Restart the service."""
 
     reason = "SERVICE_FAILED"
 
 
 class InternalError(TqError, RuntimeError):
-    """An internal error in the service; see the service's log for details."""
+    """An internal error of the service. See the service's log for details."""
 
     reason = "INTERNAL"
 
 
 class CallCancelledError(TqError, RuntimeError):
-    """The call was cancelled by the server or a proxy, or its client was closed during the call."""
+    """The call was cancelled by the server or a proxy, or the client was closed during the call."""
 
     reason = "CANCELLED"
     code = "CANCELLED"
 
 
-# Clients choose the names, and comparing them blocks the event loop. Therefore only a limited number of names, and only
-# the start of each name, is compared.
+# Clients choose the names, and comparing names blocks the event loop. The number of compared names and the length of
+# each compared prefix are therefore limited.
 _MOST_SORTED: Final = 10_000
 _MOST_COMPARED: Final = 128
 _MOST_COMPARED_CHARACTERS: Final = 64
 _MOST_NAMED: Final = 10
-_MOST_NAMED_CHARACTERS: Final = 400  # with a longer list, the rest of the message could be truncated in transit
+_MOST_NAMED_CHARACTERS: Final = 400  # in a longer list, the end of the message could be truncated in transit
 
 
 def nearest(name: str, known: Collection[str], *, all_known: bool = False) -> str:
-    """Return a clause that lists known names, nearest first, for the end of a NOT_FOUND message.
+    """Return a clause that lists known names, most similar first, for the end of a NOT_FOUND message.
 
     Args:
         name: the unknown name in the request.
-        known: the known names; up to ten are listed, and the others are counted.
-        all_known: whether to list all known names; for small sets.
+        known: the known names. The clause lists up to ten names, and states the number of remaining names.
+        all_known: whether to list all known names. Use this only for small sets.
     """
     if not known:
         return "none is known yet"

@@ -10,16 +10,16 @@ _PLAIN = re.compile(r"[\w./:@+*-]+", re.ASCII)
 
 
 class LogMessage:
-    """The message of a log line: an event, followed by facts in the form key=value.
+    """The message of a log line, which consists of an event and of facts in the form key=value.
 
-    Since a handler renders the message when it writes the line, the message works with any formatter.
-    `tq-service serve --log-format json` writes each field under its name. A value that is not a single plain word is
-    written as a JSON string, so names chosen by clients cannot forge fields or lines.
+    A handler renders the message when it writes the line, so the message works with any formatter. `tq-service serve
+    --log-format json` writes each field under its name. A value that is not a single plain word is written as a JSON
+    string. Names chosen by clients can therefore not forge fields or lines.
 
     Args:
-        text: description of the event; identical in all lines of this kind, so that a search finds them.
+        text: description of the event. It is identical in all lines of this kind, so a search finds all of them.
         fields: facts by name, such as `partition`, `storage`, `put_id`, `request_id`, `error`. Values of type bytes are
-            ids, and are written in hexadecimal; None values are omitted.
+            ids, which are written in hexadecimal. None values are omitted.
     """
 
     __slots__ = ("fields", "text")

@@ -1,4 +1,4 @@
-"""Memory available to this process: the machine's memory, or less if a control group limits it."""
+"""The memory available to this process, which is the memory of the machine, or less if a control group limits it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ _FILES = {"cgroup2": "memory.max", "cgroup": "memory.limit_in_bytes"}
 
 
 def memory_limit_bytes(root: Path = Path("/")) -> int:
-    """Return the memory available to the process: the machine's memory, or the lowest limit of its control groups.
+    """Return the memory available to the process.
+
+    This is the memory of the machine, or the lowest limit of the process's control groups if that is less.
 
     Control groups limit containers, Slurm job steps, and systemd services and scopes. Versions 1 and 2 of control
-    groups are supported. In a cgroup namespace, a process can see only the groups at and below the namespace's root.
+    groups are supported. In a cgroup namespace, a process can see only the groups at and below the root of the
+    namespace.
 
     Args:
-        root: directory that contains `proc` and the mount points for control groups.
+        root: directory that contains `proc` and the mount points of control groups.
     """
     machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([machine_bytes, *_group_limits(root)])
@@ -28,7 +31,7 @@ def _group_limits(root: Path) -> Iterator[int]:
         top = root / mount_point.lstrip("/")
         try:
             below = PurePosixPath(own_groups[kind]).relative_to(mounted_group)
-        except (KeyError, ValueError):  # the mount shows other groups, or starts at this one, as in a container
+        except (KeyError, ValueError):  # the mount shows other groups or, as in a container, starts at this group
             below = PurePosixPath()
         if ".." in below.parts:
             below = PurePosixPath()
@@ -54,7 +57,7 @@ def _own_groups(root: Path) -> dict[str, str]:
 
 
 def _mounts(root: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield the type, group and path of each mount with memory limits, or of the usual mounts without mountinfo."""
+    """Yield the type, group and path of each mount with memory limits. Without mountinfo, yield the usual mounts."""
     lines = _lines(root / "proc/self/mountinfo")
     if not lines:
         yield "cgroup2", "/", "/sys/fs/cgroup"

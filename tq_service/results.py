@@ -13,11 +13,12 @@ from tq_service.step_times import StepTimes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Revision:
-    """A point in a service instance's history from which `watch` can start. Plain, serializable data.
+    """A point in a service instance's history, from which `watch` can start. A revision is plain, serializable data.
 
     Attributes:
-        instance_id: id of the service instance, 16 random bytes; a restarted service has a new id and a new history.
-        number: change counter, which is higher for later states.
+        instance_id: id of the service instance, 16 random bytes. After a restart, a service has a new id and a new
+            history.
+        number: change counter. Later states have higher numbers.
     """
 
     instance_id: bytes
@@ -26,20 +27,21 @@ class Revision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumptionStatus:
-    """A task's progress in consuming a partition.
+    """Progress of a task through a partition.
 
     Attributes:
-        consumed_count: samples consumed in this epoch, including cleared ones.
-        total_count: samples inserted into the partition so far, including cleared ones.
-        skipped_count: samples that the task will never receive, including the remaining members of groups that lost a
-            member.
+        consumed_count: number of samples consumed in this epoch, including cleared samples.
+        total_count: number of samples inserted into the partition so far, including cleared samples.
+        skipped_count: number of samples that the task will never receive. Includes the remaining members of groups that
+            lost a member.
         sealed: whether the partition is sealed, that is, accepts no new samples.
-        complete: whether the task has nothing left to receive, either in a sealed partition or, with
-            `samples_per_round`, in the rounds that have begun.
+        complete: whether the task has received every sample that it can receive. The partition must be sealed or, with
+            `samples_per_round`, every round that has begun must be finished.
         epoch: epoch of the task, that is, the number of times its consumption was reset.
-        leased_count: number of consumed samples that are leased but not acknowledged; they may be delivered again.
-        dead_lettered_count: skipped samples that were delivered `max_deliveries` times without being acknowledged.
-        expected_count: number of samples in all rounds that have begun, including the first; None without
+        leased_count: number of consumed samples that are leased but not acknowledged. They may be delivered again.
+        dead_lettered_count: number of skipped samples that were delivered `max_deliveries` times without being
+            acknowledged.
+        expected_count: number of samples in all rounds that have begun, including the first. None without
             `samples_per_round`.
     """
 
@@ -60,10 +62,10 @@ class ProductionStatus:
 
     Attributes:
         produced_count: samples that have all of the requested fields.
-        total_count: samples that have or can still receive the requested fields, because they are neither cleared nor
-            failed.
-        complete: whether all samples in `total_count` have the fields and no new samples will be inserted (with
-            `samples_per_round`, none before the next round).
+        total_count: number of samples that have the requested fields or can still receive them. Cleared and failed
+            samples are excluded.
+        complete: whether all samples in `total_count` have the fields and no new samples will be inserted. With
+            `samples_per_round`, whether no new samples will be inserted before the next round.
     """
 
     produced_count: int
@@ -72,20 +74,21 @@ class ProductionStatus:
 
 
 class WaitCode(StrEnum):
-    """Stable code of the reason why a claim waits.
+    """Reason why a claim waits, as a stable code.
 
     Attributes:
         PARTITION_NOT_FOUND: the partition does not exist.
         NO_SAMPLES: the partition is empty.
-        FIELD_NEVER_PUT: a requested field was never put.
+        FIELD_NEVER_PUT: no value was ever put into one of the requested fields.
         ALL_CONSUMED: the task has consumed all samples, but the partition is not sealed.
-        TOO_FEW_READY: fewer samples are ready than requested.
-        GROUPS_INCOMPLETE: too few groups are complete, that is, too few have all of their samples ready.
+        TOO_FEW_READY: fewer samples are ready than the claim requests.
+        GROUPS_INCOMPLETE: too few groups are complete. A group is complete when all of its samples are ready.
         SAMPLER_WAITS: enough samples are ready, but the sampler has not planned a batch yet.
-        VERSION_NOT_PUBLISHED: the claim waits for a policy version that is not published yet.
-        STALENESS_BOUNDED: enough samples are ready, but older samples that are not ready would become too stale.
-        NO_CAPACITY: enough prompts are ready, but there is not enough capacity for the slots requested with `admit`.
-        RATIO_BOUNDED: a delivery would exceed the ratio of samples per insert that the task's admission allows.
+        VERSION_NOT_PUBLISHED: the claim waits for a policy version that has not been published yet.
+        STALENESS_BOUNDED: enough samples are ready, but delivering them would make older, unfinished samples too stale.
+        NO_CAPACITY: enough prompts are ready, but the service lacks the capacity for the slots requested with `admit`.
+        RATIO_BOUNDED: a delivery would exceed the ratio of deliveries to inserted samples that the task's admission
+            allows.
     """
 
     PARTITION_NOT_FOUND = "PARTITION_NOT_FOUND"
@@ -102,12 +105,14 @@ class WaitCode(StrEnum):
 
 
 class Lack(Enum):
-    """Reason why samples cannot be delivered yet. Each value is a message template; `{0}` is the `NotReady`.
+    """Reason why samples cannot be delivered yet.
+
+    The value of each member is a message template, in which `{0}` is the `NotReady`.
 
     Attributes:
         FIELD: the samples lack the field `name`.
         WHERE: the samples do not meet the condition on the custom_meta column `name`.
-        LENGTH: the custom_meta column `name` lacks the samples' lengths, which the sampler needs.
+        LENGTH: the samples have no length in the custom_meta column `name`, and the sampler needs their lengths.
         HELD: the samples are held.
         LEASED: the samples are leased to workers of the task.
         GROUP: the samples are ready, but other members of their groups are not.
@@ -132,15 +137,15 @@ class Lack(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotReady:
-    """Number of samples that cannot be delivered yet for one particular reason.
+    """The number of samples that cannot be delivered yet for a particular reason.
 
     Attributes:
-        kind: the reason, which is a `Lack.kind`; a newer service may report kinds that this version does not define.
-        name: name of the field or custom_meta column that the reason refers to; otherwise empty.
+        kind: the reason, as in `Lack.kind`. A newer service may report kinds that this version does not define.
+        name: name of the field or custom_meta column that the reason refers to. Empty if the reason refers to neither.
         sample_count: number of samples that cannot be delivered for this reason.
-        ends_in_seconds: for kind "leased": time until the first lease expires; otherwise None.
-        example: for kind "group": name and counts of one such group; for kind "field": the missing put, if the field is
-            shared by groups.
+        ends_in_seconds: time until the first lease expires, for kind "leased". None for other kinds.
+        example: for kind "group", the name and counts of one incomplete group. For kind "field", the missing put if the
+            field is shared by groups.
     """
 
     kind: str
@@ -152,25 +157,25 @@ class NotReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitReason:
-    """Reason why claims with the same arguments wait, with sample counts from one point in time.
+    """The reason why claims with equal arguments wait. All sample counts refer to a single point in time.
 
     Attributes:
         code: the reason as a stable code, see `WaitCode`.
         text: the reason as a sentence for users.
         task_name: the task for which the claims consume samples.
         data_fields: the fields that the claims request.
-        waiting_count: number of calls that wait for this reason; 0 in the answer to the caller's own claim.
-        left_count: live or held samples that the task has not consumed.
-        ready_count: samples in `left_count` that could be delivered now; with `counts_groups`, the number of such
-            groups or rollouts.
-        needed_count: number of ready samples that the claim needs; with `counts_groups`, the number of groups or
+        waiting_count: number of calls that wait for this reason. 0 in the response to the caller's own claim.
+        left_count: number of live or held samples that the task has not consumed.
+        ready_count: number of samples in `left_count` that could be delivered now. If `counts_groups` is set, the
+            number of groups or rollouts that could be delivered.
+        needed_count: number of ready samples that the claim needs. If `counts_groups` is set, the number of groups or
             rollouts.
-        counts_groups: whether `ready_count` and `needed_count` count groups or rollouts.
-        not_ready: number of samples that cannot be delivered yet, by reason; a sample may be counted for several
+        counts_groups: whether `ready_count` and `needed_count` count groups or rollouts instead of samples.
+        not_ready: number of samples that cannot be delivered yet, by reason. A sample may be counted under several
             reasons.
         sealed: whether the partition is sealed, that is, accepts no new samples.
-        waiting_put_count: puts of new samples that wait for capacity.
-        put_waits_for: reason why the first waiting put waits; empty if no put is waiting.
+        waiting_put_count: number of puts of new samples that wait for capacity.
+        put_waits_for: reason why the first waiting put waits. Empty if no put is waiting.
     """
 
     code: str
@@ -194,9 +199,10 @@ class PartitionSummary:
 
     Attributes:
         partition_id: name of the partition.
-        incarnation: 16 random bytes, which change if the partition is cleared and created again.
-        inserted_count: samples inserted so far, including cleared ones.
-        present_count: samples that have not been cleared.
+        incarnation: 16 random bytes that identify the partition. They change if the partition is cleared and created
+            again.
+        inserted_count: number of samples inserted so far, including cleared samples.
+        present_count: number of samples that have not been cleared.
         sealed: whether the partition is sealed, that is, accepts no new samples.
     """
 
@@ -208,10 +214,10 @@ class PartitionSummary:
 
 
 class PartitionList(list[PartitionSummary]):
-    """Partitions, sorted by name.
+    """A list of partitions, sorted by name.
 
     Attributes:
-        revision: revision of the complete list; `watch` can start from it.
+        revision: revision of the complete list. `watch` can start from it.
     """
 
     def __init__(self, partitions: Iterable[PartitionSummary], revision: Revision | None = None) -> None:
@@ -234,11 +240,12 @@ class RecentBatch:
     Attributes:
         batch_index: index of the batch within the epoch.
         tokens_per_rank: token counts of the first 128 ranks, by `dp_rank`; empty if any sample length is unknown.
-        imbalance: excess of the most loaded rank's token count over the mean of all ranks, divided by the mean.
-        padding_share: fraction of tokens that are padding. In packs, padding fills up the pack. In micro-batches, it
-            extends each sample to the longest one; jagged fields do not need this padding.
-        staleness: for tasks with a `max_staleness`, the maximum number of versions between the creation of the oldest
-            sample's slot and its training; None: unbounded.
+        imbalance: load imbalance: the largest token count of a rank divided by the mean over all ranks, minus 1.
+        padding_share: fraction of tokens that are padding. In packs, padding fills the rest of each pack. In
+            micro-batches, each sample is padded to the length of the longest one. Jagged fields need no padding in
+            micro-batches.
+        staleness: upper bound on the number of versions between the creation of the oldest sample's slot and its
+            training. Set for tasks with a `max_staleness`. None: unbounded.
     """
 
     batch_index: int
@@ -250,14 +257,14 @@ class RecentBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimLease:
-    """A claim with leased samples.
+    """A claim that holds leased samples.
 
     Attributes:
         claim_id: first 8 hexadecimal digits of the claim's request_id, as shown in the call log.
-        claim_name: name of the claim, if the caller specified one; otherwise empty.
-        leased_count: samples of the claim that are leased and not acknowledged.
-        delivered_ago_seconds: time since the delivery, or since the service started if that is later.
-        ends_in_seconds: time until the claim's lease expires, unless the lease is extended.
+        claim_name: name that the caller gave to the claim. Empty if the claim is unnamed.
+        leased_count: number of leased samples of the claim that have not been acknowledged.
+        delivered_ago_seconds: time since the delivery, or since the start of the service if the service started later.
+        ends_in_seconds: time until the lease expires if it is not extended.
     """
 
     claim_id: str
@@ -274,44 +281,48 @@ class TaskStatus:
     Attributes:
         task_name: name of the task.
         epoch: number of times the task's consumption was reset.
-        consumed_count: samples consumed in this epoch.
-        skipped_count: samples that the task will never receive, including the remaining members of groups that lost a
-            member.
-        planned_batch_count: batches planned for ranks in this epoch.
+        consumed_count: number of samples consumed in this epoch.
+        skipped_count: number of samples that the task will never receive. Includes the remaining members of groups that
+            lost a member.
+        planned_batch_count: number of batches planned for ranks in this epoch.
         dp_size: number of data-parallel ranks; 0 until the first rank's claim sets it.
         waiting_count: number of waiting calls.
-        complete: whether the task has nothing left to receive.
-        leased_count: samples that are leased and not acknowledged; they may be delivered again.
-        dead_lettered_count: samples that were delivered `max_deliveries` times without being acknowledged.
+        complete: whether the task has received every sample that it can receive.
+        leased_count: number of leased samples that have not been acknowledged. They may be delivered again.
+        dead_lettered_count: number of samples that were delivered `max_deliveries` times without being acknowledged.
         dead_lettered_indexes: indexes of the first 100 dead-lettered samples that have not been cleared.
-        pending_count: samples left for the task: live or held, neither consumed nor dead-lettered.
-        redelivered_count: samples delivered more than once in this epoch because a lease expired; released or cleared
-            samples do not count.
-        delivered_per_second: recent delivery rate, averaged with weights that decay by a factor of e every 10 seconds.
-            It starts at 0 when the service starts.
-        recent_batches: the last 16 batches planned for the task's ranks in this epoch, in order; empty after a service
-            restart.
-        oldest_version: lowest `version` of the live or held samples left for the task, as of the most recent scan. None
-            in updates from `watch`, and if these samples lack a version or have not been scanned yet.
-        staleness_versions: number of versions that producers are ahead of the task: the highest version of a sample
-            in the partition minus `oldest_version`. None if `oldest_version` is None.
-        leasing_claim_count: claims with leased samples.
-        leases: of the claims with leased samples, the 20 that were delivered first, in order; empty in updates from
+        pending_count: number of live or held samples that the task has neither consumed nor dead-lettered.
+        redelivered_count: number of samples delivered again in this epoch because a lease expired. Redeliveries of
+            released or cleared samples do not count.
+        delivered_per_second: recent delivery rate, as an exponentially weighted average with a time constant of 10
+            seconds. It is 0 when the service starts.
+        recent_batches: the last 16 batches planned for the task's ranks in this epoch, in order. Empty after a restart
+            of the service.
+        oldest_version: lowest `version` of the task's remaining live or held samples, as of the most recent scan. None
+            in updates from `watch`. Also None if the samples lack a version or have not been scanned yet.
+        staleness_versions: number of versions by which producers are ahead of the task, that is, the highest version of
+            any sample in the partition minus `oldest_version`. None if `oldest_version` is None.
+        leasing_claim_count: number of claims that hold leased samples.
+        leases: the 20 claims with leased samples that were delivered first, in order of delivery. Empty in updates from
             `watch`.
-        trained_batch_count: number of batches trained in this epoch; see `advance`.
-        saved_batch_count: number of batches in this epoch that a trainer checkpoint covers; see `advance`.
-        outstanding_count: outstanding units, as counted by the task's admission; None without an admission.
-        running_count: held units (units being generated), as counted by the task's admission; None without
+        trained_batch_count: number of batches trained in this epoch, see `advance`.
+        saved_batch_count: number of batches in this epoch that a trainer checkpoint covers, see `advance`.
+        outstanding_count: number of outstanding units, as counted by the task's admission. None without an admission.
+        running_count: number of held units (units being generated), as counted by the task's admission. None without
             `most_running`.
-        unmatched_count: samples and groups that the task's claims evicted, in all epochs, because `where` excluded
-            them.
-        too_small_count: groups that the task's claims evicted, in all epochs, because too few members were left.
-        late_count: samples and groups that the task's claims evicted because they would have become too stale.
-        overflow_count: samples and groups cleared to admit new ones (`Admission(overflow="drop_lowest")`).
-        delivered_count: sample deliveries in all epochs, excluding released claims.
-        refilled_count: samples that evictions made claimable again for the task, in all epochs.
-        step_times: time breakdown of the latest steps, summed over those of the task's ranks that report it (loaders
-            do); None if no rank reports it.
+        unmatched_count: number of samples and groups that the task's claims have evicted because `where` excluded them.
+            Covers all epochs.
+        too_small_count: number of groups that the task's claims have evicted because too few members were left. Covers
+            all epochs.
+        late_count: number of samples and groups that the task's claims have evicted because they would have become too
+            stale.
+        overflow_count: number of samples and groups cleared to make space for new samples
+            (`Admission(overflow="drop_lowest")`).
+        delivered_count: number of sample deliveries in all epochs, excluding claims that were released.
+        refilled_count: number of samples that became claimable again for the task because of an eviction. Covers all
+            epochs.
+        step_times: time breakdown of the latest steps, summed over the ranks that report step times. Loaders report
+            them. None if no rank reports step times.
     """
 
     task_name: str
@@ -348,12 +359,12 @@ class TaskStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerProgress:
-    """A trainer's progress in the current epoch of its ranks' task.
+    """Progress of a trainer in the current epoch of the task that its ranks consume.
 
     Attributes:
-        trained_batch_count: batches trained so far.
-        saved_batch_count: batches covered by a trainer checkpoint.
-        planned_batch_count: batches planned so far.
+        trained_batch_count: number of batches trained so far.
+        saved_batch_count: number of batches covered by a trainer checkpoint.
+        planned_batch_count: number of batches planned so far.
     """
 
     trained_batch_count: int
@@ -368,10 +379,10 @@ class RestartedRanks:
     Attributes:
         epoch: epoch of the task.
         batch_index: the first batch that the ranks must request.
-        repeated_batch_count: number of batches, starting at `batch_index`, that had already been trained and will be
-            trained again.
-        repeated_sample_count: samples in the repeated batches. Both counts of repeated items are 0 if an earlier call
-            already restarted the ranks.
+        repeated_batch_count: number of batches, starting at `batch_index`, that were already trained and will be
+            trained again. 0 if an earlier call already restarted the ranks.
+        repeated_sample_count: number of samples in the repeated batches. 0 if an earlier call already restarted the
+            ranks.
     """
 
     epoch: int
@@ -389,19 +400,21 @@ class EvictedUnit:
         unit: "sample" if a single sample was evicted, otherwise "rollout" or "group".
         group: name of the evicted group, or of the group that contained the unit; None without a group.
         key: key of the unit's first sample; None without a key.
-        reason: "unmatched": `where` excluded the unit or one of its members. "too_small": fewer than `least_members`
-            members were left. "late": the unit was unfinished and would have become too stale. "overflow": new samples
-            were put, and the unit had the lowest priority.
-        version: the policy version that was published when the unit was evicted. The policy is that of `where`, else of
-            `not_before_version` or the partition's `max_staleness`. None if there is no policy, or if the policy has no
-            published version.
-        sample_count: number of evicted samples, including, for a cleared group, samples that had failed earlier.
-        refill: outcome of `claim(refill=)`. "refilled": the sample is claimable again. "pending": the sample was
-            already claimable. "unknown": the partition or key does not exist. "used_up": the sample was already
-            refilled `max_refills` times. "given_up": the task will never receive the sample, because the sample failed,
-            was dead-lettered, dropped or skipped, or because the ranks have reached their end. None: no refill was
-            requested.
-        rollout: name of the evicted rollout, or of the rollout of the unit's first sample; None without a rollout.
+        reason: why the unit was evicted. "unmatched": `where` excluded the unit or one of its members. "too_small":
+            fewer than `least_members` members were left. "late": the unit was unfinished and would have become too
+            stale. "overflow": new samples were put, and the unit had the lowest priority.
+        version: policy version that was published when the unit was evicted. The policy is the one named in `where`,
+            else in `not_before_version`, else the policy of the partition's `max_staleness`. None if no policy is
+            named, or if the policy has no published version.
+        sample_count: number of evicted samples. For a cleared group, the count includes samples that had failed
+            earlier.
+        refill: outcome of `claim(refill=)`, or None if no refill was requested. "refilled": the sample is claimable
+            again. "pending": the sample was already claimable. "unknown": the partition or key does not exist.
+            "used_up": the sample had already been refilled `max_refills` times. "given_up": the task will never receive
+            the sample, because the sample failed, was dead-lettered, dropped or skipped, or because the ranks have
+            reached their end.
+        rollout: name of the evicted rollout, or of the rollout that contained the unit's first sample. None without a
+            rollout.
     """
 
     serial: int
@@ -420,8 +433,8 @@ class EvictedUnits:
     """Units evicted by a task's claims, sorted by serial.
 
     Attributes:
-        units: evicted units with a serial above the requested one; empty if there are none.
-        dropped_count: number of evicted units with higher serials that are no longer stored.
+        units: evicted units with a serial above the requested serial.
+        dropped_count: number of evicted units above the requested serial that the service no longer stores.
     """
 
     units: tuple[EvictedUnit, ...]
@@ -445,13 +458,13 @@ class PolicyStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetaColumnStatus:
-    """Name and value types of a custom_meta column.
+    """The name and value types of a custom_meta column.
 
     Attributes:
         name: name of the column.
-        kind: type of the values that claims can compare: "int64", "double", "bool" or "string"; empty before the first
+        kind: type of the values that claims can compare: "int64", "double", "bool" or "string". Empty until the first
             such value is written.
-        has_json: whether a value of another type was ever written to the column; such values are stored as JSON.
+        has_json: whether a value of any other type was ever written to the column. Such values are stored as JSON.
     """
 
     name: str
@@ -465,24 +478,24 @@ class PartitionDescription:
 
     Attributes:
         summary: name, incarnation and basic counts of the partition.
-        expected_samples: declared number of samples to be inserted; None if not declared.
+        expected_samples: number of samples that will be inserted, as declared by the creator. None if not declared.
         live_count: number of live samples.
         held_count: number of held samples.
         failed_count: number of failed samples.
-        group_count: groups with members in the partition; rollouts without a group do not count.
-        rollout_count: rollouts with samples in the partition.
+        group_count: number of groups with members in the partition. Rollouts without a group do not count.
+        rollout_count: number of rollouts with samples in the partition.
         fields: fields of the partition.
         tasks: tasks of the partition.
         custom_meta_columns: custom_meta columns of the partition.
-        used_bytes: total size of the sample values in bytes; for partly freed puts, the size is estimated per field.
-        max_bytes: byte quota of the partition; None: unlimited.
-        admissions: limits on outstanding work per task.
-        waiting_put_count: puts of new samples that wait for capacity or for a task.
-        declared_tasks: names of the only tasks that may consume the partition; empty: any task may consume it.
-        samples_per_round: declared number of samples per round; None if not declared.
-        revision: revision of this description; `watch` can start from it.
-        release: rules for clearing samples automatically; None: samples are never cleared automatically.
-        released_count: number of samples released because all required tasks were done with them.
+        used_bytes: total size of the sample values in bytes. The size of partly freed puts is estimated per field.
+        max_bytes: byte quota of the partition. None: unlimited.
+        admissions: limits on the outstanding work of each task.
+        waiting_put_count: number of puts of new samples that wait for capacity or for a task.
+        declared_tasks: names of the tasks that may consume the partition. Empty: any task may consume it.
+        samples_per_round: number of samples per round, as declared by the creator. None if not declared.
+        revision: revision of this description. `watch` can start from it.
+        release: rules for clearing samples automatically. None: samples are never cleared automatically.
+        released_count: number of samples released because all required tasks had finished with them.
         expired_count: number of samples released because of their age.
     """
 
@@ -510,13 +523,13 @@ class PartitionDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerOption:
-    """An option of a sampler, to be set in `sampler_config`.
+    """A sampler option, which is set in `sampler_config`.
 
     Attributes:
         name: name of the option.
-        type: type of the option, such as "whole number", "text or null" or "one of skip, take"; empty if the sampler
+        type: type of the option, such as "whole number", "text or null" or "one of skip, take". Empty if the sampler
             does not declare the type.
-        default_json: the default as JSON; None if the option is required.
+        default_json: default value as JSON. None if the option is required.
         summary: one-sentence description of the option.
     """
 
@@ -542,13 +555,13 @@ class StorageStat:
     Attributes:
         storage_id: name of the storage service.
         boot_id: id of the service instance, 16 bytes.
-        max_bytes: byte quota of the storage service; None: unlimited.
-        used_bytes: bytes stored and reserved.
-        pooled_bytes: bytes of free memory retained for reuse, in addition to `used_bytes`.
+        max_bytes: byte quota of the storage service. None: unlimited.
+        used_bytes: number of bytes stored and reserved.
+        pooled_bytes: number of free bytes retained for reuse, not included in `used_bytes`.
         put_count: number of stored puts.
         uncommitted_put_count: number of puts that have not been committed yet.
         shared_memory_count: number of memory files (memfd) received from clients on the same host.
-        damaged_put_count: number of puts found to be damaged since the service started.
+        damaged_put_count: number of puts found damaged since the service started.
     """
 
     storage_id: str
@@ -566,20 +579,21 @@ class StorageStat:
 class RecordingStatus:
     """State of a service's step recording.
 
-    Attributes:
+    place: directory or URL of the recording, without passwords. Empty if the caller's token does not cover all
+    partitions.
         place: directory or URL of the recording, without passwords; empty if the caller's token does not cover all
             partitions.
-        is_recording: whether steps are being recorded; False after an error.
-        error: the error that stopped the recording; empty otherwise.
+        is_recording: whether the service is recording steps. False after an error.
+        error: the error that stopped the recording. Empty if there was no error.
         step_count: number of steps in the recording.
         stored_bytes: size in bytes of all steps in the recording.
-        recorded_step_count: steps recorded since the service started.
-        skipped_step_count: steps that could not be recorded since the service started.
-        removed_step_count: steps removed since the service started, to make space for newer steps.
-        pending_bytes: bytes in memory waiting to be written to the recording.
-        copied_bytes: bytes of puts copied into the recording since the service started.
-        linked_bytes: bytes of puts recorded since the service started by linking files in the data directory instead of
-            copying them.
+        recorded_step_count: number of steps recorded since the service started.
+        skipped_step_count: number of steps that the service failed to record since it started.
+        removed_step_count: number of steps removed since the service started, to make space for newer steps.
+        pending_bytes: number of bytes in memory that are waiting to be written to the recording.
+        copied_bytes: number of bytes recorded by copying puts, since the service started.
+        linked_bytes: number of bytes recorded by linking to files in the data directory instead of copying, since the
+            service started.
         processor_seconds: CPU time spent on recording since the service started, excluding writes by the operating
             system.
     """
@@ -605,16 +619,17 @@ class ServiceInfo:
     Attributes:
         version: version of the service, such as "0.1.0".
         instance_id: 16 random bytes, newly generated at each start of the process.
-        role: "all", or "controller" if storage services run in other processes.
+        role: "all" if the process also contains the storage service, or "controller" if storage services run in other
+            processes.
         uptime_seconds: time since the process started.
-        durability: failures that acknowledged changes survive: none ("memory"), a process crash ("process"), a host
-            crash ("disk"), or the loss of the host ("cluster").
-        data_dir: directory of the service's persistent state; empty if it has none, or if the caller's token does not
-            cover all partitions.
+        durability: worst failure that acknowledged changes survive: none ("memory"), a process crash ("process"), a
+            host crash ("disk"), or the loss of the host ("cluster").
+        data_dir: directory of the service's persistent state. Empty if the service has no persistent state, or if the
+            caller's token does not cover all partitions.
         tls: whether the service uses TLS.
         client_certificates: whether clients must present a certificate.
         auth: whether calls require a token.
-        shared_memory: whether the service shares memory with clients on its host.
+        shared_memory: whether the service shares memory with clients on its own host.
         recording: state of the recording; None if the service does not record steps.
     """
 
@@ -633,13 +648,13 @@ class ServiceInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerStatus:
-    """A controller of a cluster, as seen by the leader.
+    """A controller in a cluster, as seen by the leader.
 
     Attributes:
-        name: name of the controller within the cluster, unchanged while its data directory exists.
-        address: address that clients use to reach the controller.
-        is_leader: whether the controller is the leader; all others are standbys.
-        epoch: for the leader, a number that is higher than every earlier leader's epoch; 0 for standbys.
+        name: name of the controller within the cluster. The name is stored in the controller's data directory.
+        address: address at which clients reach the controller.
+        is_leader: whether the controller is the leader. All other controllers are standbys.
+        epoch: for the leader, a number higher than the epoch of every earlier leader. 0 for standbys.
         lag_count: number of journal records that the controller had not applied one second ago.
     """
 
@@ -652,15 +667,15 @@ class ControllerStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MirrorStatus:
-    """State of a storage service's mirror, which stores copies of its puts on other nodes.
+    """The mirror of a storage service, which stores copies of puts on other nodes.
 
     Attributes:
         url: URL of the object store, without user, password and settings.
-        is_reachable: whether the object store answered the last call; None before the first call.
-        unmirrored_bytes: bytes in puts that lack required copies; includes incomplete puts.
+        is_reachable: whether the object store responded to the last call. None before the first call.
+        unmirrored_bytes: number of bytes in puts that lack required copies, including incomplete puts.
         short_put_count: number of puts that have all required copies but fewer copies than requested.
         unfetched_put_count: number of puts taken over from another storage service but not fetched yet.
-        spilled_bytes: used bytes that exist only in the mirror, because their puts were evicted from memory.
+        spilled_bytes: number of used bytes that exist only in the mirror, because the puts were evicted from memory.
     """
 
     url: str
@@ -677,17 +692,18 @@ class StorageStatus:
 
     Attributes:
         storage_id: name of the storage service.
-        address: address that clients use to reach the service; empty if it runs in the controller's process and shares
-            the controller's address.
-        used_bytes: bytes stored and reserved.
-        max_bytes: byte quota of the service; None: unlimited.
+        address: address at which clients reach the service. Empty if the service runs in the controller's process and
+            shares the controller's address.
+        used_bytes: number of bytes stored and reserved.
+        max_bytes: byte quota of the service. None: unlimited.
         put_count: number of stored puts.
-        version: version of the service; empty if unknown.
-        heard_ago_seconds: time since the last heartbeat; None if the service runs in the controller's process.
-        is_silent: whether the service receives no new puts because its heartbeats have stopped.
-        mirror: state of the mirror as of the last heartbeat; None without a mirror.
-        is_adopted: whether this entry describes the puts of a lost storage service that the successor at `address` has
-            taken over. `used_bytes` and `max_bytes` are those of the successor, whose quota includes the adopted puts.
+        version: version of the service. Empty if unknown.
+        heard_ago_seconds: time since the last heartbeat. None if the service runs in the controller's process.
+        is_silent: whether heartbeats have stopped. A silent service receives no new puts.
+        mirror: state of the mirror as of the last heartbeat. None without a mirror.
+        is_adopted: whether this entry describes the puts of a lost storage service that has been replaced. The storage
+            service at `address` has taken over the puts. `used_bytes` and `max_bytes` describe that service, whose
+            quota includes the adopted puts.
     """
 
     storage_id: str
@@ -704,12 +720,14 @@ class StorageStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionWait:
-    """Calls that wait on a partition for the same reason: claims, or any call on a partition that does not exist.
+    """Calls that wait on a partition for a common reason.
+
+    The calls are claims, unless the partition does not exist. Any call can wait for a partition to be created.
 
     Attributes:
         partition_id: name of the partition, which may not exist.
-        reason: why the calls wait. Without `explain`, only `task_name`, `data_fields` and `waiting_count` are set.
-            For `lookup_samples` calls, `task_name` is empty.
+        reason: why the calls wait. Without `explain`, only `task_name`, `data_fields` and `waiting_count` are set. For
+            `lookup_samples` calls, `task_name` is empty.
     """
 
     partition_id: str
@@ -724,10 +742,10 @@ class ServiceStatus:
         service: properties of the service process.
         storages: the controller's storage services, sorted by name.
         partitions: the service's partitions, sorted by name.
-        waits: waiting calls by reason, sorted by partition and then by arrival of the first call; at most 32 entries
-            per partition.
-        revision: revision of the complete status; `watch` can start from it.
-        controllers: the cluster's controllers, starting with the leader; empty for a single controller.
+        waits: waiting calls by reason, sorted by partition and, within a partition, by the arrival of the first call.
+            At most 32 entries per partition.
+        revision: revision of the complete status. `watch` can start from it.
+        controllers: the controllers of the cluster, starting with the leader. Empty for a single controller.
         policies: published policy versions, sorted by policy.
     """
 
@@ -741,11 +759,11 @@ class ServiceStatus:
 
     @property
     def own_storages(self) -> list[StorageStatus]:
-        """Storage services without adopted entries, so that bytes and quotas can be summed."""
+        """The storage services without adopted entries, for summing bytes and quotas."""
         return [storage for storage in self.storages if not storage.is_adopted]
 
     def successor_of(self, adopted: StorageStatus) -> str | None:
-        """Return the name of the storage service that took over the adopted puts, or None if it is not registered."""
+        """Return the name of the service that took over the adopted puts, or None if it is not registered."""
         return next((each.storage_id for each in self.own_storages if each.address == adopted.address), None)
 
 
@@ -754,9 +772,9 @@ class RestoredCheckpoint:
     """Contents of a restored checkpoint.
 
     Attributes:
-        put_count: number of puts created from the checkpoint's data.
-        value_bytes: size of the created puts in bytes.
-        metadata: metadata specified by the caller of `checkpoint`.
+        put_count: number of puts created from the checkpoint.
+        value_bytes: total size of the created puts in bytes.
+        metadata: metadata that the caller of `checkpoint` specified.
     """
 
     partition_count: int
@@ -768,14 +786,14 @@ class RestoredCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSummary:
-    """Summary of a checkpoint, as returned by a listing.
+    """Summary of a checkpoint in a listing.
 
     Attributes:
         name: name of the checkpoint, relative to the service's `checkpoint_dir`.
-        written_at: time when writing the checkpoint began, in seconds since 1970 (UTC).
+        written_at: time at which the service began to write the checkpoint, in seconds since 1970 (UTC).
         file_bytes: size of the checkpoint file in bytes.
-        metadata: metadata specified by the caller of `checkpoint`.
-        problem: why the checkpoint cannot be read, according to its header; empty if it can be read.
+        metadata: metadata that the caller of `checkpoint` specified.
+        problem: reason why the checkpoint cannot be read, according to its header. Empty if it can be read.
     """
 
     name: str
@@ -789,13 +807,13 @@ class CheckpointSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointCopy:
-    """Contents of a written checkpoint.
+    """Summary of a newly written checkpoint.
 
     Attributes:
         name: name of the checkpoint, relative to the service's `checkpoint_dir`.
         put_count: number of puts that restoring the checkpoint will create.
-        value_bytes: size in bytes of the puts that will be created.
-        pause_seconds: longest period during which the service answered no calls while it was writing the checkpoint.
+        value_bytes: total size in bytes of the puts that restoring the checkpoint will create.
+        pause_seconds: longest period without a response to any call while the service was writing the checkpoint.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Types shared by all layers (such as layouts, sample states and field specs), and validation of names and numbers."""
+"""Types shared by all layers, such as layouts, sample states and field specs, and validation of names and numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from tq_service.errors import InvalidArgumentError
 
 
 class Layout(StrEnum):
-    """Layout of a field's rows. `AUTO`, for declarations only, is dense until rows differ in shape, then jagged."""
+    """Layout of a field's rows.
+
+    `AUTO` is for declarations only. Such a field is dense until rows differ in shape, and jagged afterwards.
+    """
 
     AUTO = "auto"
     DENSE = "dense"
@@ -30,7 +33,7 @@ class Encoding(StrEnum):
 
 
 class FieldScope(StrEnum):
-    """Whether a field has one value per sample, or one value per group, shared by all samples of the group."""
+    """Scope of a field's values: each sample has its own value, or all samples in a group share a value."""
 
     ROW = "row"
     GROUP = "group"
@@ -44,7 +47,7 @@ class SampleState(StrEnum):
     FAILED = "failed"
 
 
-# Types of arguments that accept either an enum member or its value as text.
+# Types of arguments that accept an enum member or its string value.
 LayoutGiven = Layout | Literal["auto", "dense", "jagged", "object"]
 EncodingGiven = Encoding | Literal["text", "msgpack", "bytes"]
 ScopeGiven = FieldScope | Literal["row", "group"]
@@ -52,7 +55,7 @@ StateGiven = SampleState | Literal["live", "held", "failed"]
 
 
 class SampleConsumption(IntEnum):
-    """Consumption state of a sample for one task; the numbers match the protos."""
+    """Consumption state of a sample for a particular task. The numbers match the protos."""
 
     LEFT = 1
     LEASED = 2
@@ -62,7 +65,7 @@ class SampleConsumption(IntEnum):
 
 
 class EvictionCode(IntEnum):
-    """Reason for the eviction of a sample or group; the numbers match the protos."""
+    """Reason why a sample or group was evicted. The numbers match the protos."""
 
     UNMATCHED = 1
     TOO_SMALL = 2
@@ -86,7 +89,7 @@ Operator = Literal["==", "!=", "<", "<=", ">", ">=", "in"]
 Scalar = int | float | bool | str
 DEFAULT_POLICY: Final = "default"
 START_VERSION: Final = "start_version"
-"""Name of the custom_meta column with the policy version that was published when the sample's slot was created."""
+"""Name of the custom_meta column that stores the policy version published when the sample's slot was created."""
 
 # Bytes per element, keyed by torch dtype name. Sub-byte dtypes are unsupported because rows may not end on a byte
 # boundary.
@@ -100,11 +103,12 @@ DTYPE_SIZES: dict[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The published version of a policy, plus an offset, as the right-hand side of a condition.
+    """The published version of a policy, plus an offset, for the right-hand side of a condition.
 
     Attributes:
         policy: name of the policy.
-        offset: number added to the version; -2 with ">=" selects samples that are at most two versions old.
+        offset: number added to the version. With ">=", an offset of -2 selects samples that are at most two versions
+            old.
     """
 
     policy: str = DEFAULT_POLICY
@@ -113,21 +117,24 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class FieldSpec:
-    """A column: name, dtype, layout and row shape.
+    """The name, dtype, layout and row shape of a column.
 
     Attributes:
         name: name of the field, unique within the partition.
-        dtype: torch dtype name ("float32", "bfloat16"); empty for objects, or if the first put determines the dtype.
-        layout: dense, jagged or object. In declarations also "auto": dense until rows differ in shape, then jagged.
-            None: the `default_layout` of the partition.
-        row_shape: shape of one row, with -1 for ragged dimensions and () for scalars. None: set by the first put.
+        dtype: name of a torch dtype, such as "float32" or "bfloat16". Empty for objects, or if the first put determines
+            the dtype.
+        layout: dense, jagged or object. Declarations may also use "auto", which is dense until rows differ in shape,
+            and jagged afterwards. None: the partition's `default_layout`.
+        row_shape: shape of a row, with -1 for ragged dimensions and () for scalars. None: the first put determines the
+            shape.
         encoding: for objects: UTF-8 text, raw bytes, or msgpack, which can represent any object. A field declared as
-            text or bytes rejects other values. With None or msgpack, the field accepts any object, and stores it in the
-            encoding chosen by the put.
-        write_once: whether each sample's value can be written only once. A second write is rejected
-            (AlreadyExistsError) until the sample is cleared.
-        scope: "row": each sample has its own value. "group": all samples of a group share one value, such as their
-            prompt's image, which `put_groups` stores once. Group fields must be declared when the partition is created.
+            text or bytes rejects all other values. With None or msgpack, the field accepts any object, and stores each
+            object in the encoding chosen by the put.
+        write_once: whether the value of a sample can be written only once. A second write fails with AlreadyExistsError
+            until the sample is cleared.
+        scope: "row": each sample has its own value. "group": all samples in a group share a value, such as the image in
+            their prompt, which `put_groups` stores only once. Group fields must be declared when the partition is
+            created.
     """
 
     name: str
@@ -215,14 +222,14 @@ class FieldSpec:
 
     @property
     def ragged_dims(self) -> tuple[int, ...]:
-        """Dimensions whose size may differ between rows.
+        """Dimensions in which the size may differ between rows.
 
         Empty for a jagged field while all rows have the same shape.
         """
         return tuple(dim for dim, size in enumerate(self.row_shape or ()) if size < 0)
 
     def describe(self) -> str:
-        """Return the spec in the form used in messages, such as `int64 jagged [-1]` or `object (text)`."""
+        """Return the spec as text for messages, such as `int64 jagged [-1]` or `object (text)`."""
         if self.layout is Layout.OBJECT:
             return f"object ({self.encoding or 'any encoding'})"
         shape = "any shape" if self.row_shape is None else str(list(self.row_shape))
@@ -231,41 +238,43 @@ class FieldSpec:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Limit on a task's outstanding work in a partition. Puts of new samples wait until the limit admits them.
+    """Limit on a task's outstanding work in a partition. Puts of new samples wait until the limit permits them.
 
-    A sample is outstanding while it is pending for the task and, after delivery, until it is given back. Samples that
-    fail, are cleared before delivery, are dead-lettered or are skipped with their group are given back immediately.
+    A sample is outstanding from its insertion until it is given back. By default, a delivered sample is given back
+    immediately. Samples are also given back when they fail, are cleared before delivery, are dead-lettered, or are
+    skipped with their group.
 
     Attributes:
-        task_name: name of the limited task. Until the task's first claim, all samples are pending.
-        most: maximum number of outstanding units, 1 or more.
-        unit: unit of `most`: samples, rollouts or groups. A sample without a rollout or group counts as one unit.
-            Members added to a group or rollout that is already counted are not counted again.
-        given_back: when a delivered unit stops being outstanding. "delivered": on delivery. "trained": once its batch
-            is trained or its samples are acknowledged. "published": once the next version of `policy` is published
+        task_name: name of the task to limit. Before the task's first claim, all samples are pending.
+        most: maximum number of outstanding units, at least 1.
+        unit: the unit that `most` counts: samples, rollouts or groups. A sample without a rollout or group counts as a
+            unit. Adding members to a group or rollout does not increase the count.
+        given_back: event that ends a unit's outstanding state. "delivered": its delivery. "trained": the training of
+            its batch, or the acknowledgement of its samples. "published": publication of the next version of `policy`
             after the training or acknowledgement.
-        policy: policy whose next version `given_back="published"` waits for, named in the client's namespace.
-        max_staleness: maximum number of versions published between the creation of a sample's slot and its training.
-            Setting `max_staleness` sets `most` to `(max_staleness + 1) * global_batch` and `given_back` to "published".
-            Batches are planned within this bound, and samples are created only by `acquire`. None: unbounded.
-        global_batch: with `max_staleness`: number of units that all ranks together consume per version.
-        late: with `max_staleness`: treatment of unfinished work that delays a batch. "wait": batches wait for the work.
-            "evict": the work is evicted, even if a worker is processing it; see `claim(unmatched=, refill=)`.
-        most_running: maximum number of held units (units being generated) at a time. At the limit, `acquire`,
-            `claim(admit=)` and puts of held samples wait for other units to finish. A group is held while any of its
-            samples is held. 0: unlimited.
-        overflow: treatment of a put that would exceed `most` outstanding units. "wait": the put waits. "drop_lowest":
-            inserting the new samples also clears the pending units with the lowest priority. Units are kept if they are
-            held, leased, in an untrained batch of ranks (`advance`), or in an incomplete group.
-        priority_key: with `overflow="drop_lowest"`: custom_meta column with a sample's priority; a group's priority is
-            the mean over its members. Units without a value are dropped last; units of equal priority are dropped
-            oldest first. Empty: all units are dropped oldest first.
-        samples_per_insert: target number of deliveries to the task per inserted sample, on average. The task's batches
-            wait if the ratio is too high, and puts wait if it is too low. 0: unbounded.
-        min_size_to_sample: with `samples_per_insert`: number of samples that must be inserted before the first batch.
-            Only samples inserted after these count towards the ratio. 0 is treated as 1.
-        error_buffer: with `samples_per_insert`: number of deliveries by which the task may be ahead of or behind the
-            ratio.
+        policy: policy for `given_back="published"`, which waits for the policy's next version. The name is relative to
+            the client's namespace.
+        max_staleness: maximum number of versions that may be published between the creation of a sample's slot and its
+            training. Sets `most` to `(max_staleness + 1) * global_batch`, and `given_back` to "published". Batches are
+            planned within this limit, and only `acquire` can create samples. None: unbounded.
+        global_batch: number of units that all ranks together consume per version. Used with `max_staleness`.
+        late: what happens to unfinished work that delays a batch, with `max_staleness`. "wait": batches wait for the
+            work. "evict": the work is evicted, even if a worker is processing it, see `claim(unmatched=, refill=)`.
+        most_running: maximum number of held units, that is, units being generated. At the limit, `acquire`,
+            `claim(admit=)` and puts of held samples wait until other units finish. A group counts as held while any of
+            its samples is held. 0: unlimited.
+        overflow: what happens to a put that would exceed `most` outstanding units. "wait": the put waits.
+            "drop_lowest": the put also clears the pending units with the lowest priority. It never clears a unit that
+            is held, leased, in an untrained batch of ranks (`advance`), or in an incomplete group.
+        priority_key: custom_meta column that stores each sample's priority, for `overflow="drop_lowest"`. The priority
+            of a group is the mean over its members. Units without a priority are dropped last. Units of equal priority
+            are dropped oldest first. Empty: all units are dropped oldest first.
+        samples_per_insert: target ratio of deliveries to inserted samples. The task's batches wait if the ratio is too
+            high, and puts wait if the ratio is too low. 0: unbounded.
+        min_size_to_sample: number of samples that must be inserted before the first batch, with `samples_per_insert`.
+            Only samples inserted later count towards the ratio. 0 is treated as 1.
+        error_buffer: number of deliveries by which the task may exceed or fall short of the ratio, with
+            `samples_per_insert`.
     """
 
     task_name: str
@@ -310,7 +319,7 @@ class Admission:
         self._check_replay()
 
     def _check_replay(self) -> None:
-        """Reject combinations of replay-buffer options that have no meaning."""
+        """Reject meaningless combinations of replay-buffer options."""
         ratio, least = self.samples_per_insert, max(1.0, self.samples_per_insert)
         given_ratio = self.min_size_to_sample != 0 or self.error_buffer != 0
         for is_wrong, name, expected in (
@@ -342,7 +351,7 @@ class Admission:
         object.__setattr__(self, "min_size_to_sample", max(1, self.min_size_to_sample) if ratio else 0)
 
     def _set_by_staleness(self) -> None:
-        """Set the values implied by `max_staleness`, and reject explicit values that contradict them."""
+        """Set the values that `max_staleness` implies, and reject explicit values that contradict them."""
         whose = f"in the admission of task {self.task_name!r}"
         if self.max_staleness is None:
             for name, value in (("global_batch", self.global_batch), ("late", self.late)):
@@ -372,24 +381,22 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Rules for clearing a partition's samples automatically. The change that makes a sample due also clears it.
+    """Rules for clearing a partition's samples automatically.
 
-    Released samples are counted. All samples of a group are released together. Samples that are held, or leased by a
-    worker of any task, are never released. After a release, keys and group names can be reused, just as after a clear.
+    The change that makes a sample due also clears the sample. Released samples are counted. All samples in a group are
+    released together. A sample is never released while it is held, or leased by a worker of any task. After a release,
+    keys and group names can be reused, just as after a clear.
 
     Attributes:
-        when: release a sample once all of `tasks` are done with it. A queue worker is done when it acknowledges the
-            sample. Ranks are done once their batch is "trained", or "saved", that is, covered by a trainer checkpoint
-            (`advance`). A sample also counts as done if it failed, or was skipped with its group. None: samples are not
-            released by consumption.
-        tasks: tasks that must be done with a sample; empty: all declared `tasks` of the partition. Queue claims of the
-            listed tasks need a lease.
-        ttl_seconds: release a sample this long after it was put or became live, even if tasks are not done with it.
-            Samples are kept while they are in a batch that one of `tasks` has yet to train or save. Ages restart at 0
-            when the service starts. None: samples are not released by age.
-
-    Raises:
-        InvalidArgumentError: neither `when` nor `ttl_seconds` is given, or a value is out of range.
+        when: event that completes a sample for ranks: "trained", or "saved" if a trainer checkpoint must cover the
+            batch (`advance`). A queue worker completes a sample by acknowledging it. A sample that failed or was
+            skipped with its group also counts as completed. The sample is released once all of `tasks` have completed
+            it. None: consumption does not release samples.
+        tasks: tasks that must complete a sample before it is released. Queue claims of these tasks need a lease. Empty:
+            all declared `tasks` of the partition.
+        ttl_seconds: time after which a sample is released, even if tasks have not completed it. The time starts when
+            the sample is put or becomes live, and restarts when the service starts. Samples are kept while they are in
+            a batch that one of `tasks` has yet to train or save. None: samples do not expire.
     """
 
     when: ReleaseWhen | None = None
@@ -416,17 +423,17 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Request for slots that rollout workers receive with the prompts they claim; see `claim(admit=)`.
+    """Request for slots that rollout workers receive together with the prompts they claim, see `claim(admit=)`.
 
     Attributes:
-        partition_id: the partition in which to create the slots; it must exist.
-        group_size: slots per prompt. If more than 1, the slots form a group named after the prompt's key. If 1 or None,
-            there is a single slot with the prompt's key.
-        on_lost: treatment of slots that are still held when the lease expires. "remove": the slots are removed, and
+        partition_id: partition in which to create the slots. It must exist.
+        group_size: number of slots per prompt. If greater than 1, the slots form a group named after the prompt's key.
+            If 1 or None, the prompt gets a single slot with the same key.
+        on_lost: what happens to slots that are still held when the lease expires. "remove": the slots are removed, and
             their prompts can be claimed again. "requeue": workers can claim the slots with `claim(held=True)`. "fail":
-            the slots fail. With "requeue" and "fail", the prompts are done.
+            the slots fail. With "requeue" and "fail", the prompts themselves are done.
         policy: policy whose published version is stored as `start_version` in the custom_meta of the slots. None: the
-            policy of the admission that has a `max_staleness`; if no admission has one, `start_version` is not set.
+            policy of the admission with a `max_staleness`. If there is no such admission, `start_version` is not set.
     """
 
     partition_id: str
@@ -449,15 +456,15 @@ class Admit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTotals:
-    """Totals over all ranks for one optimizer step of a batch.
+    """Totals for an optimizer step, summed over all ranks.
 
     Attributes:
-        sample_count: number of samples; a sample is counted once per delivery.
-        rollout_count: number of rollouts; a sample without a rollout counts as one.
-        group_count: number of groups; a rollout or sample without a group counts as one. A group that occurs in several
-            steps is counted in each of them.
-        token_count: number of tokens, computed from pack lengths if available, else from sample lengths; None if a
-            length is unknown.
+        sample_count: number of samples. A sample that is delivered several times is counted each time.
+        rollout_count: number of rollouts. A sample without a rollout counts as a rollout.
+        group_count: number of groups. A rollout or sample without a group counts as a group. A group that is split over
+            several steps is counted in each step.
+        token_count: number of tokens, computed from pack lengths if available, otherwise from sample lengths. None if
+            any length is unknown.
         sums: sum of each requested custom_meta column.
     """
 
@@ -473,20 +480,23 @@ _CONSUMED: Final = ("consumed_count", "kept_count")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndCounts:
-    """Counts of a partition's samples by outcome, taken when a task reached its end; identical on all ranks.
+    """Number of samples in a partition by outcome, counted when a task reached its end.
+
+    All ranks receive equal counts.
 
     Attributes:
-        consumed_count: samples consumed by the task in this epoch, including cleared ones.
-        cleared_count: samples cleared before the task received them.
-        failed_count: samples that failed before the task received them.
-        dead_lettered_count: samples delivered `max_deliveries` times without being acknowledged, including cleared
-            ones.
-        excluded_count: samples excluded by the task's `where`.
-        in_incomplete_groups_count: samples in groups that can no longer become complete.
-        left_over_count: ready samples that were not planned, because the last batch was too short (`drop_last`) or the
-            sampler omitted them.
-        overlong_count: samples that the sampler left out of a batch, as with `overlong="drop"`, including cleared ones.
-        kept_count: number of consumed samples that earlier epochs consumed, before
+        consumed_count: number of samples that the task consumed in this epoch, including cleared samples.
+        cleared_count: number of samples cleared before the task received them.
+        failed_count: number of samples that failed before the task received them.
+        dead_lettered_count: number of samples delivered `max_deliveries` times without being acknowledged, including
+            cleared samples.
+        excluded_count: number of samples excluded by the task's `where`.
+        in_incomplete_groups_count: number of samples in groups that can no longer become complete.
+        left_over_count: number of ready samples that were not planned, because the last batch was too short
+            (`drop_last`) or the sampler omitted them.
+        overlong_count: number of samples that the sampler dropped from a batch, as with `overlong="drop"`, including
+            cleared samples.
+        kept_count: number of samples in `consumed_count` that were consumed in earlier epochs, before
             `reset_consumption(keep_consumed=True)` began this epoch.
     """
 
@@ -502,7 +512,7 @@ class EndCounts:
 
     @property
     def skipped_counts(self) -> dict[str, int]:
-        """Nonzero counts of samples that the task will never receive, by attribute name."""
+        """The nonzero counts of samples that the task will never receive, by attribute name."""
         return {name: count for name, count in asdict(self).items() if count and name not in _CONSUMED}
 
     @property
@@ -511,21 +521,21 @@ class EndCounts:
         return sum(self.skipped_counts.values())
 
 
-# Validation of requests, independent of the service's state
+# Stateless validation of requests
 
 MOST_SAMPLES: Final = 2**24
 """Maximum number of samples that one request may write or claim."""
 MOST_NAMED_PER_WRITE: Final = 2**14
-"""Maximum number of samples with keys or groups in one write request."""
+"""Maximum number of samples with keys or groups in a single write request."""
 LARGEST_EXACT: Final = 1 << 53
-"""Largest integer up to which floats represent every integer exactly."""
+"""Largest integer n such that a float can represent every integer from 0 to n exactly."""
 WHOLE_EXTENT: Final = (1 << 32) - 1
-"""Extent length that denotes the entire row."""
+"""Extent length that stands for the entire row."""
 _LARGEST: Final = sys.float_info.max
 
 
 def check_range(name: str, value: float, least: int, most: float = _LARGEST, hint: str = "") -> None:
-    """Reject a number that is out of range; `hint` is appended to the message."""
+    """Raise InvalidArgumentError if a number is out of range. `hint` is appended to the message."""
     if not least <= value <= most:  # also true for NaN and infinity
         expected = f"{least} or more" if most == _LARGEST else f"{least} to {most}"
         raise InvalidArgumentError(
@@ -547,13 +557,13 @@ def check_named_rows(name: str, count: int) -> None:
 
 
 def check_unique(name: str, names: Sequence[str]) -> None:
-    """Reject a list that contains a name more than once."""
+    """Raise InvalidArgumentError if a list contains a name more than once."""
     if len(set(names)) != len(names):
         raise InvalidArgumentError(f"{name} contains duplicates: {list(names)}; list each name only once", field=name)
 
 
 def check_name(what: str, name: str) -> None:
-    """Reject a name that is empty, too long or not printable."""
+    """Raise InvalidArgumentError if a name is empty, too long or not printable."""
     if not name or len(name) > 512 or not name.isprintable():
         raise InvalidArgumentError(
             f"{what} is {name[:64]!r}; give 1 to 512 printable characters",
@@ -563,13 +573,14 @@ def check_name(what: str, name: str) -> None:
 
 
 CONTROLLER_NAME_BYTES: Final = 8
-"""Number of leading bytes of a controller id that stay the same across restarts without persistent state; the other
-bytes are random.
+"""Number of leading bytes in a controller id that identify the controller and stay the same across restarts.
+
+Controllers with persistent state keep the entire id. Without persistent state, the remaining bytes are random.
 """
 
 
 def check_id(name: str, value: bytes, hint: str = "send 16 random bytes, and the same bytes in retries") -> None:
-    """Reject an id that is not 16 bytes long; `hint` is appended to the message."""
+    """Raise InvalidArgumentError if an id is not 16 bytes long. `hint` is appended to the message."""
     if len(value) != 16:
         raise InvalidArgumentError(
             f"{name} has {len(value)} bytes, expected 16; {hint}",
@@ -579,5 +590,5 @@ def check_id(name: str, value: bytes, hint: str = "send 16 random bytes, and the
 
 
 def check_passed_on(name: str, value: bytes) -> None:
-    """Reject a malformed id that the client should have received from the service. Called only for unknown ids."""
+    """Raise InvalidArgumentError if an unknown id is malformed, although the service should have issued it."""
     check_id(name, value, "send the id as returned by the service")

@@ -1,8 +1,10 @@
-"""Time breakdown of a trainer's steps: `StepTimer` measures the stages; `StepReport` shows their shares and advice.
+"""Time breakdown of a trainer's steps.
 
-A step ends when the trainer receives its next data. The step time is split into the trainer's own work and the stages
-for which the trainer waited. Fetching a batch while the trainer works costs no step time, so a stage is counted only
-while the trainer waits for it::
+`StepTimer` measures the stages of each step. `StepReport` shows the share of each stage, with advice.
+
+A step ends when the trainer receives its next data. The step time consists of the trainer's own work and of the stages
+for which the trainer waited. Fetching a batch while the trainer works does not add to the step time. A stage is
+therefore counted only while the trainer waits for it::
 
     trainer   ── work ─────────────────────┐   waits   ┌── work ──
     loader        rollouts ── plan ── transfer ── host ┘
@@ -24,12 +26,12 @@ from tq_service.client_probes import Collected, Span, Stage, collecting, probes,
 from tq_service.errors import InvalidArgumentError
 
 _BATCHES: Final = 64
-_CALLS: Final = 256  # maximum number of calls per kind that are kept to estimate their costs
+_CALLS: Final = 256  # maximum number of calls per kind that are used to estimate their costs
 _REPORT_SECONDS: Final = 2.0  # refresh interval of the live page
 
-# Fitting two parameters requires calls of different sizes.
+# Two parameters can only be fitted if the calls differ in size.
 _LEAST_CALLS: Final = 8
-_LEAST_RATIO: Final = 1.5  # minimum ratio of the size of large calls to the size of small ones
+_LEAST_RATIO: Final = 1.5  # minimum ratio between the sizes of large calls and small calls
 _FIT_ROUNDS: Final = 30
 _HUBER: Final = 1.345  # standard deviations up to which residuals have full weight; 95 % as efficient as least squares
 _SIGMA_OF_MEDIAN: Final = 1.4826  # ratio of standard deviation to median absolute deviation, for normal distributions
@@ -43,16 +45,17 @@ class StepTimes:
 
     Attributes:
         work_seconds: time spent on the trainer's own work.
-        rollouts_seconds: time during which the batch was not ready, because samples were missing or the claim waited
-            for a version, a staleness limit or capacity (see `explain`).
-        plan_seconds: time spent in calls to the controller, on planning and the round trip.
+        rollouts_seconds: time spent waiting for the batch to become ready. Either samples were missing, or the claim
+            waited for a version, a staleness limit or capacity (see `explain`).
+        plan_seconds: time spent in calls to the controller, including planning and the round trip.
         transfer_seconds: time spent transferring bytes from storage services.
         host_seconds: time spent decoding, copying, splitting and packing on the host.
-        device_seconds: time during which the host waited for copies to a device.
-        loader_seconds: time spent on the loader's other work, such as waiting for a replica that fetches for this one.
+        device_seconds: time that the host spent waiting for copies to a device.
+        loader_seconds: time spent on other work of the loader, such as waiting for a replica that fetches on behalf of
+            this rank.
         put_seconds: time spent on puts made by the trainer itself.
-        batch_count: number of batches measured.
-        rank_count: number of ranks whose times are summed.
+        batch_count: number of measured batches.
+        rank_count: number of ranks over which the times are summed.
     """
 
     work_seconds: float = 0.0
@@ -68,7 +71,7 @@ class StepTimes:
 
     @classmethod
     def of(cls, seconds: Mapping[Stage, float], batch_count: int) -> StepTimes:
-        """Build one rank's times from the seconds per stage."""
+        """Build the times of a single rank from its seconds per stage."""
         values: dict[str, Any] = {f"{stage}_seconds": each for stage, each in seconds.items()}
         return cls(batch_count=batch_count, **values)
 
@@ -92,7 +95,7 @@ class StepTimes:
 
     @property
     def shares(self) -> dict[Stage, float]:
-        """Each stage's share of the total time, from 0 to 1; all shares are 0 if nothing was measured."""
+        """Share of each stage in the total time, from 0 to 1. All shares are 0 if nothing was measured."""
         total = self.total_seconds
         return {stage: each / total if total else 0.0 for stage, each in self.seconds.items()}
 
@@ -104,7 +107,7 @@ class StepTimes:
 
     @property
     def advice(self) -> str:
-        """One sentence that names the most expensive stage and a way to reduce its cost."""
+        """A sentence that names the most expensive stage and suggests how to reduce its cost."""
         return advice_for(self)
 
     def __str__(self) -> str:
@@ -117,15 +120,16 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallCost:
-    """Cost of one kind of call, measured in the thread or process that made it, whether or not the trainer waited.
+    """Cost of a particular kind of call, measured by the caller, whether or not the trainer waited for it.
 
     Attributes:
-        stage: kind of calls: `plan` for claims, `transfer` and `host` for the two parts of `get_data`.
-        call_count: number of measured calls, at most the latest 256.
+        stage: kind of call: `plan` for claims, and `transfer` and `host` for the two parts of `get_data`.
+        call_count: number of measured calls. At most the latest 256 calls are measured.
         mean_seconds: mean duration of a call.
-        mean_bytes: mean number of bytes per call; 0 for claims.
-        fixed_seconds: cost per call that does not depend on its size; None if the sizes vary too little to estimate it.
-        bytes_per_second: throughput during the rest of the call; None if the sizes vary too little to estimate it.
+        mean_bytes: mean number of bytes per call. 0 for claims.
+        fixed_seconds: part of the duration that does not depend on the size of the call. None if the sizes vary too
+            little to estimate it.
+        bytes_per_second: throughput during the rest of the call. None if the sizes vary too little to estimate it.
     """
 
     stage: Stage
@@ -137,7 +141,7 @@ class CallCost:
 
     @classmethod
     def of(cls, stage: Stage, calls: Sequence[tuple[int, float]]) -> CallCost:
-        """Calculate the cost from one pair of bytes and seconds per call."""
+        """Calculate the cost of calls, given the number of bytes and seconds of each call."""
         sizes, seconds = zip(*calls, strict=True)
         fixed, rate = fit_calls(sizes, seconds) or (None, None)
         return cls(
@@ -160,11 +164,11 @@ class CallCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """A `StepTimer`'s measurements for the latest batches; `str()` formats them for display.
+    """Measurements of a `StepTimer` for the latest batches. `str()` formats them for display.
 
     Attributes:
         times: seconds by stage.
-        calls: costs per kind of call.
+        calls: costs by kind of call.
     """
 
     times: StepTimes
@@ -172,7 +176,7 @@ class StepReport:
 
     @property
     def advice(self) -> str:
-        """One sentence that names the most expensive stage and a way to reduce its cost."""
+        """A sentence that names the most expensive stage and suggests how to reduce its cost."""
         return advice_for(self.times, self.calls)
 
     def __str__(self) -> str:
@@ -182,9 +186,9 @@ class StepReport:
 
 
 class StepTimer:
-    """A timer that splits a trainer's step time by stage.
+    """A timer that breaks a trainer's step time down by stage.
 
-    Each loader has a timer; a loop without a loader creates its own.
+    Each loader has a timer. Code without a loader creates its own timer.
 
     ::
 
@@ -196,7 +200,7 @@ class StepTimer:
         print(timer.report())
 
     Args:
-        batch_count: number of batches, counted from the latest, that a report covers.
+        batch_count: number of latest batches that a report covers.
         clock: function that returns the time in seconds, on a clock shared by all processes of the host.
 
     Raises:
@@ -207,17 +211,17 @@ class StepTimer:
         if batch_count < 1:
             raise InvalidArgumentError(f"batch_count is {batch_count}; expected at least 1", field="batch_count")
         self.clock = clock
-        self._lock = Lock()  # needed because the fetching thread reports the training thread's measurements
+        self._lock = Lock()  # the fetching thread reports measurements made by the training thread
         self._batches: deque[dict[Stage, float]] = deque(maxlen=batch_count)
         self._calls: dict[Stage, deque[tuple[int, float]]] = {}
         self._reported_at: float | None = None
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Measure a step: client calls in the block count as waiting, everything else as the trainer's own work.
+        """Measure a step. Client calls in the block count as waiting, everything else as the trainer's own work.
 
-        Calls are counted if the block makes them in its own thread, or in asyncio tasks that it starts. A step that
-        raises an exception is not counted.
+        A call counts if it is made in the block's own thread, or in an asyncio task that the block starts. A step that
+        raises an exception does not count.
         """
         reported = step_report.set(self.take_report)
         began_at = self.clock()
@@ -230,12 +234,12 @@ class StepTimer:
         self.add(began_at, ended_at, ended_at, calls=calls, waits=Collected(batch_count=1))
 
     def add(self, began_at: float, asked_at: float, ended_at: float, *, calls: Collected, waits: Collected) -> None:
-        """Add all or part of a step. The trainer worked from `began_at` to `asked_at`, and waited until `ended_at`.
+        """Add all or part of a step, in which the trainer worked until `asked_at` and waited until `ended_at`.
 
         Args:
-            began_at: time when the trainer received its previous data.
-            asked_at: time when the trainer requested more data.
-            ended_at: time when the trainer received the requested data.
+            began_at: time at which the trainer received its previous data.
+            asked_at: time at which the trainer requested more data.
+            ended_at: time at which the trainer received the requested data.
             calls: calls made by the trainer while it worked.
             waits: all stages of the batch for which the trainer waited, and the number of batches that begin with this
                 part.
@@ -264,7 +268,7 @@ class StepTimer:
         return StepReport(times=self._times(), calls=tuple(CallCost.of(stage, each) for stage, each in calls.items()))
 
     def take_report(self) -> StepTimes | None:
-        """Return the times to publish on the service, or None if they were sent a moment ago."""
+        """Return the times to publish on the service, or None if times were published a moment ago."""
         now = self.clock()
         if not self._batches or (self._reported_at is not None and now - self._reported_at < _REPORT_SECONDS):
             return None
@@ -272,7 +276,7 @@ class StepTimer:
         return self._times()
 
     def reset(self) -> None:
-        """Discard all measurements, such as those of the first batches of a run."""
+        """Discard all measurements, for example those of the first batches in a run."""
         with self._lock:
             self._batches.clear()
             self._calls.clear()
@@ -287,7 +291,10 @@ class StepTimer:
 
 
 def _split(seconds: dict[Stage, float], begin: float, end: float, spans: Sequence[Span], rest: Stage) -> None:
-    """Attribute the time from `begin` to `end` to the latest active stage, or to `rest` while no stage is active."""
+    """Attribute the time from `begin` to `end` to stages, or to `rest` while no stage is active.
+
+    If several stages are active at the same time, the time is attributed to the latest stage.
+    """
     if end <= begin:
         return
     within = [span for span in spans if span.ended_at > begin and span.began_at < end]
@@ -359,7 +366,7 @@ _REMEDIES: Final = {
 
 
 def advice_for(times: StepTimes, calls: Sequence[CallCost] = ()) -> str:
-    """Return one sentence that names the most expensive stage and a way to reduce its cost."""
+    """Return a sentence that names the most expensive stage and suggests how to reduce its cost."""
     shares = times.shares
     if not times.total_seconds:
         return "no steps were measured"

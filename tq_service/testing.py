@@ -25,13 +25,13 @@ COMMAND: Final = (sys.executable, "-m", "tq_service.cli")
 _LISTENING: Final = re.compile(rb"listening on (\S+)\s")
 _READ_BYTES: Final = 4096
 _TAIL_LINES: Final = 25
-_STOP_SECONDS: Final = 30.0  # longer than the 15 s that a service allows for its calls to finish
+_STOP_SECONDS: Final = 30.0  # longer than the 15 s for which a service waits until its calls have finished
 
 
 class ListeningProcess:
-    """A program that prints a line containing "listening on host:port" as soon as it accepts connections.
+    """A program that prints a line with "listening on host:port" as soon as it accepts connections.
 
-    A `with` block starts the program, waits for this line, and stops the program when the block ends:
+    A `with` block starts the program, waits for this line, and stops the program at the end of the block:
 
         start ... stop | kill -> start ...
 
@@ -40,13 +40,13 @@ class ListeningProcess:
 
     Args:
         command: the program and its arguments.
-        env: the program's environment; None: the environment of this process.
-        cwd: the program's working directory; None: the working directory of this process.
-        log: file to which the program's stderr is appended; None: the stderr of this process.
-        start_new_session: whether terminal signals, such as Ctrl-C, reach only this process, which then decides when
-            the program ends.
-        start_timeout: seconds within which the program must listen.
-        stop_timeout: seconds after SIGTERM until the program is killed.
+        env: environment of the program. None: the environment of this process.
+        cwd: working directory of the program. None: the working directory of this process.
+        log: file to which the program's stderr is appended. None: the stderr of this process.
+        start_new_session: whether terminal signals, such as Ctrl-C, reach only this process. This process then decides
+            when the program stops.
+        start_timeout: maximum time in seconds until the program listens.
+        stop_timeout: time in seconds between SIGTERM and SIGKILL.
     """
 
     _stdin: int = subprocess.DEVNULL
@@ -87,7 +87,7 @@ class ListeningProcess:
 
         Raises:
             RuntimeError: the program is already running.
-            UnavailableError: the program exited, or did not listen in time and was killed.
+            UnavailableError: the program exited, or was killed because it did not listen in time.
         """
         if self._process is not None and self.exit_code is None:
             raise RuntimeError(f"process {self.pid} is already running; stop or kill it before starting it again")
@@ -137,7 +137,7 @@ class ListeningProcess:
 
     @property
     def address(self) -> str:
-        """The address on which the program listens, "host:port"; empty before the first start."""
+        """The address at which the program listens, as "host:port". Empty before the first start."""
         return self._address
 
     @property
@@ -165,11 +165,11 @@ class ListeningProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """The program's exit code, or minus the number of the signal that killed it; None while it is running."""
+        """The program's exit code, or the negated number of the signal that killed it. None while it is running."""
         return self.process.poll()
 
     def read_log(self) -> str:
-        """Return the program's log so far.
+        """Return the contents of the program's log file.
 
         Raises:
             ValueError: the program has no separate log file.
@@ -186,10 +186,7 @@ class ListeningProcess:
         """Wait until the program exits, and return its exit code.
 
         Args:
-            timeout: maximum number of seconds to wait; None: unlimited.
-
-        Raises:
-            subprocess.TimeoutExpired: the program is still running.
+            timeout: maximum number of seconds to wait. None: unlimited.
         """
         code = self.process.wait(timeout)
         if self.process.stdin is not None:
@@ -197,7 +194,7 @@ class ListeningProcess:
         return code
 
     def stop(self) -> int:
-        """Stop the program with SIGTERM, or with SIGKILL after `stop_timeout`; return its exit code."""
+        """Stop the program with SIGTERM, or with SIGKILL after `stop_timeout`. Return its exit code."""
         self.send_signal(signal.SIGTERM)
         try:
             return self.wait(self._stop_timeout)
@@ -205,7 +202,7 @@ class ListeningProcess:
             return self.kill()
 
     def kill(self) -> int:
-        """Kill the program if it is running; return its exit code."""
+        """Kill the program if it is running. Return its exit code."""
         self.send_signal(signal.SIGKILL)
         return self.wait()
 
@@ -219,27 +216,28 @@ def _drain(process: subprocess.Popen[bytes]) -> None:
 
 
 class ServiceProcess(ListeningProcess):
-    """`tq-service serve` in a separate process, on a free port of the loopback address.
+    """A process that runs `tq-service serve` on a free port of the loopback address.
 
         with ServiceProcess("--max-bytes", "1GiB") as service, tq.Client(service.address) as client:
             ...
 
-    The service keeps its port across restarts, and stops when this process ends for any reason. The service does not
-    inherit settings from environment variables (`TQ_*`).
+    The service keeps its port across restarts. It stops when this process ends for any reason. It does not inherit
+    settings from environment variables (`TQ_*`).
 
     Args:
         *flags: flags of `tq-service serve`.
-        data_dir: the service's data directory; None: state is lost when the service stops.
+        data_dir: data directory of the service. None: the state is lost when the service stops.
         env: additional environment variables for the service.
-        command: the command that runs `tq-service`.
-        cwd: the service's working directory; None: the working directory of this process.
-        log: file to which the service's log is appended; None: the stderr of this process.
+        command: command that runs `tq-service`.
+        cwd: working directory of the service. None: the working directory of this process.
+        log: file to which the service's log is appended. None: the stderr of this process.
         start_new_session: see `ListeningProcess`.
-        start_timeout: seconds within which the service must listen.
-        stop_timeout: seconds after SIGTERM until the service is killed.
+        start_timeout: maximum time in seconds until the service listens.
+        stop_timeout: time in seconds between SIGTERM and SIGKILL.
     """
 
-    # The service reads one end of this pipe. The other end is closed when this process ends, even if it is killed.
+    # The service reads from this pipe. This process holds the write end, which is closed when the process ends, even if
+    # it is killed.
     _stdin = subprocess.PIPE
 
     def __init__(
@@ -254,7 +252,7 @@ class ServiceProcess(ListeningProcess):
         start_timeout: float = 60.0,
         stop_timeout: float = _STOP_SECONDS,
     ) -> None:
-        # Reserve the port while this object exists, so that no other program can bind it while the service is down.
+        # Reserve the port while this object exists. No other program can then bind the port while the service is down.
         reserved = socket.socket()
         weakref.finalize(self, reserved.close)
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

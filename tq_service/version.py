@@ -1,4 +1,4 @@
-"""Versions of the package and of its protocol. Services and clients send them to each other."""
+"""Versions of the package and of its protocol, which services and clients send to each other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 VERSION: Final = "0.1.0"
 
 PROTOCOL: Final = 4
-"""Protocol version; incremented when the protos or a byte layout change so that older peers would misread them.
+"""Protocol version. It is incremented when older peers would misread a change to the protos or to a byte layout.
 
 `make accept-protos` increments the version if `buf breaking` finds such a change.
 """
@@ -19,7 +19,7 @@ _COMMIT_LENGTH: Final = 9
 
 
 def _commit() -> str:
-    """Return the commit from which this package was built, or that its clone has checked out; "" if unknown."""
+    """Return the commit from which this package was built, or its clone's checked-out commit, or "" if unknown."""
     try:
         return (_PACKAGE / "COMMIT").read_text().strip()  # written by hatch_build.py
     except OSError:
@@ -31,13 +31,13 @@ def _commit() -> str:
 
 
 def _head_of(clone: Path) -> str:
-    """Return the checked-out commit of a clone, read directly from git's files because git may not be installed.
+    """Return the checked-out commit of a clone. The files of git are read directly, because git may not be installed.
 
     Raises:
         OSError: the directory is not a git clone.
     """
     git = clone / ".git"
-    if git.is_file():  # in a worktree, this file names the git directory, which shares the main clone's branches
+    if git.is_file():  # in a worktree, this file names the git directory, which shares the branches of the main clone
         git = clone / git.read_text().removeprefix("gitdir:").strip()
     head = (git / "HEAD").read_text().strip()
     if not head.startswith("ref:"):
@@ -52,7 +52,7 @@ def _head_of(clone: Path) -> str:
 
 COMMIT: Final = _commit()[:_COMMIT_LENGTH]
 BUILD: Final = f"{VERSION}+{COMMIT}" if COMMIT else VERSION
-"""Version with commit, such as "0.1.0+64c3520ab"; a local version as defined by PEP 440."""
+"""Version with commit, such as "0.1.0+64c3520ab". This is a local version as defined by PEP 440."""
 
 USER_AGENT: Final = f"tq-service/{BUILD} (protocol {PROTOCOL})"
-"""Prefix of every call's user agent; it tells a service which protocol version the caller uses."""
+"""Prefix of the user agent of every call, which tells a service the protocol version of the caller."""

@@ -1,4 +1,4 @@
-"""Measurement of the time for which a call waits for samples or capacity, separately from its processing time."""
+"""Measurement of the time that a call spends waiting for samples or capacity, separately from its processing time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 
 
 class WaitClock:
-    """An accumulator for one call's wait time.
+    """An accumulator for the wait time of a single call.
 
     Attributes:
         seconds: total wait time in seconds.
@@ -20,17 +20,17 @@ class WaitClock:
 
 
 wait_clock: Final[ContextVar[WaitClock | None]] = ContextVar("wait_clock", default=None)
-"""The current call's clock; None if the call's wait time is not measured."""
+"""The clock of the current call. None if the wait time of the call is not measured."""
 
 
 WhileWaiting: TypeAlias = Callable[[], AbstractContextManager[None]]
-"""Function that returns a context manager to keep active while a call waits, for example to count waiting calls."""
+"""A function that returns a context manager, which is active while a call waits, for example to count waiting calls."""
 
 
 class Waiting:
-    """A context manager that adds a `with` block's duration to the current call's wait time.
+    """A context manager that adds the duration of its `with` block to the wait time of the current call.
 
-    A call's blocks must not overlap.
+    The `with` blocks of a call must not overlap.
     """
 
     __slots__ = ("_began_at", "_clock")

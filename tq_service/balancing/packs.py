@@ -1,8 +1,9 @@
-"""Assigns samples to ranks, optimizer steps and fixed-size packs, for all ranks at once, based only on sample lengths.
+"""Assignment of samples to ranks, optimizer steps and fixed-size packs, based only on sample lengths.
 
-Packs are bins filled by best fit decreasing. A search then tries to save one bin at a time. References: S. Martello, P.
-Toth, "Knapsack Problems", chapter 8, 1990 (bounds, branch and bound); J. N. D. Gupta, J. C. Ho, "A new heuristic
-algorithm for the one-dimensional bin-packing problem", 1999 (filling bins one by one, each as full as possible).
+All ranks are planned together. Packs are bins, which are filled by best fit decreasing. A search then tries to reduce
+the number of bins by one at a time. References: S. Martello, P. Toth, "Knapsack Problems", chapter 8, 1990 (bounds,
+branch and bound); J. N. D. Gupta, J. C. Ho, "A new heuristic algorithm for the one-dimensional bin-packing problem",
+1999 (filling bins one by one, each as full as possible).
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from tq_service.balancing.partitions import (
 Bins = list[list[int]]
 Overlong = Literal["error", "truncate", "drop"]
 
-# Limits on the search for a packing with one bin fewer: size of the tables of reachable sums in bits, number of items
-# considered per bin, number of nodes in the search tree, and number of items in a tree search.
+# Limits on the search for a packing with fewer bins: the size in bits of the tables of reachable sums, the number of
+# items considered per bin, the number of nodes in a tree search, and the number of items in a tree search.
 _MOST_BITS = 2**24
 _MOST_FILL_ITEMS = 192
 _MOST_NODES = 4_000
@@ -39,20 +40,20 @@ _MOST_TREE_ITEMS = 48
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackPlan:
-    """The samples of each pack, by optimizer step and rank.
+    """A plan that assigns samples to packs, by optimizer step and rank.
 
     Attributes:
-        packs: `packs[dp_rank][step][pack]` lists the sample indexes in a pack; an empty list is a padding-only pack.
-            All ranks have the same number of steps and, in each step, the same number of packs (at least 1).
-        lengths: number of tokens that each sample occupies in its pack, of shape `(n,)`: `pack_max_length` for
-            truncated samples, 0 for dropped samples.
-        pack_max_length: number of tokens per pack, after padding.
+        packs: `packs[dp_rank][step][pack]` is the list of sample indexes in a pack. An empty list is a pack that
+            contains only padding. All ranks have the same number of steps. In each step, all ranks have the same number
+            of packs, at least 1.
+        lengths: number of tokens that each sample occupies in its pack, of shape `(n,)`. Truncated samples occupy
+            `pack_max_length` tokens, and dropped samples occupy 0.
+        pack_max_length: number of tokens per pack, including padding.
         truncated: indexes of the samples truncated to `pack_max_length`, in ascending order.
-        dropped: indexes of the samples dropped because they are too long, in ascending order.
-        rank_costs: total cost of each rank's samples (see `get_costs`), of shape `(dp_size,)`.
-        pack_count_lower_bound: lower bound on the total number of packs in any plan for the same samples, ranks and
-            steps.
-        seconds: time spent on planning, in seconds.
+        dropped: indexes of the samples dropped for exceeding `pack_max_length`, in ascending order.
+        rank_costs: total cost of each rank's samples, of shape `(dp_size,)`. See `get_costs`.
+        pack_count_lower_bound: lower bound on the total number of packs in any plan for these samples, ranks and steps.
+        seconds: planning time in seconds.
     """
 
     packs: list[list[list[list[int]]]] = field(repr=False)
@@ -76,14 +77,14 @@ class PackPlan:
 
     @property
     def tokens(self) -> Int64s:
-        """Number of sample tokens by rank and step, of shape `(dp_size, optimizer_steps)`."""
+        """Number of sample tokens for each rank and step, of shape `(dp_size, optimizer_steps)`."""
         return np.array(
             [[sum(self.pack_tokens(pack) for pack in step) for step in steps] for steps in self.packs], np.int64
         )
 
     @property
     def packs_by_step(self) -> list[int]:
-        """Number of packs in each step, which is the same for every rank."""
+        """Number of packs per rank in each step. The number is the same for every rank."""
         return [len(step) for step in self.packs[0]]
 
     @property
@@ -93,22 +94,22 @@ class PackPlan:
 
     @property
     def padding_tokens(self) -> int:
-        """Number of padding tokens in all packs, including padding-only packs."""
+        """Number of padding tokens in all packs, including packs that contain only padding."""
         return self.pack_count * self.pack_max_length - int(self.lengths.sum())
 
     @property
     def fill_ratio(self) -> float:
-        """Share of the total pack space that sample tokens fill, from 0.0 to 1.0."""
+        """Fraction of the total pack space that sample tokens fill, from 0.0 to 1.0."""
         return float(self.lengths.sum()) / (self.pack_count * self.pack_max_length)
 
     @property
     def imbalance(self) -> float:
-        """Excess of the heaviest rank's cost over the mean cost of all ranks, as a fraction: 0.01 is 1 %."""
+        """Maximum rank cost divided by the mean rank cost, minus 1. For example, 0.01 is an excess of 1 %."""
         return _above_mean(self.rank_costs)
 
     @property
     def step_imbalance(self) -> float:
-        """Excess of the heaviest rank's token count over the mean of all ranks, in the worst step, as a fraction."""
+        """Maximum token count of a rank divided by the mean over all ranks, minus 1, in the most imbalanced step."""
         return max(_above_mean(of_ranks) for of_ranks in self.tokens.T)
 
     def pack_tokens(self, pack: list[int]) -> int:
@@ -134,42 +135,46 @@ def plan_packs(
     even_steps: bool = True,
     packs_multiple_of: int = 1,
 ) -> PackPlan:
-    """Plan the packs of a batch for all ranks; in each step, every rank has the same number of packs.
+    """Plan the packs of a batch for all ranks. In each step, every rank has the same number of packs.
 
-    1. Samples, or groups, are distributed over the ranks. The numbers of samples (or groups) per rank differ by at most
-       one, and the Karmarkar-Karp algorithm with a refinement balances costs.
-    2. Each rank's samples are distributed over the optimizer steps, with token totals as equal as possible. Each rank's
-       steps are sorted by token count, heaviest first, so heavy steps run at the same time on all ranks.
-    3. The samples for each rank and step are packed by best fit decreasing. If a rank has more packs than its lower
-       bound and more than the other ranks, a search tries to save one pack at a time. Padding-only packs then give
-       every rank the same number of packs (at least one). Packs are sorted by token count, heaviest first.
+    1. Samples or groups are distributed over the ranks. The Karmarkar-Karp algorithm and a refinement balance the
+       costs. The number of samples (or groups) per rank differs by at most one.
+    2. Each rank's samples are distributed over the optimizer steps, with token totals as equal as possible. The steps
+       of each rank are sorted by token count, heaviest first. Heavy steps therefore run at the same time on all
+       ranks.
+    3. The samples for each rank and step are packed by best fit decreasing. If a rank needs more packs than the other
+       ranks, and more than its lower bound, a search tries to save packs, one at a time. Packs that contain only
+       padding are added until every rank has the same number of packs, at least one. Packs are sorted by token count,
+       heaviest first.
 
     Args:
-        seqlens: token count of each sample, of shape `(n,)`; n may be 0.
+        seqlens: token count of each sample, of shape `(n,)`. n may be 0.
         dp_size: number of ranks.
         optimizer_steps: exact number of optimizer steps.
         pack_max_length: maximum number of tokens per pack.
-        groups: each sample's group, or None for a sample without a group. A group stays on one rank but may be split
-            over steps. None instead of a sequence: no groups.
-        rollouts: each sample's rollout, in the same form as `groups`. A rollout stays in one step, and all its samples
-            must belong to the same group. Without `groups`, each rollout is a group.
-        overlong: handling of samples longer than `pack_max_length`: raise an error, truncate them to `pack_max_length`,
-            or drop them. The plan lists truncated and dropped samples.
-        cost: quantity to balance over the ranks (see `get_costs`); None: tokens.
-        even_steps: whether to balance token totals over each rank's steps. This may add much padding if a step has only
-            a few packs; for example, tokens for 2.1 packs need 3 packs. False: pack all samples of a rank first, then
-            assign the packs to steps. The numbers of packs per step then differ by at most one (or
-            `packs_multiple_of`). False is ignored if a rollout has several samples, since they could end up in
-            different packs.
-        packs_multiple_of: number that must divide the number of packs in each step, for interleaved pipelines.
+        groups: group of each sample, or None for a sample without a group. All samples in a group are assigned to one
+            rank, but possibly to several steps. None instead of a sequence: no sample has a group.
+        rollouts: rollout of each sample, in the same form as `groups`. All samples in a rollout are assigned to one
+            step, and must belong to one group. Without `groups`, each rollout is a group.
+        overlong: handling of samples longer than `pack_max_length`. "error": raise an error. "truncate": shorten the
+            samples to `pack_max_length`. "drop": omit the samples. The plan lists truncated and dropped samples.
+        cost: quantity to balance over the ranks, see `get_costs`. None: tokens.
+        even_steps: whether to balance the token totals of each rank's steps. Balancing can add much padding if a step
+            has only a few packs: for example, 2.1 packs of tokens need 3 packs. False: pack all samples of a rank
+            first, then assign the packs to steps. The number of packs per step then differs by at most one, or by at
+            most `packs_multiple_of`. If any rollout has several samples, steps are always balanced, because packs might
+            otherwise split the rollout.
+        packs_multiple_of: number of which the number of packs in each step must be a multiple, for interleaved
+            pipelines.
 
     Returns:
         The plan and its statistics. Equal arguments always yield equal packs.
 
     Raises:
         ValueError: `seqlens` is not a one-dimensional sequence of non-negative integers, a count is below 1, `groups`
-            or `rollouts` does not contain one element per sample, or `overlong` or `cost` is unknown. With
-            `overlong="error"`, also if a sample is longer than `pack_max_length`; the message contains its index.
+            or `rollouts` does not have one element per sample, or `overlong` or `cost` is unknown. With
+            `overlong="error"`, also if a sample is longer than `pack_max_length`. The message contains the sample's
+            index.
     """
     started = time.perf_counter()
     lengths = check_lengths(seqlens)
@@ -211,13 +216,13 @@ def plan_packs(
 
 
 def check_overlong(overlong: str) -> None:
-    """Raise ValueError if `overlong` is not one of the known values."""
+    """Raise ValueError if `overlong` is not a valid option value."""
     if overlong not in get_args(Overlong):
         raise ValueError(f"overlong: got {overlong!r}, expected 'error', 'truncate' or 'drop'")
 
 
 def _apply_overlong(lengths: Int64s, pack_max_length: int, overlong: Overlong) -> tuple[Int64s, Int64s, Int64s]:
-    """Return the indexes of the samples to pack, to truncate, and to drop."""
+    """Return the indexes of the samples to pack, the samples to truncate, and the samples to drop."""
     check_overlong(overlong)
     too_long, none = np.flatnonzero(lengths > pack_max_length), np.zeros(0, np.int64)
     if too_long.size and overlong == "error":
@@ -233,7 +238,7 @@ def _apply_overlong(lengths: Int64s, pack_max_length: int, overlong: Overlong) -
 
 
 def _units(name: str, groups: Sequence[Hashable | None] | None, count: int, kept: Int64s) -> list[Int64s]:
-    """Return each group's (or rollout's) sample indexes; groups are ordered by their first members."""
+    """Return the sample indexes in each group or rollout, ordered by first member."""
     if groups is None:
         return list(kept[:, None])
     if len(groups) != count:
@@ -248,7 +253,7 @@ def _units(name: str, groups: Sequence[Hashable | None] | None, count: int, kept
 def _spread_over_steps(
     samples: Int64s, lengths: Int64s, optimizer_steps: int, rollout_of: Int64s | None
 ) -> list[Int64s]:
-    """Distribute a rank's samples over steps, keeping each rollout in one step; return each step's samples."""
+    """Distribute a rank's samples over steps, without splitting rollouts. Return the samples of each step."""
     if rollout_of is None:
         parts = [samples[part] for part in get_free_partitions(lengths[samples], optimizer_steps)]
     else:
@@ -260,14 +265,15 @@ def _spread_over_steps(
 
 
 def _deal(packs: Bins, optimizer_steps: int, multiple_of: int) -> list[Bins]:
-    """Assign a rank's packs to steps, starting with the fullest packs.
+    """Distribute a rank's packs over steps, starting with the fullest packs.
 
-    The numbers of packs per step are multiples of `multiple_of`, and differ by at most this number.
+    The number of packs in each step is a multiple of `multiple_of`. The numbers of any two steps differ by at most
+    `multiple_of`.
 
     Args:
-        packs: all of the rank's packs, fullest first; their number is a multiple of `multiple_of`.
+        packs: all packs of the rank, fullest first. Their number is a multiple of `multiple_of`.
         optimizer_steps: number of steps.
-        multiple_of: number that must divide the number of packs in each step.
+        multiple_of: number of which the number of packs in each step must be a multiple.
     """
     count = max(len(packs) // multiple_of, optimizer_steps)
     dealt = packs + [[] for _ in range(count * multiple_of - len(packs))]
@@ -292,19 +298,19 @@ def _pack(
 def pack_ranks_equally(
     sizes_of_ranks: Sequence[Int64s], capacity: int, *, multiple_of: int = 1, spread: bool = False
 ) -> list[Bins]:
-    """Pack each rank's items into bins; all ranks use the same number, the smallest that a bounded search finds.
+    """Pack each rank's items into the same number of bins, using as few bins as a bounded search can find.
 
-    First, each rank's items are packed by best fit decreasing. Then the items of the ranks with the most bins are
-    packed again into one bin fewer. The second step is repeated until the search fails for one of these ranks.
+    First, each rank's items are packed by best fit decreasing. The items of the ranks with the most bins are then
+    packed again, with one bin fewer. This step is repeated until it fails for one of the ranks.
 
     Args:
-        sizes_of_ranks: each rank's item sizes, none larger than `capacity`.
+        sizes_of_ranks: item sizes of each rank. No item is larger than `capacity`.
         capacity: maximum total size of the items in a bin.
-        multiple_of: number that must divide the number of bins.
-        spread: whether to distribute a rank's items evenly over its bins, instead of leaving some bins empty.
+        multiple_of: number of which the number of bins must be a multiple.
+        spread: whether to distribute each rank's items evenly over all bins, instead of leaving some bins empty.
 
     Returns:
-        Each rank's bins (at least one), fullest first. They include the empty bins that give all ranks the same number.
+        The bins of each rank, fullest first, including empty bins. Each rank has at least one bin.
     """
     packed = [best_fit_decreasing(sizes, capacity) for sizes in sizes_of_ranks]
     at_least = max([1, *(count_bins_at_least(sizes, capacity) for sizes in sizes_of_ranks)])
@@ -337,18 +343,18 @@ def _try_fewer(packed: list[Bins], sizes_of_ranks: Sequence[Int64s], capacity: i
 
 
 def _spread(sizes: Int64s, bins: Bins, capacity: int, count: int) -> Bins:
-    """Distribute the items over `count` bins with nearly equal sums; return `bins` if a bin would overflow."""
+    """Distribute the items evenly over `count` bins. Return `bins` unchanged if a bin would overflow."""
     even = [part for part in get_free_partitions(sizes, count) if part]
     return even if all(int(sizes[part].sum()) <= capacity for part in even) else bins
 
 
 def count_bins_at_least(sizes: Int64s, capacity: int) -> int:
-    """Return a lower bound on the number of bins that the items need.
+    """Return a lower bound on the number of bins required for the items.
 
-    Two items larger than half the capacity never fit into one bin, so each such large item needs its own bin. For a
-    threshold t, a large item above `capacity - t` cannot share its bin with an item of size t or more. Items with sizes
-    from t to half the capacity therefore need additional bins, unless they fit next to the other large items. The bound
-    is the maximum over all thresholds.
+    An item is large if it exceeds half the capacity. Two large items never fit into the same bin, so each large item
+    needs its own bin. For a threshold t, an item larger than `capacity - t` cannot share a bin with any item of size t
+    or more. Items with sizes from t to half the capacity can share bins only with the remaining large items. If they
+    exceed the free space in those bins, additional bins are required. The result is the maximum over all thresholds.
     """
     if not sizes.size:
         return 0
@@ -366,7 +372,7 @@ def count_bins_at_least(sizes: Int64s, capacity: int) -> int:
 
 
 def best_fit_decreasing(sizes: Int64s, capacity: int) -> Bins:
-    """Put each item, largest first, into the fullest bin with enough space, or into a new bin; return the bins."""
+    """Pack the items, largest first, each into the fullest bin with enough space or into a new bin. Return the bins."""
     bins: Bins = []
     free: list[tuple[int, int]] = []  # (free capacity, bin), in ascending order
     listed = sizes.tolist()
@@ -384,10 +390,10 @@ def best_fit_decreasing(sizes: Int64s, capacity: int) -> Bins:
 
 
 def pack_into(sizes: Int64s, capacity: int, bin_count: int) -> Bins | None:
-    """Try to pack items into `bin_count` bins, with bounded effort.
+    """Try to pack the items into `bin_count` bins, with bounded effort.
 
     Returns:
-        At most `bin_count` bins, or None if the search found no solution, although one may exist.
+        At most `bin_count` bins, or None if the search found no packing. A packing may exist even if None is returned.
     """
     if count_bins_at_least(sizes, capacity) > bin_count:
         return None
@@ -398,9 +404,9 @@ def pack_into(sizes: Int64s, capacity: int, bin_count: int) -> Bins | None:
 
 
 def _fill_one_by_one(sizes: Int64s, capacity: int, bin_count: int) -> Bins | None:
-    """Fill bins one after another, each with the largest remaining item and the other items that fill it best.
+    """Fill each bin in turn with the largest remaining item and the items that best fill the rest of the bin.
 
-    Return None if this needs more than `bin_count` bins.
+    Return None if more than `bin_count` bins are needed.
     """
     listed = sizes.tolist()
     left = np.argsort(-sizes, kind="stable").tolist()
@@ -423,7 +429,7 @@ def _fill_one_by_one(sizes: Int64s, capacity: int, bin_count: int) -> Bins | Non
 
 
 def _fullest_subset(items: list[int], listed: list[int], capacity: int) -> list[int]:
-    """Return the items with the largest sum up to `capacity`. Bit s in a table is set if some items add up to s."""
+    """Return the items with the largest sum up to `capacity`. Bit s of a table is set if some items add up to s."""
     window = (1 << (capacity + 1)) - 1
     tables = [1]
     for item in items:
@@ -440,7 +446,7 @@ def _fullest_subset(items: list[int], listed: list[int], capacity: int) -> list[
 
 
 class _TreeSearch:
-    """A depth-first search for a packing. It places items one by one, largest first, in the fullest bins first."""
+    """A depth-first search for a packing, which places the largest items first and tries the fullest bins first."""
 
     def __init__(self, sizes: Int64s, capacity: int, bin_count: int) -> None:
         self._order: list[int] = np.argsort(-sizes, kind="stable").tolist()
@@ -458,7 +464,7 @@ class _TreeSearch:
         if at == len(self._order):
             return True
         self._nodes += 1
-        # Free space is wasted if it is too small for the smallest item.
+        # Free space that is too small for the smallest item is wasted.
         wasted = sum(free for free in self._free if free < self._sizes[-1])
         if self._nodes > _MOST_NODES or wasted > self._spare:
             return False
@@ -475,6 +481,6 @@ class _TreeSearch:
                 return True
             self._free[chosen] += size
             self._bins[chosen].pop()
-            if free == size:  # the item fills this bin exactly, so other bins cannot be better
+            if free == size:  # the item fills this bin exactly, so no bin can be better
                 return False
         return False

@@ -1,15 +1,17 @@
-"""Splits items into k partitions of nearly equal cost, with Karmarkar-Karp largest differencing and a refinement.
+"""Splitting of items into k partitions of nearly equal cost, by Karmarkar-Karp largest differencing with a refinement.
 
-N. Karmarkar, R. M. Karp, "The differencing method of set partitioning", UCB/CSD 82/113, 1982; the k-way form is from
-R. E. Korf, "Multi-way number partitioning", IJCAI 2009.
+References: N. Karmarkar, R. M. Karp, "The differencing method of set partitioning", UCB/CSD 82/113, 1982. The k-way
+form is from R. E. Korf, "Multi-way number partitioning", IJCAI 2009.
 
-A partial solution consists of up to k columns, and a column is a set of items. The spread of a partial solution is its
-largest column sum minus its smallest. The algorithm repeatedly merges the two partial solutions with the widest spreads
-until a single solution remains. A merge combines the heaviest column of one with the lightest column of the other, and
-so on. A column is stored as its sum, in a sorted numpy array, and the id of one of its items. When two columns are
-merged, one id becomes a pointer to the other. At the end, following all pointers yields the items in each column. The
-cost of a merge therefore depends only on k, not on the number of items. Finally, the refinement moves or swaps items
-between the heaviest set and lighter sets until no exchange helps.
+A partial solution consists of up to k columns, each of which is a set of items. The spread of a partial solution is the
+difference between its largest and smallest column sums. The algorithm repeatedly merges the two partial solutions with
+the widest spreads, until only one partial solution is left. A merge combines the heaviest column of one partial
+solution with the lightest column of the other, the second heaviest with the second lightest, and so on.
+
+A column is represented by its sum, in a sorted numpy array, and by the id of one of its items. To combine two columns,
+the algorithm turns the id of one column into a pointer to the id of the other. After the last merge, the pointers lead
+from each item to its column. The cost of a merge therefore depends on k, but not on the number of items. Finally, the
+refinement moves or swaps items between the heaviest set and lighter sets until no exchange helps.
 """
 
 from __future__ import annotations
@@ -27,17 +29,17 @@ Lengths = Sequence[int] | NDArray[np.integer]
 CostName = Literal["tokens", "attention"]
 Cost = CostName | Callable[[Int64s], NDArray[Any]]
 
-# Limit on the sum of all lengths, and on the sum of all costs; int64 sums are then exact.
+# Limit on the sum of all lengths, and on the sum of all costs. Sums below this limit are exact in int64.
 _LARGEST_TOTAL = 2**62
 # Non-integer costs are rounded to multiples of the largest cost divided by this number.
 _STEPS = 2**40
-# The refinement first compares the heaviest set with this many of the lightest sets, one by one. Next, it compares the
-# heaviest set with all other sets at once, which considers every pair of items. If there are more than `_MOST_PAIRS`
-# pairs, it also compares the other sets one by one.
+# The refinement first looks for an exchange between the heaviest set and each of this many lightest sets, one by one.
+# It then considers all pairs of items from the heaviest set and the remaining sets at once. If there are more than
+# `_MOST_PAIRS` pairs, it also goes through the remaining sets one by one.
 _LIGHTEST_FIRST = 32
 _MOST_PAIRS = 1_000_000
-# The refinement stops when the heaviest set exceeds the lower bound by less than this fraction. Removing the last few
-# of a million tokens would take most of the time.
+# The refinement stops when the heaviest set exceeds the lower bound by less than this fraction. Otherwise, most of the
+# time would be spent on the last few of a million tokens.
 _TOLERANCE = 1e-5
 
 
@@ -45,9 +47,9 @@ _TOLERANCE = 1e-5
 class AttentionCost:
     """Cost of a sequence with L tokens: `linear * L + quadratic * L**2`.
 
-    The linear part models matrix products, which cost the same for every token. The quadratic part models each token's
-    attention to earlier tokens. The default ratio is common in balancing code, for a hidden size of 4,096; both parts
-    are equal at 24,576 tokens.
+    The linear term models matrix products, whose cost per token is constant. The quadratic term models the attention of
+    each token to earlier tokens. The default ratio is common in balancing code for a hidden size of 4,096. With this
+    ratio, both terms are equal at 24,576 tokens.
 
     Attributes:
         linear: cost per token.
@@ -65,7 +67,7 @@ class AttentionCost:
             )
 
     def __call__(self, lengths: Int64s) -> NDArray[np.float64]:
-        """Return the cost of each sequence, given the lengths. Both arrays have the shape `(n,)`."""
+        """Return the cost of each sequence, of shape `(n,)`, given the sequence lengths."""
         exact = lengths.astype(np.float64)
         return np.asarray(exact * (self.linear + self.quadratic * exact), np.float64)
 
@@ -74,19 +76,19 @@ _ATTENTION: Final = AttentionCost()
 
 
 def get_costs(lengths: Int64s, cost: Cost | None = None) -> Int64s:
-    """Return the costs of samples as integers, computed from the samples' lengths.
+    """Return the cost of each sample as an integer, computed from the sample's length.
 
     Args:
         lengths: token counts, of shape `(n,)`.
-        cost: "tokens", "attention" (`AttentionCost` with its defaults), or a function that returns an array of costs
-            for an array of lengths. Costs need not be integers. None: tokens.
+        cost: "tokens", "attention" (`AttentionCost` with default values), or a function that maps an array of lengths
+            to an array of costs. The costs may be integers or floats. None: tokens.
 
     Returns:
-        Costs, of shape `(n,)`. Non-integer costs are scaled such that the maximum is 2**40, and rounded.
+        Costs, of shape `(n,)`. Floating-point costs are scaled such that the maximum is 2**40, and then rounded.
 
     Raises:
-        ValueError: the name is unknown, or the function returns an array of the wrong shape, or values that are not
-            numbers, are negative, not finite, or too large for an exact sum.
+        ValueError: the name is unknown, or the function returns an array of the wrong shape or with invalid values.
+            Values must be finite, non-negative numbers that are small enough for an exact sum.
     """
     if isinstance(cost, str):
         check_cost_name(cost)
@@ -121,7 +123,7 @@ def check_cost_name(cost: str) -> None:
 
 
 def check_lengths(seqlen_list: Lengths) -> NDArray[np.int64]:
-    """Validate lengths and return them as an int64 array of shape `(n,)`.
+    """Validate lengths and convert them to an int64 array of shape `(n,)`.
 
     Raises:
         ValueError: the lengths are not one-dimensional, not integers, negative, or too large for an exact sum.
@@ -150,7 +152,7 @@ def check_lengths(seqlen_list: Lengths) -> NDArray[np.int64]:
 
 
 def check_count(name: str, value: int) -> int:
-    """Validate a count, such as a number of ranks or tokens, and return it as an int.
+    """Validate a count, such as a number of ranks or tokens, and convert it to an int.
 
     Raises:
         ValueError: `value` is not an integer or is below 1.
@@ -168,16 +170,17 @@ def _first_non_integer(lengths: NDArray[np.generic]) -> str:
 
 
 def karmarkar_karp(seqlen_list: Lengths, k_partitions: int, equal_size: bool) -> list[list[int]]:
-    """Split items into partitions of nearly equal total length, using largest differencing.
+    """Split items into partitions of nearly equal total length, by largest differencing.
 
     Args:
         seqlen_list: length of each item, of shape `(n,)`.
         k_partitions: number of partitions.
-        equal_size: whether every partition must have `n / k_partitions` items; otherwise, each has at least one item.
+        equal_size: whether every partition must have exactly `n / k_partitions` items. If False, every partition has at
+            least one item.
 
     Returns:
-        Each partition's item positions, in ascending order; the heaviest partition comes first. Each item is in exactly
-        one partition. Equal arguments always yield equal results.
+        The item positions in each partition, in ascending order. The heaviest partition comes first. Each item is in
+        exactly one partition. Equal arguments always yield equal results.
 
     Raises:
         ValueError: `seqlen_list` is not a one-dimensional sequence of non-negative integers, there are fewer items than
@@ -191,10 +194,11 @@ def karmarkar_karp(seqlen_list: Lengths, k_partitions: int, equal_size: bool) ->
 def get_seqlen_balanced_partitions(
     seqlen_list: Lengths, k_partitions: int, equal_size: bool, *, cost: Cost | None = None
 ) -> list[list[int]]:
-    """Split items into partitions of nearly equal total cost: `karmarkar_karp`, refined by moves and swaps.
+    """Split items into partitions of nearly equal total cost, by `karmarkar_karp` followed by moves and swaps.
 
-    Arguments, result and errors are as for `karmarkar_karp`, except that partitions are sorted by their sums before
-    the refinement. `cost` is the quantity to balance (see `get_costs`); None balances lengths.
+    See `karmarkar_karp` for the arguments, result and errors. Partitions are sorted by their sums before the
+    refinement, so the first partition of the result need not be the heaviest. `cost` is the quantity to balance, see
+    `get_costs`. None: lengths.
     """
     lengths, k = _check(seqlen_list, k_partitions, equal_size)
     costs = get_costs(lengths, cost)
@@ -202,9 +206,9 @@ def get_seqlen_balanced_partitions(
 
 
 def get_even_partitions(seqlen_list: Lengths, k_partitions: int) -> list[list[int]]:
-    """Split items into partitions of nearly equal total length; the numbers of items differ by at most one.
+    """Split items into partitions of nearly equal total length, with nearly equal numbers of items.
 
-    Accepts any number of items, even fewer than partitions.
+    The number of items per partition differs by at most one. There may be fewer items than partitions.
 
     Raises:
         ValueError: as for `karmarkar_karp`, except that any number of items is valid.
@@ -215,7 +219,7 @@ def get_even_partitions(seqlen_list: Lengths, k_partitions: int) -> list[list[in
 def get_free_partitions(seqlen_list: Lengths, k_partitions: int) -> list[list[int]]:
     """Split items into partitions of nearly equal total length, with any number of items per partition.
 
-    Accepts any number of items, even fewer than partitions; partitions may be empty.
+    There may be fewer items than partitions. Partitions may be empty.
 
     Raises:
         ValueError: as for `karmarkar_karp`, except that any number of items is valid.
@@ -224,7 +228,7 @@ def get_free_partitions(seqlen_list: Lengths, k_partitions: int) -> list[list[in
 
 
 def _padded_partitions(seqlen_list: Lengths, k_partitions: int, *, equal_size: bool) -> list[list[int]]:
-    """Partition the items, padded with items of length 0 to a valid number of items; return them without the padding.
+    """Pad the items with items of length 0 to a valid number of items, partition them, and remove the padding.
 
     With `equal_size`, each partition contains at most one padding item.
     """
@@ -271,18 +275,18 @@ def _partition(lengths: Int64s, k: int, equal_size: bool) -> list[Int64s]:
 
 
 class _Partial(NamedTuple):
-    """A partial solution: its column sums in ascending order, and each column's id; missing columns are empty."""
+    """The sums and ids of the columns in a partial solution, in ascending order of the sums, without empty columns."""
 
     sums: Int64s
     ids: Int64s
 
 
 class _Differencing:
-    """One run of the differencing algorithm.
+    """A run of the differencing algorithm.
 
     Merged partial solutions are stored in a heap. A single item is a partial solution with one column, whose spread is
-    the item's length. Single items are stored separately in a descending array, so several of them can be merged at
-    once. Without `equal_size`, most merges combine single items.
+    the item's length. Single items are stored separately, in an array in descending order, so several items can be
+    merged at once. Without `equal_size`, most merges combine single items.
     """
 
     def __init__(self, lengths: Int64s, k: int) -> None:
@@ -296,14 +300,14 @@ class _Differencing:
         self._next = 0
 
     def seed_full_rows(self) -> None:
-        """Create a partial solution from every k consecutive items, which adds one item to every partition."""
+        """Create a partial solution from every k consecutive items, which adds one item to each partition."""
         rows = zip(self._single_lengths.reshape(-1, self._k), self._single_ids.reshape(-1, self._k), strict=True)
         for sums, ids in rows:
             self._push(_Partial(sums[::-1], ids[::-1]))
         self._next = self._single_ids.size
 
     def run(self) -> _Partial:
-        """Repeatedly merge the two partial solutions with the widest spreads; return the last one left."""
+        """Repeatedly merge the two partial solutions with the widest spreads, and return the final solution."""
         while True:
             top = self._pop()
             singles = self._singles_ahead()
@@ -328,22 +332,22 @@ class _Differencing:
         return heapq.heappop(self._heap)[2]
 
     def _singles_ahead(self) -> int:
-        """Return the number of single items whose spread is at least that of every partial solution in the heap."""
+        """Return the number of single items whose spread is at least as wide as every spread in the heap."""
         end = self._negated.size if not self._heap else self._negated.searchsorted(self._heap[0][0], side="right")
         return max(int(end) - self._next, 0)
 
     def _fill(self, partial: _Partial, count: int) -> _Partial:
-        """Merge the next `count` single items into empty columns; the result keeps the widest spread."""
+        """Merge the next `count` single items into empty columns. The result still has the widest spread."""
         taken = slice(self._next, self._next + count)
         self._next += count
         sums = np.concatenate([partial.sums, self._single_lengths[taken]])
         return _ordered(sums, np.concatenate([partial.ids, self._single_ids[taken]]))
 
     def _absorb(self, partial: _Partial) -> _Partial:
-        """Merge single items into the lightest column while the item and `partial` have the widest spreads."""
+        """Merge single items into the lightest column while the next item and `partial` have the widest spreads."""
         columns = list(
             zip(partial.sums.tolist(), partial.ids.tolist(), strict=True)
-        )  # sorted in ascending order, so already a heap
+        )  # ascending order, therefore already a heap
         heaviest, widest_in_heap = columns[-1][0], -self._heap[0][0] if self._heap else 0
         lengths, ids = self._single_lengths, self._single_ids
         while self._next < ids.size:
@@ -358,7 +362,10 @@ class _Differencing:
         return _ordered(np.array([total for total, _ in columns]), np.array([column for _, column in columns]))
 
     def _merge(self, first: _Partial, second: _Partial) -> _Partial:
-        """Merge the heaviest columns with the lightest; merging with an empty column leaves a column unchanged."""
+        """Merge the heaviest columns of each partial solution with the lightest columns of the other.
+
+        Merging a column with an empty column leaves the column unchanged.
+        """
         shared = max(first.sums.size + second.sums.size - self._k, 0)
         self.parent[second.ids[:shared]] = first.ids[:shared][::-1]
         sums = np.concatenate(
@@ -375,15 +382,16 @@ def _ordered(sums: Int64s, ids: Int64s) -> _Partial:
 def refine_partitions(lengths: Int64s, partitions: list[Int64s], *, equal_size: bool) -> list[Int64s]:
     """Exchange items until the heaviest set cannot be made lighter, or is within 0.001 % of the lower bound.
 
-    The lower bound is max(mean, longest item). With `equal_size`, the longest item must share its set with others, so
-    the lengths of the shortest items are added to its length. An exchange swaps an item in the heaviest set for a
-    shorter item in another set or, without `equal_size`, moves it to that set. An exchange is made only if both sets
-    end up below the old maximum, so the maximum never increases. The number of exchanges is limited to four per set.
+    The lower bound is the maximum of the mean sum and the longest item. With `equal_size`, the longest item must share
+    its set with other items, so the lengths of the shortest items are added to its length. An exchange swaps an item in
+    the heaviest set for a shorter item in another set. Without `equal_size`, an exchange may also move an item to
+    another set. An exchange is made only if both sets end up below the previous maximum, so the maximum never
+    increases. The number of exchanges is limited to four per set.
 
     Args:
-        lengths: length of each item, `(n,)`.
-        partitions: each set's item positions; a set may be empty.
-        equal_size: whether each set must keep its number of items.
+        lengths: length of each item, of shape `(n,)`.
+        partitions: item positions in each set. A set may be empty.
+        equal_size: whether the number of items in each set must not change.
 
     Returns:
         The resulting sets, in the given order.
@@ -396,7 +404,7 @@ def refine_partitions(lengths: Int64s, partitions: list[Int64s], *, equal_size: 
 
 
 class _Sets:
-    """Sets of items and their sums; `values[s]` contains the lengths of `items[s]`."""
+    """Sets of items with their sums. `values[s]` contains the lengths of `items[s]`."""
 
     def __init__(self, lengths: Int64s, partitions: list[Int64s], *, keep_sizes: bool) -> None:
         self.items = [part.copy() for part in partitions]
@@ -410,7 +418,7 @@ class _Sets:
         self._good_enough = lower_bound + int(lower_bound * _TOLERANCE)
 
     def relieve_heaviest(self) -> bool:
-        """Make the best exchange for the heaviest set; return False if no exchange helps."""
+        """Make the best exchange for the heaviest set. Return False if no exchange helps."""
         heaviest = int(np.argmax(self._sums))
         if self._sums[heaviest] <= self._good_enough:
             return False
@@ -425,16 +433,16 @@ class _Sets:
         return True
 
     def _offered(self, heaviest: int, other: int) -> Int64s:
-        """Return the lengths of the items that the other set can offer in return.
+        """Return the lengths of the items that another set can offer to the heaviest set.
 
-        If sets may change their sizes, a final 0 represents a move without an item in return.
+        If the sizes of the sets may change, a final 0 is appended. It represents a move without an item in return.
         """
         if self._keep_sizes or self.items[heaviest].size < 2:
             return self._values[other]
         return np.append(self._values[other], np.int64(0))
 
     def _first_exchange(self, heaviest: int, others: Int64s) -> tuple[int, int, int] | None:
-        """Return the best exchange with the first set in `others` that allows one, or None."""
+        """Return the best exchange with the first set in `others` for which an exchange helps, or None."""
         given = self._values[heaviest]
         for other in others.tolist():
             offered = self._offered(heaviest, other)
@@ -452,7 +460,7 @@ class _Sets:
         return None
 
     def _any_exchange(self, heaviest: int, others: Int64s) -> tuple[int, int, int] | None:
-        """Return the exchange with one of `others` that minimizes the larger of the resulting sums, or None."""
+        """Return the exchange with any set in `others` that minimizes the larger of the two resulting sums, or None."""
         given = self._values[heaviest]
         offered = [self._offered(heaviest, other) for other in others.tolist()]
         owners = np.repeat(others, [values.size for values in offered]) if offered else others
@@ -471,7 +479,7 @@ class _Sets:
     def _make(self, heaviest: int, other: int, given: int, returned: int) -> None:
         """Exchange item `given` of the heaviest set for item `returned` of the other set.
 
-        If `returned` is beyond the last position in the other set, the item is moved and nothing is returned.
+        If `returned` is past the last position in the other set, only move item `given`.
         """
         is_swap = returned < self.items[other].size
         moved = int(self._values[heaviest][given])

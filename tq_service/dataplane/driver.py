@@ -1,13 +1,13 @@
-"""Puts to and gets from a storage service over gRPC; each call uses the transport best suited to its size.
+"""Puts to and gets from a storage service over gRPC, using the transport that best suits the size of each call.
 
-- Inline, for up to `INLINE_BYTES`: a single message.
-- Shared memory, if the service is on the same host: a streaming call whose bytes are placed in shared memory. File
-  descriptors are sent over a Unix socket. Gets that are answered inline also use shared memory.
-- Bulk, for `BULK_BYTES` or more: a streaming call whose bytes are sent over separate connections.
-- Stream, if no other transport is available: a header followed by frames.
+- Inline, for up to `INLINE_BYTES`: the call consists of a single message.
+- Shared memory, if the service is on the same host: the bytes of a streaming call are placed in shared memory. File
+  descriptors are sent over a Unix socket. Gets with an inline response also use shared memory.
+- Bulk, for `BULK_BYTES` or more: the bytes of a streaming call are sent over separate connections.
+- Stream, if no other transport is available: the call sends a header, followed by frames.
 
 The asyncio and synchronous drivers share the steps of each operation. As in psycopg, the steps are generators that
-yield the calls to make, and `async_run` or `run` makes these calls. Code that differs exists in an asyncio and a
+yield the calls to make. `async_run` or `run` makes these calls. Code that differs exists in an asyncio and a
 synchronous version.
 """
 
@@ -65,20 +65,20 @@ from tq_service.wire.mapping import Mapping
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[Callable[[], Any], Any, T]
-"""Generator that yields the calls to make, receives each call's result, and returns the overall result."""
+"""A generator that yields the calls to make, receives the result of each call, and returns the overall result."""
 
 _SERVICE: Final = "/tq_service.v1.StorageService/"
 _LOST_STATUS: Final = "Internal error from Core"
 _ASK_SECONDS: Final = 5.0
-_INLINE_TAG_BYTES: Final = 8  # size added when a GetRequest is wrapped in a GetInlineRequest
+_INLINE_TAG_BYTES: Final = 8  # size added by wrapping a GetRequest in a GetInlineRequest
 
 SHARED_FROM_BYTES: Final = 1 << 20
-"""Minimum size in bytes of a put over shared memory; smaller puts are as fast over the network."""
+"""Minimum size in bytes of a put over shared memory. The network is just as fast for smaller puts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """A time limit that applies anew to each call."""
+    """A time limit that applies to each call separately."""
 
     seconds: float
 
@@ -89,12 +89,12 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """An allocated put, which the client must fill before committing the put.
+    """An allocated put. The client must fill its memory and then commit the put.
 
     Attributes:
-        put: the storage service's answer.
+        put: response of the storage service.
         mapping: memory for the put's bytes, with the columns laid out by `place_columns`.
-        lease: lease on the memory; the client may use the memory while this object exists.
+        lease: lease on the memory. The client may use the memory as long as this object exists.
     """
 
     put: PutResponse
@@ -103,44 +103,46 @@ class Allocated:
 
 
 class AsyncDriver(Protocol):
-    """Interface for putting bytes into a storage service and getting bytes from it."""
+    """Interface for storing bytes in a storage service and reading them."""
 
     async def put(self, header: PutHeader, columns: Sequence[Column], deadline: Deadline) -> PutResponse:
-        """Store a put, which must be committed afterwards. Calls with the same put_id in the header are idempotent.
+        """Store a put. The caller must commit the put afterwards.
+
+        Calls with the same put_id are idempotent.
 
         Args:
             header: header that describes the columns.
             columns: columns including their bytes.
-            deadline: deadline for the call, including the wait for capacity.
+            deadline: deadline for the call, including the time spent waiting for capacity.
 
         Raises:
             InvalidArgumentError: the header does not match the columns.
             QuotaExceededError: the service lacks capacity.
-            UnavailableError: the service is unreachable, or the call was interrupted; the put can be retried.
+            UnavailableError: the service is unreachable, or the call was interrupted. The put can be retried.
         """
         ...
 
     async def get(
         self, request: GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None = None
     ) -> list[Received]:
-        """Return the requested columns in request order; the caller owns the memory that contains their bytes.
+        """Return the requested columns in the requested order. The caller owns the memory that contains the bytes.
 
         Args:
             request: request that lists the cells to get.
             row_count: number of rows requested per column.
             deadline: deadline for the call.
-            size_bytes: total size of all values; None: unknown.
+            size_bytes: total size of all values in bytes. None: unknown.
 
         Raises:
             DataLossError: the puts were stored by another instance of the service and are lost.
-            PutNotFoundError: a put or a cell in a put does not exist.
-            UnavailableError: the service is unreachable, or the call was interrupted; the get can be retried.
+            PutNotFoundError: a put, or a cell in a put, does not exist.
+            UnavailableError: the service is unreachable, or the call was interrupted. The get can be retried.
         """
         ...
 
 
 async def async_run(steps: Steps[T]) -> T:
-    """Await each call that the steps yield, raising errors inside the steps; return the steps' result."""
+    """Await each call that the steps yield, and return the result of the steps. Errors are raised inside the steps."""
     try:
         call = next(steps)
         while True:
@@ -156,7 +158,7 @@ async def async_run(steps: Steps[T]) -> T:
 
 
 def run(steps: Steps[T]) -> T:
-    """Make each call that the steps yield, raising errors inside the steps; return the steps' result."""
+    """Make each call that the steps yield, and return the result of the steps. Errors are raised inside the steps."""
     try:
         call = next(steps)
         while True:
@@ -172,13 +174,13 @@ def run(steps: Steps[T]) -> T:
 
 
 def _call_here(call: Callable[..., T], *arguments: Any) -> T:
-    """Make a call in the current thread, which may block, and return the call's result."""
+    """Make a call in the current thread and return its result. The call may block."""
     return call(*arguments)
 
 
 @dataclass(frozen=True, slots=True)
 class SendAs:
-    """How to send a put's bytes: the transport, and the ticket for bulk connections or the region to fill."""
+    """How to send the bytes of a put: the transport, and the bulk ticket or the region to fill."""
 
     way: str
     ticket: BulkTicket | None = None
@@ -186,7 +188,7 @@ class SendAs:
 
 
 def _send_as(metadata: Any) -> SendAs | None:
-    # In older grpcio versions, keys() returns pairs, which dict() would look up; an iterator avoids the lookup.
+    # In older grpcio versions, keys() returns pairs, and dict() would use the pairs as keys. Pass an iterator instead.
     values = dict(iter(metadata))
     if (way := values.get(SEND_AS_KEY)) is None:
         return None
@@ -200,11 +202,11 @@ def _send_as(metadata: Any) -> SendAs | None:
 class AsyncPutCall:
     """A put on an asyncio channel.
 
-    If the service rejects a call during a write, grpc's asyncio API loses the call's status and reports INTERNAL,
-    "Internal error from Core". A put therefore sends its first frame only after the service has granted capacity.
+    If the service rejects a call during a write, grpc's asyncio API loses the status of the call and reports INTERNAL,
+    "Internal error from Core". The first frame is therefore sent only after the service has granted capacity.
 
     Args:
-        call: method of the channel for puts.
+        call: channel method that starts a put.
         timeout: timeout of the call in seconds.
         metadata: metadata of the call, such as the token.
     """
@@ -213,8 +215,8 @@ class AsyncPutCall:
         self._stream = call(timeout=timeout, metadata=metadata)
 
     async def start(self, header: PutHeader) -> SendAs | None:
-        """Send the header and return how to send the bytes, or None if the call has ended; see `answer`."""
-        # If a call ends before it has begun because its channel is closed, grpc never completes the first write.
+        """Send the header and return how to send the bytes. Return None if the call has ended, see `answer`."""
+        # If the channel is closed before a call has begun, the call ends but grpc never completes the first write.
         parts = in_parts(encode_part(header), "put")
         writing = asyncio.ensure_future(self._stream.write(parts[0]))
         self._stream.add_done_callback(lambda _: writing.cancel())
@@ -231,17 +233,17 @@ class AsyncPutCall:
             return None
 
     async def send(self, frames: Iterable[FrameParts]) -> None:
-        """Send frames until all are sent or the call ends; `answer` then returns the result or raises the error."""
+        """Send frames until all frames are sent or the call ends. Call `answer` for the result or the error."""
         with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
             for frame in frames:
                 await self._stream.write(frame)
 
     async def answer(self) -> PutResponse:
-        """Finish sending, and return the service's answer.
+        """Finish sending and return the service's response.
 
         Raises:
             grpc.RpcError: the call failed.
-            UnavailableError: the call ended while frames were being sent, and the cause is unknown; a retry reveals the
+            UnavailableError: the call ended while frames were being sent, and the cause is unknown. A retry reveals the
                 cause.
         """
         try:
@@ -260,7 +262,7 @@ class AsyncPutCall:
 
 
 class PutCall:
-    """A put on a synchronous channel; see `AsyncPutCall`."""
+    """A put on a synchronous channel. See `AsyncPutCall`."""
 
     def __init__(self, call: Any, timeout: float, metadata: Metadata | None) -> None:
         self._call = call
@@ -269,7 +271,7 @@ class PutCall:
         self._stream: Any = None
 
     def start(self, header: PutHeader) -> SendAs | None:
-        """Send the header and return how to send the bytes; do not wait for capacity if only frames can be sent."""
+        """Send the header and return how to send the bytes. Do not wait for capacity if only frames can be used."""
         for part in in_parts(encode_part(header), "put"):
             self._messages.put(part)
         if not header.shared_memory_session and not header.takes_bulk:
@@ -283,13 +285,13 @@ class PutCall:
             self._messages.put(frame)
 
     def answer(self) -> PutResponse:
-        """Finish sending, and return the service's answer.
+        """Finish sending and return the service's response.
 
         Raises:
             grpc.RpcError: the call failed.
         """
         self._messages.put(None)
-        # Without a stream, send everything now; the call is faster if this thread handles the call's events itself.
+        # If no stream was opened, send everything now. The call is faster if this thread handles its events.
         at_once = self._stream is None
         answer: PutResponse = (
             self._call(iter(self._messages.get, None), **self._options) if at_once else self._stream.result()
@@ -308,14 +310,14 @@ def _chunks_of(columns: Sequence[Column]) -> Iterator[memoryview]:
 
 
 class _GrpcSteps:
-    """The steps of puts and gets on one channel; `storage` is the stub for unary calls to the storage service.
+    """The steps of puts and gets on a channel. `storage` is the stub for unary calls to the storage service.
 
     Args:
         channel: channel to the storage service.
         metadata: function that returns the call metadata with the token.
         errors: context manager that converts exceptions raised by calls to TqError.
-        link: link for sharing memory with a service on this host; None: bytes are sent over the network.
-        bulk: link to the service's bulk port; None: all bytes are sent over the channel.
+        link: link for sharing memory with a service on this host. None: bytes are sent over the network.
+        bulk: link to the service's bulk port. None: all bytes are sent over the channel.
     """
 
     # Set by subclasses: the class for put calls, the wrapper for blocking calls, and iter and next for streams.
@@ -346,7 +348,7 @@ class _GrpcSteps:
         self._sizes = AnswerSizes()
 
     def close(self) -> None:
-        """End the session and close the bulk connections; no new session or connection is opened."""
+        """End the session and close the bulk connections. No new session or connection will be opened."""
         self._link.close()
         self._bulk.close()
 
@@ -372,7 +374,7 @@ class _GrpcSteps:
             call = self._put_call(self._put, deadline.remaining(), self._metadata())
             try:
                 send_as = yield partial(call.start, header)
-                if send_as is None:  # the service rejected the put or has already stored it
+                if send_as is None:  # the service has rejected the put or has already stored it
                     pass
                 elif send_as.region is not None and session is not None:
                     yield partial(self._in_thread, session.fill, send_as.region, columns)
@@ -400,7 +402,7 @@ class _GrpcSteps:
             if request.ByteSize() >= PART_BYTES:
                 return None
             answer = yield self._unary(self.storage.PutInline, request, deadline.remaining())
-            if not answer.HasField("region"):  # this call is a retry, because an earlier answer was lost
+            if not answer.HasField("region"):  # this call is a retry of a call whose response was lost
                 return None
             mapping, lease = yield partial(self._in_thread, session.allocate, answer.region)
         return Allocated(answer.put, mapping, lease)
@@ -431,7 +433,7 @@ class _GrpcSteps:
             answer = None
             if size_bytes <= INLINE_BYTES and request.ByteSize() < PART_BYTES - _INLINE_TAG_BYTES:
                 answer = yield self._unary(self.storage.GetInline, GetInlineRequest(get=request), deadline.remaining())
-            if answer is None or not answer.HasField("header"):  # the answer does not fit in one message
+            if answer is None or not answer.HasField("header"):  # the values do not fit in one message
                 yield from self._get_stream(request, reader, session, deadline)
             else:
                 yield from self._take(answer.header, reader, session, deadline)
@@ -465,7 +467,7 @@ class _GrpcSteps:
             yield partial(self._in_thread, reader.receive_bulk, self._bulk, deadline)
 
     def _find_ways(self, deadline: Deadline, *, is_large: bool = False) -> Steps[None]:
-        """If due, ask the storage service for its socket and, before large transfers, for its bulk port.
+        """Ask the storage service for its socket and, before large transfers, for its bulk port, if the query is due.
 
         If the service is on this host, a session is opened. The bulk port is probed in a background thread.
         """
@@ -474,15 +476,15 @@ class _GrpcSteps:
         try:
             with self._errors(deadline):
                 stat = yield self._unary(self.storage.Stat, StatRequest(), min(deadline.remaining(), _ASK_SECONDS))
-        except TqError:  # the subsequent put or get will report the problem
+        except TqError:  # the subsequent put or get reports the problem
             self._link.postpone()
             self._bulk.postpone()
             return
         if self._bulk.is_due():
             self._bulk.probe(stat)
         if self._link.is_due():
-            # Opening a session waits at most twice, once for other threads and once for the service. Half of the
-            # remaining time is thus left for the call.
+            # Opening a session may wait twice: for other threads, and for the service. At least half of the remaining
+            # time is left for the call.
             yield partial(self._in_thread, self._link.open, stat, deadline.remaining() / 4)
 
     def _unary(self, method: Any, request: Any, timeout: float) -> Callable[[], Any]:
@@ -498,13 +500,13 @@ class AsyncGrpcDriver(_GrpcSteps):
     _next = staticmethod(anext)
 
     async def put(self, header: PutHeader, columns: Sequence[SourceColumn], deadline: Deadline) -> PutResponse:
-        """Store a put; see `AsyncDriver`."""
+        """Store a put. See `AsyncDriver`."""
         return await async_run(self._putting(header, columns, deadline))
 
     async def allocate(self, header: PutHeader, deadline: Deadline) -> Allocated | None:
-        """Reserve service memory, to be filled before the put is committed; return None if memory cannot be shared.
+        """Reserve service memory for the client to fill before the commit. Return None if memory cannot be shared.
 
-        Raises: the errors of `put`.
+        Raises the same errors as `put`.
         """
         return await async_run(self._allocating(header, deadline))
 
@@ -518,12 +520,15 @@ class AsyncGrpcDriver(_GrpcSteps):
         *,
         rows: RowPlacement | None = None,
     ) -> list[Received]:
-        """Return the requested columns, in memory provided by `placement` and `rows` if given; see `AsyncDriver`."""
+        """Return the requested columns. See `AsyncDriver`.
+
+        If given, `placement` and `rows` provide the memory for the columns.
+        """
         return await async_run(self._getting(request, row_count, deadline, size_bytes, placement, rows=rows))
 
 
 class GrpcDriver(_GrpcSteps):
-    """A synchronous driver for a storage service; see `AsyncDriver`."""
+    """A synchronous driver for a storage service. See `AsyncDriver`."""
 
     _put_call = PutCall
     _in_thread = staticmethod(_call_here)
@@ -531,11 +536,11 @@ class GrpcDriver(_GrpcSteps):
     _next = staticmethod(next)
 
     def put(self, header: PutHeader, columns: Sequence[SourceColumn], deadline: Deadline) -> PutResponse:
-        """Store a put; see `AsyncDriver`."""
+        """Store a put. See `AsyncDriver`."""
         return run(self._putting(header, columns, deadline))
 
     def allocate(self, header: PutHeader, deadline: Deadline) -> Allocated | None:
-        """Reserve service memory for a put; see `AsyncGrpcDriver.allocate`."""
+        """Reserve service memory for a put. See `AsyncGrpcDriver.allocate`."""
         return run(self._allocating(header, deadline))
 
     def get(
@@ -548,5 +553,8 @@ class GrpcDriver(_GrpcSteps):
         *,
         rows: RowPlacement | None = None,
     ) -> list[Received]:
-        """Return the requested columns, in memory provided by `placement` and `rows` if given; see `AsyncDriver`."""
+        """Return the requested columns. See `AsyncDriver`.
+
+        If given, `placement` and `rows` provide the memory for the columns.
+        """
         return run(self._getting(request, row_count, deadline, size_bytes, placement, rows=rows))

@@ -1,4 +1,4 @@
-"""Receives the answer to a get from frames or shared memory into memory that the caller's tensors will share.
+"""Receives the response to a get, in frames or shared memory, into memory that the caller's tensors will share.
 
 Columns in shared memory are used in place if they are contiguous and large enough to justify blocking the memory:
 
@@ -29,58 +29,60 @@ if TYPE_CHECKING:
 
 
 class Deadline(Protocol):
-    """A call's deadline."""
+    """The deadline of a call."""
 
     def remaining(self) -> float:
-        """Return the remaining seconds, or 0 after the deadline."""
+        """Return the number of seconds until the deadline, or 0 if the deadline has passed."""
         ...
 
 
 Received: TypeAlias = tuple[ColumnShape, Bytes]
-"""A received column: its header and its bytes."""
+"""A received column, as its header and its bytes."""
 
 
 class Placement(Protocol):
-    """Provides destinations for a get's columns in place of newly allocated memory."""
+    """Provides the memory for the columns of a get, instead of newly allocated memory."""
 
     def device_of(self, column: ColumnShape) -> Device | None:
         """Return the device to which a column will be copied after the get, or None."""
         ...
 
     def place(self, columns: Sequence[ColumnShape]) -> Sequence[Bytes]:
-        """Return host memory for each column's values."""
+        """Return host memory for the values of each column."""
         ...
 
 
 class RowPlacement(Protocol):
-    """Provides non-contiguous destinations for a get's rows."""
+    """Provides non-contiguous memory for the rows of a get."""
 
     def place(self, column: ColumnShape) -> ScatteredRows | None:
-        """Return memory for a column's rows, or None to place the rows contiguously."""
+        """Return memory for the rows of a column, or None to place the rows contiguously."""
         ...
 
 
-# An array blocks its region for other puts, so it is created in place only if it uses enough of the region.
+# While an array exists, other puts cannot use its region. An array is therefore created in place only if it uses a
+# sufficient part of the region.
 _LEAST_SHARE_IN_PLACE: Final = 1 / 64
 _MOST_REMEMBERED: Final = 1024
 
 
 class AnswerSizes:
-    """Predicts an answer's bytes per row from the last answer with the same fields, since a task's batches are similar.
+    """A predictor of response sizes, based on the number of bytes per row in the last response with the same fields.
 
-    Only the storage service can determine the sizes of ragged rows and which rows are in shared memory. The first
-    answer for a set of fields is assumed to be small. If it is large, the get costs an additional round trip.
+    The batches of a task are usually similar. Only the storage service can determine the sizes of ragged rows, and
+    which rows are in shared memory. The first response for a set of fields is assumed to be small. If it is large, the
+    get needs an additional round trip.
     """
 
     def __init__(self) -> None:
         self._row_bytes: dict[tuple[str, ...], float] = {}
 
     def expected_bytes(self, request: GetRequest, row_count: int) -> int:
-        """Return the predicted size of the answer's values in bytes."""
+        """Return the predicted size in bytes of the values in the response."""
         return int(self._row_bytes.get(_fields(request), 0.0) * row_count)
 
     def note(self, request: GetRequest, row_count: int, sent_bytes: int) -> None:
-        """Record how many value bytes an answer contained."""
+        """Record the number of value bytes in a response."""
         if len(self._row_bytes) >= _MOST_REMEMBERED:
             self._row_bytes.clear()
         self._row_bytes[_fields(request)] = sent_bytes / max(row_count, 1)
@@ -92,19 +94,19 @@ def _fields(request: GetRequest) -> tuple[str, ...]:
 
 
 class AnswerReader:
-    """Reads the messages that answer a get, which are a header followed by frames.
+    """A reader for the messages in the response to a get, which consists of a header followed by frames.
 
     Args:
         row_count: number of rows requested.
-        placement: destinations for the columns; None: new memory, or shared memory in place.
-        rows: destinations for rows that are received or copied; None: all rows are placed contiguously.
+        placement: provider of memory for columns. None: new memory, or shared memory in place.
+        rows: provider of memory for rows that are received or copied. None: all rows are placed contiguously.
 
     Attributes:
-        offer: offer of columns in shared memory, or None. `receive_shared` must take the offer before the get can
+        offer: offer of columns in shared memory, or None. The caller must call `receive_shared` before the get can
             finish.
-        ticket: bulk ticket for the columns that are not in shared memory, which `receive_bulk` must receive before the
-            get can finish; None if these columns arrive in frames.
-        sent_bytes: total bytes of the values sent, excluding values in shared memory.
+        ticket: bulk ticket for the columns that are not in shared memory. The caller must call `receive_bulk` before
+            the get can finish. None if these columns arrive in frames.
+        sent_bytes: total size in bytes of the values sent, excluding values in shared memory.
 
     All methods raise InternalError if the storage service violates the protocol.
     """
@@ -126,7 +128,7 @@ class AnswerReader:
         return self._placement is not None and self._receiver is None
 
     def take(self, part: GetHeader | memoryview | Garbled) -> None:
-        """Process the next message in the answer."""
+        """Process the next message of the response."""
         if isinstance(part, Garbled):
             raise InternalError(f"a storage service sent a message that could not be read: {part.reason}")
         with _agreement():
@@ -154,7 +156,7 @@ class AnswerReader:
             )
 
     def receive_bulk(self, link: BulkLink, deadline: Deadline) -> None:
-        """Receive the columns covered by the bulk ticket.
+        """Receive the columns to which the bulk ticket refers.
 
         Raises:
             UnavailableError: some bytes did not arrive.
@@ -219,7 +221,7 @@ class AnswerReader:
             (self._shared[column.column_index],) = receiver.finish()
 
     def _places(self, columns: Sequence[ColumnShape]) -> Sequence[Bytes | ScatteredRows]:
-        """Return memory for each column's values."""
+        """Return memory for the values of each column."""
         scattered = [None if self._rows is None else self._rows.place(column) for column in columns]
         others = [column for column, found in zip(columns, scattered, strict=True) if found is None]
         if self._placement is None:
@@ -246,7 +248,7 @@ class AnswerReader:
         return None if pin is None else mapping.array(start, size, (lease, pin))
 
     def _check_offer(self, offer: SharedColumns) -> list[Pages]:
-        """Validate the offered columns' slices, and return the range of used pages in each memory block."""
+        """Validate the slices of the offered columns, and return the range of used pages in each memory block."""
         ranges: dict[int, Pages] = {}
         for column in offer.columns:
             numbers, starts, sizes = column.memory_indexes, column.starts, column.sizes
@@ -274,7 +276,7 @@ class AnswerReader:
         return [ranges[number] for number in range(len(ranges))]
 
     def finish(self) -> list[Received]:
-        """Return the columns and their bytes in request order."""
+        """Return the columns and their bytes, in the requested order."""
         with _agreement():
             sent = iter(self._started().finish())
         return [

@@ -1,4 +1,4 @@
-"""Samplers decide which ready samples form a batch and how the batch is divided among the ranks.
+"""Samplers, which decide which ready samples form a batch and how the batch is divided among the ranks.
 
 To use a sampler, create it with its options and pass it as `sampler=` when claiming. The service runs its `plan`.
 """

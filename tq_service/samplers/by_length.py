@@ -18,28 +18,29 @@ from tq_service.samplers.by_order import GroupSampler, rows_of_ranks, take_group
 from tq_service.state.plan import Groups, Indexes, LengthSource, Pack, Plan, PlanRequest, RankPlan, View
 
 # Batches within these limits take less than a millisecond to plan, so they are planned on the event loop. The limits
-# are on groups to balance, groups to assign within a budget, samples to pack, and optimizer steps over all ranks.
+# apply to the number of groups to balance, groups to assign within a budget, samples to pack, and optimizer steps over
+# all ranks.
 _QUICK_BALANCED_GROUPS = 128
 _QUICK_BUDGET_GROUPS = 32
 _QUICK_PACKED_SAMPLES = 32
 _QUICK_STEPS = 8
-# Maximum number of packs in a plan, over all ranks. Empty packs are included, because they cost as much as full packs.
+# Maximum number of packs in a plan, over all ranks. Empty packs count, because they cost as much as full packs.
 _MOST_PACKS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthSampler(GroupSampler):
-    """A group sampler that uses token counts; samples without a token count are not ready.
+    """A group sampler that uses token counts. A sample is not ready until its token count is known.
 
     Attributes:
-        length_key: custom_meta column with each sample's token count. A sample without a value is not ready, unless
-            `length_field` is also set. null: the column `total_lengths`, for samples that have a value in it.
-        length_field: field whose row length is the token count of samples without a value in the column. null: unless
-            `length_key` is set, the length of the longest one-dimensional row in `data_fields`, ignoring fields
-            declared dense.
-        align: number to whose multiples token counts are rounded up, to match the padding of `PackOptions(align=)`.
-        cost: quantity to balance over the ranks: "tokens", or "attention", which is 24576 L + L**2 for a sample of L
-            tokens.
+        length_key: custom_meta column that contains each sample's token count. A sample without a value in the column
+            is not ready, unless `length_field` is also set. null: the column `total_lengths`, for samples that have a
+            value in the column.
+        length_field: field whose row length is the token count of samples without a value in the column. null: the
+            length of the longest one-dimensional row in `data_fields`, ignoring fields declared as dense. With null, a
+            sample must have a value in the column if `length_key` is set.
+        align: number to a multiple of which token counts are rounded up, to match the padding of `PackOptions(align=)`.
+        cost: quantity to balance over the ranks: "tokens", or "attention", which is 24576 L + L**2 for L tokens.
     """
 
     length_key: str | None = None
@@ -56,7 +57,7 @@ class LengthSampler(GroupSampler):
 
     @property
     def length(self) -> LengthSource:
-        """Source of the token counts."""
+        """Source of the samples' token counts."""
         return LengthSource(key=self.length_key, field=self.length_field)
 
     def read_lengths(self, view: View, rows: Indexes) -> Indexes:
@@ -77,16 +78,16 @@ class LengthSampler(GroupSampler):
         return lengths
 
     def aligned(self, lengths: Indexes) -> Indexes:
-        """Return the given token counts rounded up to multiples of `align`."""
+        """Round token counts up to multiples of `align`."""
         return -(-lengths // self.align) * self.align
 
     def check_aligned(self, name: str, value: int) -> None:
-        """Raise ValueError if the value of an option is not a multiple of `align`."""
+        """Raise ValueError if an option's value is not a multiple of `align`."""
         if value % self.align:
             raise ValueError(f"{name}: got {value} with align {self.align}, expected a multiple of align")
 
     def refuse_micro_batch_size(self, request: PlanRequest, option: str) -> None:
-        """Raise InvalidArgumentError if the request sets micro_batch_size, which would conflict with `option`."""
+        """Raise InvalidArgumentError if the request sets micro_batch_size, which conflicts with `option`."""
         if request.micro_batch_size is not None:
             raise InvalidArgumentError(
                 f"micro_batch_size: got {request.micro_batch_size} for sampler {self.name!r}, which splits "
@@ -97,18 +98,18 @@ class LengthSampler(GroupSampler):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeqlenBalancedSampler(LengthSampler):
-    """Takes complete groups, and distributes them over the ranks such that token totals are balanced.
+    """Takes complete groups and balances token totals over the ranks.
 
-    One batch is taken for all ranks, in the order of the groups' first members. The Karmarkar-Karp algorithm splits the
-    batch by the groups' token totals, and swaps refine the result. The numbers of groups per rank differ by at most
-    one. If groups have equal size, each rank therefore gets `batch_size` samples. Within a rank, groups keep their
-    order.
+    The sampler takes a single batch for all ranks, in the order of the groups' first members. The Karmarkar-Karp
+    algorithm splits the batch by the groups' token totals, and swaps refine the result. The number of groups per rank
+    differs by at most one. If all groups have the same size, each rank gets `batch_size` samples. Groups on a rank keep
+    their order.
     """
 
     name: ClassVar[str] = "seqlen_balanced"
 
     def runs_inline(self, request: PlanRequest) -> bool:
-        """Return whether the batch has only a few groups to balance."""
+        """Return whether the batch has few enough groups to be balanced on the event loop."""
         group_size = self.n_samples_per_prompt if request.batch_unit == "sample" else 1
         return request.total_size <= _QUICK_BALANCED_GROUPS * (group_size or 1)
 
@@ -132,21 +133,23 @@ class SeqlenBalancedSampler(LengthSampler):
 class TokenBudgetSampler(LengthSampler):
     """Fills the token budget of each rank with ready samples, in complete groups.
 
-    Groups are taken in the order of their first members until the next group does not fit. Token totals, or costs, are
-    balanced over the ranks. Balancing costs makes token totals differ, so fewer groups fit. `batch_size` is the maximum
-    number of samples (or groups) per rank. The sampler waits until the next ready group would not fit, `batch_size` is
-    reached, or no more samples can arrive.
+    Groups are taken in the order of their first members until the next group does not fit. The token totals (or costs)
+    of the ranks are balanced. Balanced costs lead to unequal token totals, so fewer groups fit. `batch_size` is the
+    maximum number of samples (or groups) per rank. The sampler waits until the next ready group would not fit,
+    `batch_size` is reached, or no more samples can arrive.
 
     Attributes:
         tokens_per_rank: maximum number of tokens per rank.
-        tokens_per_micro_batch: maximum number of tokens per micro-batch. Each rank's share is split evenly into the
-            same number of micro-batches. null: micro_batch_size determines the micro-batches.
-        packs_multiple_of: number that must divide each rank's number of micro-batches; requires
+        tokens_per_micro_batch: maximum number of tokens per micro-batch. The samples of each rank are split evenly into
+            micro-batches, and all ranks have the same number of micro-batches. null: micro_batch_size determines the
+            micro-batches.
+        packs_multiple_of: number of which each rank's number of micro-batches must be a multiple. Requires
             `tokens_per_micro_batch`.
         overlong: handling of samples that exceed the token limit for a rank or micro-batch, and of groups that exceed
             the limit for a rank. "error" rejects the batch. "truncate" plans only the first `tokens_per_micro_batch`
-            tokens of a sample, and rejects the batch if it still does not fit. "drop" permanently excludes the sample
-            or group: its samples are listed in `RankPlan.dropped`, count as skipped, and count towards `batch_size`.
+            tokens of each sample, and rejects the batch if a group is still too long. "drop" permanently excludes the
+            sample or group. Dropped samples are listed in `RankPlan.dropped`, count as skipped, and count towards
+            `batch_size`.
     """
 
     name: ClassVar[str] = "token_budget"
@@ -181,16 +184,16 @@ class TokenBudgetSampler(LengthSampler):
         _check_pack_count(request, self.packs_multiple_of)
 
     def runs_inline(self, request: PlanRequest) -> bool:
-        """Return whether the batch has only a few groups to assign and is not split by tokens."""
+        """Return whether the batch has only a few groups to assign, and is not split by tokens."""
         return self.tokens_per_micro_batch is None and request.total_size <= _QUICK_BUDGET_GROUPS
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
-        """Return each rank's samples, or None if the budget is not exhausted and more samples may arrive.
+        """Return the samples for each rank, or None if the budget is not exhausted and more samples may arrive.
 
         Raises:
             InvalidArgumentError: a token count is negative, or the first group has more than `batch_size` samples. With
-                `overlong="error"`, also if the group has more than `tokens_per_rank` tokens, or one of its samples has
-                more than `tokens_per_micro_batch` tokens.
+                `overlong="error"`, also if the first group has more than `tokens_per_rank` tokens, or any of its
+                samples has more than `tokens_per_micro_batch` tokens.
         """
         self.check(request)
         is_full = True
@@ -217,20 +220,20 @@ class TokenBudgetSampler(LengthSampler):
             return None
         plan = Plan.of(rows_of_ranks(kept, assignment))
         if self.tokens_per_micro_batch is not None:
-            # The token counts of each rank's samples, in the order of the rank's rows.
+            # Token counts of each rank's samples, in the order of the rank's rows.
             lengths_of_ranks = rows_of_ranks(Groups(rows=true_lengths[~is_dropped], sizes=kept.sizes), assignment)
             plan = self._split(plan, lengths_of_ranks, self.tokens_per_micro_batch)
-        # Overlong samples after the first group that did not fit stay in the partition; a later batch drops them.
+        # Overlong samples after the first group that did not fit stay in the partition. A later batch drops them.
         goes = is_dropped & (group_of < kept_ids[taken_count:].min(initial=len(groups)))
         dropped = _dropped_by_rank(groups, group_of, np.flatnonzero(goes), [kept_ids[part] for part in assignment])
         return Plan(ranks=tuple(replace(part, dropped=rows) for part, rows in zip(plan.ranks, dropped, strict=True)))
 
     def _assign(self, groups: Groups, lengths: Indexes, request: PlanRequest) -> list[Indexes]:
-        """Assign as many of the first groups as fit to the ranks; return each rank's group positions.
+        """Assign the groups to ranks, in order, until no more groups fit. Return the group positions on each rank.
 
-        Tokens, or costs, are balanced. Assigning groups one by one to the least loaded rank yields a lower bound on the
-        number of groups; the total budget of all ranks yields an upper bound. Between these bounds, a binary search
-        finds the largest number of groups that fits after balancing.
+        Tokens (or costs) are balanced. Assigning groups one by one to the least loaded rank yields a lower bound on the
+        number of groups that fit. The total budget of all ranks yields an upper bound. Between these bounds, a binary
+        search finds the largest number of groups that fit after balancing.
 
         Raises:
             InvalidArgumentError: the first group does not fit on any rank.
@@ -267,7 +270,7 @@ class TokenBudgetSampler(LengthSampler):
     def _assign_one_by_one(
         self, costs: Indexes, tokens: Indexes, units: Indexes, request: PlanRequest
     ) -> list[Indexes]:
-        """Assign groups in order, each to the rank with the lowest cost, until a group does not fit on that rank."""
+        """Assign groups in order, each to the rank with the lowest cost. Stop at the first group that does not fit."""
         ranks: list[list[int]] = [[] for _ in range(request.rank_count)]
         loads = [(0, 0, 0, rank) for rank in range(request.rank_count)]
         for position, (cost, size, count) in enumerate(
@@ -281,7 +284,7 @@ class TokenBudgetSampler(LengthSampler):
         return [np.array(part, np.int64) for part in ranks]
 
     def _balance(self, costs: Indexes, tokens: Indexes, units: Indexes, request: PlanRequest) -> list[Indexes] | None:
-        """Balance the first `costs.size` groups over the ranks; return None if a rank would exceed its limits."""
+        """Balance the first `costs.size` groups over the ranks. Return None if a rank would exceed its limits."""
         for split in (get_free_partitions, get_even_partitions):
             parts = [np.array(part, np.int64) for part in split(costs, request.rank_count)]
             if all(
@@ -300,7 +303,7 @@ class TokenBudgetSampler(LengthSampler):
         return dropped
 
     def _oversized(self, groups: Groups, lengths: Indexes, batch_size: int) -> InvalidArgumentError:
-        """Return the error to raise if the first group does not fit on any rank."""
+        """Return the error to raise when the first group does not fit on any rank."""
         size = int(groups.sizes[0])
         total, longest = int(lengths[:size].sum()), int(lengths[:size].max())
         within_tokens = total <= self.tokens_per_rank and longest <= (self.tokens_per_micro_batch or longest)
@@ -325,7 +328,7 @@ class TokenBudgetSampler(LengthSampler):
         )
 
     def _split(self, plan: Plan, lengths_of_ranks: list[Indexes], tokens_per_micro_batch: int) -> Plan:
-        """Return the plan with each rank's samples split into the same number of micro-batches."""
+        """Split each rank's samples into micro-batches, with the same number of micro-batches on every rank."""
         packed = pack_ranks_equally(
             [self.aligned(lengths) for lengths in lengths_of_ranks],
             tokens_per_micro_batch,
@@ -343,7 +346,11 @@ class TokenBudgetSampler(LengthSampler):
 def _dropped_by_rank(
     groups: Groups, group_of: Indexes, dropped: Indexes, groups_of_ranks: list[Indexes]
 ) -> Iterator[Indexes]:
-    """Yield each rank's dropped rows: the rank with the rest of a row's group gets the row, otherwise round-robin."""
+    """Yield the dropped rows of each rank.
+
+    If other members of a row's group are assigned to a rank, the row is reported on that rank. Otherwise, rows are
+    distributed by group, round-robin.
+    """
     rank_of = np.arange(len(groups)) % len(groups_of_ranks)
     for rank, own in enumerate(groups_of_ranks):
         rank_of[own] = rank
@@ -354,24 +361,25 @@ def _dropped_by_rank(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedSampler(LengthSampler):
-    """Packs a batch for all ranks: each rank gets `optimizer_steps` steps with packs of up to `pack_max_length` tokens.
+    """Packs a batch for all ranks, by optimizer step.
 
-    A batch is taken in the order of the groups' first members. Groups are distributed evenly over the ranks, and each
-    rank's samples are distributed over the steps by token count. The samples in each step are then packed into bins. In
-    each step, every rank has the same number of packs (at least one); padding-only packs make up the difference. A
-    group stays on one rank but may be split over steps. With `batch_unit` "group" or "rollout", a rollout also stays in
-    one step. `tq_service.balancing.plan_packs` implements the algorithm.
+    Each rank gets `optimizer_steps` steps, whose packs contain up to `pack_max_length` tokens. A batch is taken in the
+    order of the groups' first members. Groups are distributed evenly over the ranks, and each rank's samples are
+    distributed over the steps by token count. The samples for each step are then packed into bins. In each step, every
+    rank has the same number of packs, at least one. Packs that contain only padding make up the difference. A group is
+    assigned to one rank but may be split over steps. With `batch_unit` "group" or "rollout", each rollout is assigned
+    to a single step. `tq_service.balancing.plan_packs` implements the algorithm.
 
     Attributes:
         optimizer_steps: exact number of optimizer steps per batch.
-        pack_max_length: number of tokens per pack, a multiple of `align`; `Pack.padding_tokens` fills each pack up to
+        pack_max_length: number of tokens per pack, a multiple of `align`. `Pack.padding_tokens` fills each pack up to
             this length.
         overlong: handling of samples with more than `pack_max_length` tokens. "error" rejects the batch. "truncate"
             plans only the first `pack_max_length` tokens, and `Pack.lengths` contains the truncated length. "drop"
             permanently excludes the sample, which is listed in `RankPlan.dropped` and counts as skipped.
-        even_steps: whether to balance token totals over each rank's steps. false: use as few packs as possible; the
-            numbers of packs per step differ by at most one (or `packs_multiple_of`).
-        packs_multiple_of: number that must divide the number of packs in each step.
+        even_steps: whether to balance the token totals of each rank's steps. false: use as few packs as possible. The
+            number of packs per step then differs by at most one, or by at most `packs_multiple_of`.
+        packs_multiple_of: number of which the number of packs in each step must be a multiple.
     """
 
     name: ClassVar[str] = "packed"
@@ -409,7 +417,7 @@ class PackedSampler(LengthSampler):
         return request.total_size * group_size <= _QUICK_PACKED_SAMPLES
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
-        """Return steps and packs for each rank, or None if too few groups are ready.
+        """Return the steps and packs for each rank, or None if too few groups are ready.
 
         Raises:
             InvalidArgumentError: a token count is negative or, with `overlong="error"`, exceeds `pack_max_length`.
@@ -450,7 +458,7 @@ class PackedSampler(LengthSampler):
 
 
 def _as_plan(groups: Groups, group_of: Indexes, lengths: Indexes, packs: PackPlan) -> Plan:
-    """Convert packs of sample indexes into a plan with rows and with the token counts in each pack."""
+    """Convert packs of sample indexes to a plan that contains rows, and the token counts in each pack."""
     samples_of_ranks = [
         np.array(sorted(sample for step in steps for pack in step for sample in pack), np.int64)
         for steps in packs.packs
@@ -480,7 +488,7 @@ def _as_pack(samples: Indexes, pack: list[int], lengths: Indexes, pack_max_lengt
 
 
 def _check_pack_count(request: PlanRequest, packs_multiple_of: int, optimizer_steps: int = 1) -> None:
-    """Raise InvalidArgumentError if the plan would have too many packs over all ranks, including empty packs."""
+    """Raise InvalidArgumentError if a plan may need too many packs over all ranks, including empty packs."""
     pack_count = optimizer_steps * packs_multiple_of * request.rank_count
     if pack_count > _MOST_PACKS:
         option = "packs_multiple_of" if optimizer_steps == 1 else "optimizer_steps"

@@ -19,7 +19,7 @@ from tq_service.state.plan import Groups, Indexes, Plan, PlanRequest, Sampler, V
 
 IncompleteGroups = Literal["skip", "take"]
 
-# The positions of each rank's groups within a `Groups` object, one array per rank.
+# For each rank, the positions of its groups within a `Groups` object.
 Assignment = Sequence[NDArray[np.int64]]
 
 
@@ -27,8 +27,9 @@ Assignment = Sequence[NDArray[np.int64]]
 class SequentialSampler(Sampler):
     """Takes ready samples in index order, or in the order of `order_by`.
 
-    Each rank gets a block of `batch_size` consecutive samples. A short last batch is distributed as evenly as possible
-    over the ranks. With `batch_unit="group"`, blocks consist of complete groups; with "rollout", of complete rollouts.
+    Each rank gets a block of `batch_size` consecutive samples. If the last batch is short, its samples are distributed
+    as evenly as possible over the ranks. With `batch_unit="group"`, blocks consist of complete groups. With
+    `batch_unit="rollout"`, blocks consist of complete rollouts.
     """
 
     name: ClassVar[str] = "sequential"
@@ -53,19 +54,21 @@ class GroupSampler(Sampler):
     """A sampler that takes complete groups, in the order of their first members.
 
     Attributes:
-        n_samples_per_prompt: number of samples in a group whose size was not declared. In a partition without named
-            groups, every block of this many consecutive indexes is a group. null: named groups, or else single samples.
-        incomplete_groups: handling of a group with failed or cleared samples: skip the group, or take its remaining
+        n_samples_per_prompt: number of samples in a group if the group's size was not declared. In a partition without
+            named groups, every block of this many consecutive indexes is a group. null: use the named groups, or single
+            samples if there are no named groups.
+        incomplete_groups: handling of a group with failed or cleared samples: "skip" the group, or "take" its remaining
             samples.
-        blocks: where groups of consecutive indexes may begin. aligned: at multiples of `n_samples_per_prompt`.
-            anywhere: any `n_samples_per_prompt` ready samples with consecutive indexes are a group.
+        blocks: where groups of consecutive indexes may begin. "aligned": at multiples of `n_samples_per_prompt`.
+            "anywhere": any `n_samples_per_prompt` ready samples with consecutive indexes form a group.
     """
 
     n_samples_per_prompt: int | None = None
     incomplete_groups: IncompleteGroups = "skip"
     blocks: Blocks = "aligned"
 
-    # Subclasses call this through the class, since with `slots=True` a bare `super()` refers to the replaced class.
+    # With `slots=True`, a bare `super()` would refer to the replaced class. Subclasses therefore call this method
+    # through the class.
     def __post_init__(self) -> None:
         if self.n_samples_per_prompt is not None:
             check_count("n_samples_per_prompt", self.n_samples_per_prompt)
@@ -84,7 +87,7 @@ class GroupSampler(Sampler):
 
         Raises:
             InvalidArgumentError: `batch_size` is a number of samples that is not a multiple of `n_samples_per_prompt`,
-                or `n_samples_per_prompt` is given with `batch_unit` "rollout".
+                or `n_samples_per_prompt` is set and `batch_unit` is "rollout".
         """
         group_size = self.n_samples_per_prompt
         if request.batch_unit == "rollout" and group_size is not None:
@@ -103,7 +106,7 @@ class GroupSampler(Sampler):
         )
 
     def ready_groups(self, view: View) -> Callable[..., Groups]:
-        """Return `view.ready_groups` bound to the sampler's options; the caller passes the limit and its unit."""
+        """Return `view.ready_groups` with the sampler's options filled in. The caller passes the limit and its unit."""
         return partial(
             view.ready_groups,
             block_size=self.n_samples_per_prompt,
@@ -116,13 +119,13 @@ class GroupSampler(Sampler):
 class GRPOGroupNSampler(GroupSampler):
     """Takes complete groups of `n_samples_per_prompt` samples, in the order of their first members.
 
-    If all groups have equal size, each rank gets consecutive groups and exactly `batch_size` samples. Group sizes
-    differ if groups were closed early, or with `incomplete_groups="take"`. The ranks' shares are then as even as
-    possible without splitting groups.
+    If all groups have the same size, each rank gets consecutive groups with exactly `batch_size` samples. Group sizes
+    may differ if groups were closed early, or with `incomplete_groups="take"`. In this case, samples are distributed as
+    evenly as possible without splitting groups.
 
     Attributes:
-        n_samples_per_prompt: number of samples in a group whose size was not declared. In a partition without named
-            groups, every block of this many consecutive indexes is a group. Required.
+        n_samples_per_prompt: number of samples in a group if the group's size was not declared. In a partition without
+            named groups, every block of this many consecutive indexes is a group. Required.
     """
 
     name: ClassVar[str] = "grpo_group_n"
@@ -152,12 +155,12 @@ class GRPOGroupNSampler(GroupSampler):
 class RankAwareSampler(GroupSampler):
     """Assigns ready samples or complete groups to ranks round-robin, so every rank gets both older and newer samples.
 
-    For each batch_index, all replicas of a rank get the same samples, and no two ranks share a sample. A short last
-    batch is distributed evenly. Only trainer ranks can use this sampler.
+    For each batch_index, all replicas of a rank get the same samples, and no sample is assigned to two ranks. A short
+    last batch is distributed evenly. Only trainer ranks can use this sampler.
 
     Attributes:
-        n_samples_per_prompt: number of samples in a group; groups are not split. null: single samples are assigned, or
-            named groups with batch_unit group.
+        n_samples_per_prompt: number of samples in a group. Groups are not split. null: assign single samples or, with
+            batch_unit "group", named groups.
     """
 
     name: ClassVar[str] = "rank_aware"
@@ -177,7 +180,7 @@ class RankAwareSampler(GroupSampler):
         return True
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
-        """Return each rank's share of the batch, or None if too few samples are ready."""
+        """Return the samples for each rank, or None if too few samples are ready."""
         self.check(request)
         ranks = request.rank_count
         if self.n_samples_per_prompt is None and request.batch_unit == "sample":
@@ -192,11 +195,11 @@ class RankAwareSampler(GroupSampler):
 class ChosenSampler(Sampler):
     """Takes the samples listed in the option `rows`, in that order, once all of them are ready.
 
-    Intended for queue workers that look up samples and then claim some of them. If another worker has claimed one of
-    these samples, the sampler returns no batch.
+    This sampler is intended for queue workers that look up samples and then claim some of them. If another worker has
+    claimed any of these samples, the sampler does not return a batch.
 
     Attributes:
-        rows: distinct global indexes of the samples to claim; `batch_size` must equal the number of indexes.
+        rows: distinct global indexes of the samples to claim. `batch_size` must equal the number of indexes.
     """
 
     name: ClassVar[str] = "chosen"
@@ -210,7 +213,7 @@ class ChosenSampler(Sampler):
             raise ValueError("rows: got a global index twice, expected distinct indexes")
 
     def check(self, request: PlanRequest) -> None:
-        """Raise InvalidArgumentError for trainer ranks, or if `batch_size` differs from the number of rows."""
+        """Raise InvalidArgumentError for trainer ranks or groups, or if `batch_size` is not the number of rows."""
         if request.ranked or request.batch_unit != "sample":
             raise InvalidArgumentError(
                 f"sampler: got {self.name!r} for {'trainer ranks' if request.ranked else 'groups'}; expected a queue "
@@ -225,25 +228,25 @@ class ChosenSampler(Sampler):
             )
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
-        """Return a plan with the listed rows, or None if one of them is not ready."""
+        """Return a plan with the listed rows, or None if any of them is not ready."""
         self.check(request)
         rows = np.array(self.rows, np.int64)
         return Plan.of([rows]) if np.isin(rows, view.ready()).all() else None
 
 
 def take_groups(ready_groups: Callable[..., Groups], request: PlanRequest) -> Groups | None:
-    """Return the next complete groups, up to the batch size, or None if too few are ready.
+    """Return the next complete groups, up to the batch size, or None if too few groups are ready.
 
     The ready groups suffice if they reach `request.min_size`. If the next ready group would exceed
     `request.total_size`, the groups before it also suffice, because waiting would not help. To detect this case, the
-    function reads one group more than fits.
+    function reads an additional group.
 
     Args:
-        ready_groups: function such as `View.ready_groups` that returns ready groups, up to a limit in a given unit.
-        request: size, ranks and unit of the batch to plan.
+        ready_groups: function such as `View.ready_groups`, which returns ready groups up to a limit in the given unit.
+        request: request with the size, ranks and unit of the batch to plan.
 
     Raises:
-        InvalidArgumentError: the first group is larger than the entire batch, so no plan could include it.
+        InvalidArgumentError: the first group is larger than the entire batch, so it can never be part of a plan.
     """
     unit, total = request.batch_unit, request.total_size
     groups = ready_groups(total, unit=unit)
@@ -257,7 +260,7 @@ def take_groups(ready_groups: Callable[..., Groups], request: PlanRequest) -> Gr
     count = int(np.searchsorted(ends, total, side="right"))
     fitting = Groups(rows=more.rows[: int(ends[count - 1]) if count else 0], sizes=more.sizes[:count])
     if count == len(more):
-        # All groups fit. Some may have become ready after the first call, so compare with the minimum again.
+        # All groups fit. Compare with the minimum again, because groups may have become ready since the first call.
         return fitting if count and fitting.rows.size >= request.min_size else None
     if not count:
         raise InvalidArgumentError(
@@ -270,26 +273,29 @@ def take_groups(ready_groups: Callable[..., Groups], request: PlanRequest) -> Gr
 
 
 def rows_of_ranks(groups: Groups, assignment: Assignment) -> list[Indexes]:
-    """Return each rank's rows: the members of its assigned groups, in the order of the assignment."""
+    """Return the rows of each rank, that is, the members of its groups in the order of the assignment."""
     members = np.split(groups.rows, groups.starts[1:])
     empty = np.zeros(0, np.int64)
     return [np.concatenate([empty, *(members[position] for position in part.tolist())]) for part in assignment]
 
 
 def assign_blocks(groups: Groups, rank_count: int) -> Assignment:
-    """Assign a block of consecutive groups to each rank; the numbers of groups per rank differ by at most one."""
+    """Assign a block of consecutive groups to each rank. The number of groups per rank differs by at most one."""
     return even_blocks(np.arange(len(groups)), rank_count)
 
 
 def even_blocks(values: Indexes, count: int) -> list[Indexes]:
-    """Split values into `count` blocks whose sizes differ by at most one, longer ones first, like `np.array_split`."""
+    """Split values into `count` consecutive blocks, like `np.array_split`.
+
+    The block sizes differ by at most one, and larger blocks come first.
+    """
     size, longer = divmod(values.size, count)
     ends = [size * block + min(block, longer) for block in range(count + 1)]
     return [values[start:end] for start, end in pairwise(ends)]
 
 
 def assign_to_least_loaded(groups: Groups, rank_count: int) -> Assignment:
-    """Assign each group, largest first, to the rank that has the fewest samples so far."""
+    """Assign each group, largest first, to the rank with the fewest samples so far."""
     loads = [(0, rank) for rank in range(rank_count)]
     rank_of = np.empty(len(groups), np.int64)
     sizes = groups.sizes.tolist()
@@ -301,10 +307,10 @@ def assign_to_least_loaded(groups: Groups, rank_count: int) -> Assignment:
 
 
 def assign_round_robin(groups: Groups, rank_count: int, *, largest_first: bool = False) -> Assignment:
-    """Assign groups in rounds of one group per rank, so the numbers of groups per rank differ by at most one.
+    """Assign groups in rounds of one group per rank. The number of groups per rank differs by at most one.
 
-    Rounds take groups in the given order or, with `largest_first`, by descending size. Within a round, larger groups
-    are assigned to ranks with fewer samples; groups of equal size are assigned round-robin.
+    Rounds take groups in the given order or, with `largest_first`, by descending size. Within a round, the largest
+    groups are assigned to the ranks with the fewest samples. Groups of equal size are assigned round-robin.
     """
     order = np.argsort(-groups.sizes, kind="stable") if largest_first else np.arange(len(groups))
     loads = np.zeros(rank_count, np.int64)

@@ -28,7 +28,7 @@ _SPEC = BatchSpec(
 
 
 class ListView(PartitionView):
-    """A view of in-memory samples 0, 1, ... like that of a service: produced samples are ready until consumed."""
+    """A view of in-memory samples 0, 1, and so on. As in a service, produced samples are ready until consumed."""
 
     def __init__(
         self,
@@ -42,9 +42,10 @@ class ListView(PartitionView):
 
         Args:
             lengths: token count of each sample.
-            group_size: number of consecutive samples per named group; the last group may be smaller. None: no groups.
-            meta: values of custom_meta columns, by column name, with one value per sample.
-            unproduced: samples that become ready only when `produce` is called for them.
+            group_size: number of consecutive samples in each named group. The last group may be smaller. None: no
+                groups.
+            meta: values of custom_meta columns by column name, with one value per sample.
+            unproduced: samples that become ready only after a call to `produce`.
 
         Raises:
             ValueError: `group_size` is below 1, or a column in `meta` does not contain one value per sample.
@@ -76,7 +77,7 @@ class ListView(PartitionView):
         self._task.claim.write(rows, CONSUMED_EARLIER)
 
     def record(self, plan: Plan, *, max_uses: int = 1) -> None:
-        """Apply a plan as the service does: count deliveries, drop the plan's dropped rows, and consume used-up rows.
+        """Apply a plan like a service: count deliveries, drop the plan's dropped rows, and consume used-up rows.
 
         A row is used up after `max_uses` deliveries, as with `claim(max_uses=)`.
         """
@@ -89,7 +90,7 @@ class ListView(PartitionView):
         self._cells.write(rows, 0)
 
     def rollout_names(self, rows: Indexes) -> list[str | None]:
-        """Return None for each row, since this view has no rollouts."""
+        """Return None for each row, because this view has no rollouts."""
         return [None] * len(rows)
 
     def lengths(self, rows: Indexes) -> Indexes:
@@ -97,5 +98,5 @@ class ListView(PartitionView):
         return self._lengths[rows]
 
     def field_lengths(self, field: str, rows: Indexes) -> Indexes:
-        """Return the token counts of the given rows; the field is ignored."""
+        """Return the token counts of the given rows, regardless of the field."""
         return self._lengths[rows]

@@ -1,4 +1,4 @@
-"""Reads a sampler's options from its constructor, and validates the sampler_config of clients against them."""
+"""Reading of a sampler's options from its constructor, and validation of the sampler_config sent by clients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REQUIRED: Final = inspect.Parameter.empty
 
 
 def describe_sampler(name: str, kind: type[Sampler]) -> SamplerDescription:
-    """Describe a sampler class: its name, the first sentence of its docstring, and its options."""
+    """Describe a sampler class by its name, the first sentence of its docstring, and its options."""
     first_paragraph = " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())
     sentence, stop, _ = first_paragraph.partition(". ")
     parameters, _ = _parameters(kind)
@@ -39,7 +39,7 @@ def describe_sampler(name: str, kind: type[Sampler]) -> SamplerDescription:
 
 
 def _documented(kind: type[Sampler]) -> dict[str, str]:
-    """Return each option's text from the docstrings of a class and its bases; derived classes take precedence."""
+    """Return the text of each option from the docstrings of a class and its bases. Derived classes take precedence."""
     texts: dict[str, str] = {}
     for doc in (inspect.getdoc(part) for base in kind.__mro__[:-1] for part in (base, vars(base).get("__init__"))):
         section = re.search(r"^(?:Attributes|Args):\n((?:\s+.*\n?|\n)+)", doc or "", re.MULTILINE)
@@ -97,7 +97,7 @@ def build_sampler(name: str, kind: type[Sampler], config: Mapping[str, object]) 
 
 
 def _parameters(kind: type[Sampler]) -> tuple[dict[str, inspect.Parameter], bool]:
-    """Return the constructor's keyword parameters, and whether it also accepts arbitrary keywords (`**kwargs`)."""
+    """Return the keyword parameters of the constructor, and whether it also accepts arbitrary keywords (`**kwargs`)."""
     parameters = inspect.signature(kind).parameters.values()
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return (
@@ -107,9 +107,9 @@ def _parameters(kind: type[Sampler]) -> tuple[dict[str, inspect.Parameter], bool
 
 
 def _type_hints(kind: type[Sampler]) -> dict[str, Any]:
-    # A dataclass may inherit options whose types are imported only in a base class's module. For a class,
-    # `get_type_hints` looks in the module of each base; for a generated constructor, it looks only in the subclass's
-    # module.
+    # A dataclass may inherit options whose types are imported only in the module of a base class. For a class,
+    # `get_type_hints` searches the module of each base. For a generated constructor, it searches only the module of the
+    # subclass.
     annotated = kind if is_dataclass(kind) else kind.__init__
     try:
         return get_type_hints(annotated)
@@ -124,7 +124,10 @@ _LISTS: Final = (list, tuple, Sequence)
 
 
 def _words(hint: Any) -> str:
-    """Describe a type hint in JSON terms, for clients in any language; "" if only the constructor can validate it."""
+    """Describe a type hint in JSON terms, for clients in any language.
+
+    Return "" if only the constructor can validate values of the type.
+    """
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(filter(None, map(_words, get_args(hint))))
     if get_origin(hint) is Literal:
@@ -135,7 +138,7 @@ def _words(hint: Any) -> str:
 
 
 def _checked(value: object, hint: Any) -> object:
-    """Validate a value against a type hint and return it; do nothing if only the constructor can validate it."""
+    """Validate a value against a type hint and return it, unless only the constructor can validate it."""
     if not _words(hint):
         return value
     try:
@@ -146,7 +149,7 @@ def _checked(value: object, hint: Any) -> object:
 
 
 def whole_numbers(value: Any) -> Any:
-    """Convert integral floats in a JSON value to integers, because the wire format transmits all numbers as doubles."""
+    """Convert integral floats in a JSON value to integers, because the wire format sends all numbers as doubles."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):

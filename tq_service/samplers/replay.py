@@ -21,18 +21,18 @@ class ReplaySampler(Sampler):
 
     Samples are drawn with replacement. A sample with priority p is drawn with probability p**exponent / Σ p**exponent,
     as in T. Schaul, J. Quan, I. Antonoglou, D. Silver, "Prioritized Experience Replay", ICLR 2016. With
-    `batch_unit="group"`, entire named groups are delivered; a group's priority is the mean of its samples' priorities.
-    With "rollout", rollouts are delivered in the same way. Draws depend only on the seed, the number of earlier plans
-    and the ready samples.
+    `batch_unit="group"`, entire named groups are delivered. The priority of a group is the mean priority of its
+    samples. With `batch_unit="rollout"`, rollouts are delivered in this way. Draws depend only on the seed, the number
+    of earlier plans, and the ready samples.
 
     Attributes:
         fresh: share of each batch that is reserved for fresh samples, oldest first. 0: the entire batch is drawn by
             priority.
-        priority_key: custom_meta column that contains each sample's priority, at least 0; samples without a value have
-            priority 0. null: all priorities are equal.
-        exponent: exponent applied to priorities; 0: all samples with a nonzero priority are equally likely.
+        priority_key: custom_meta column that contains each sample's priority, at least 0. Samples without a value have
+            priority 0. null: all samples have equal priority.
+        exponent: exponent applied to priorities. 0: all samples with a nonzero priority are equally likely.
         seed: seed for the random draws.
-        max_uses: number of deliveries after which a sample is consumed; null: samples are never consumed.
+        max_uses: number of deliveries after which a sample is consumed. null: samples are never consumed.
     """
 
     name: ClassVar[str] = "replay"
@@ -56,7 +56,7 @@ class ReplaySampler(Sampler):
             raise ValueError("priority_key: got an empty name, expected a custom_meta column")
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
-        """Return fresh and drawn samples, assigned round-robin to the ranks; None if there are too few for a batch.
+        """Return fresh and drawn samples, assigned to ranks round-robin, or None if there are too few for a batch.
 
         Raises:
             InvalidArgumentError: a priority is negative or not a finite number.
@@ -79,7 +79,10 @@ class ReplaySampler(Sampler):
         return Plan.of(ranks, consumed=_rows(units, consumed))
 
     def _draw(self, view: View, units: Groups, uses: Indexes, count: int) -> Indexes:
-        """Draw up to `count` units with replacement, fewer once all units have reached `max_uses`; return their ids."""
+        """Draw up to `count` units with replacement, and return their ids.
+
+        Fewer units are drawn if all units reach `max_uses`.
+        """
         may_be_drawn = uses > 0 if self.fresh else np.ones(uses.size, np.bool_)
         drawn, ids = uses[:0], np.flatnonzero(may_be_drawn)
         if not count or not ids.size:
@@ -90,8 +93,8 @@ class ReplaySampler(Sampler):
         ids, priorities = ids[priorities > 0], priorities[priorities > 0]
         weights = (priorities / priorities.max()) ** self.exponent
         rng = np.random.default_rng((self.seed, view.plan_count))
-        # If a unit is drawn more often than `max_uses` allows, the excess draws are repeated among the other units. The
-        # result has the same distribution as if units were drawn one by one and removed when used up.
+        # If a unit is drawn more often than `max_uses` permits, the excess draws are repeated among the remaining
+        # units. The result has the same distribution as drawing units one by one and removing used-up units.
         while drawn.size < count and ids.size:
             ends = np.cumsum(weights)
             places = ends.searchsorted(rng.random(count - drawn.size) * ends[-1], side="right")
@@ -104,7 +107,7 @@ class ReplaySampler(Sampler):
         return drawn
 
     def _priorities(self, view: View, units: Groups) -> Floats:
-        """Return each unit's priority, divided by the highest priority of any sample."""
+        """Return the priority of each unit, divided by the highest priority of any sample."""
         if self.priority_key is None:
             return np.ones(len(units))
         values, present = view.values(self.priority_key, units.rows)
@@ -123,7 +126,7 @@ class ReplaySampler(Sampler):
 
 
 def _units(view: View, request: PlanRequest) -> Groups:
-    """Return the units that can be delivered: ready named groups, ready rollouts, or single ready samples."""
+    """Return the units that can be delivered: ready named groups, ready rollouts, or individual ready samples."""
     if request.batch_unit != "sample":
         return view.ready_groups(unit=request.batch_unit)
     rows = view.ready()
@@ -131,14 +134,14 @@ def _units(view: View, request: PlanRequest) -> Groups:
 
 
 def _rows(units: Groups, ids: Indexes) -> Indexes:
-    """Return the rows in the units with the given ids, in the order of `ids`."""
+    """Return the rows of the units with the given ids, in the order of `ids`."""
     starts, sizes = units.starts[ids], units.sizes[ids]
     firsts = np.repeat(starts - np.cumsum(sizes) + sizes, sizes)
     return units.rows[firsts + np.arange(firsts.size)]
 
 
 def _occurrence(values: Indexes) -> Indexes:
-    """Return, for each value, how often it occurs earlier in the array."""
+    """Return how often each value occurs earlier in the array."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     result = np.empty_like(values)

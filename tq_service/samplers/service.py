@@ -1,7 +1,7 @@
-"""Loads samplers by name, and runs them such that faulty samplers cannot harm the service.
+"""Loading of samplers by name, and execution that protects the service from faulty samplers.
 
-A sampler is built in, registered, or imported from an installed package or any module. If a sampler raises an
-exception, hangs or returns an invalid plan, only the request that named it fails.
+A sampler is built in, registered, imported from an installed package, or imported from an arbitrary module. If a
+sampler raises an exception, hangs or returns an invalid plan, only the request that named the sampler fails.
 """
 
 from __future__ import annotations
@@ -45,19 +45,20 @@ _LARGEST_INT64: Final = 2**63 - 1
 
 
 class SamplerRegistry:
-    """Resolves sampler names to sampler objects and validates their options.
+    """A registry that resolves sampler names to sampler objects and validates their options.
 
-    A name refers to a built-in or registered sampler, to an entry point in the group `tq_service.samplers`, or, if the
-    service allows it, to `module:Class`. Third-party samplers are imported in a thread on first use. Samplers are
-    stateless, so one instance serves all requests with equal options. Use a registry on one event loop only.
+    A name refers to a built-in sampler, a registered sampler, or an entry point in the group `tq_service.samplers`. If
+    the service allows it, a name can also have the form `module:Class`. Third-party samplers are imported in a thread
+    on first use. Samplers are stateless, so a single instance serves all requests with equal options. Use a registry on
+    one event loop only.
     """
 
     def __init__(self, *, allow_import: bool = False, max_instances: int = 256) -> None:
         """Create a registry that contains the built-in samplers.
 
         Args:
-            allow_import: whether clients may request any importable sampler as `module:Class`. If so, clients can make
-                the server import any installed module.
+            allow_import: whether clients may request any importable sampler as `module:Class`. With this setting,
+                clients can make the service import any installed module.
             max_instances: maximum number of sampler objects to cache.
         """
         self._allow_import = allow_import
@@ -82,21 +83,21 @@ class SamplerRegistry:
         self._classes[name] = cls
 
     async def resolve(self, name: str, config: Mapping[str, object] | None = None) -> Sampler:
-        """Return the sampler with the given name and options; create it on first use.
+        """Return the sampler with the given name and options. The sampler is created on first use.
 
         Raises:
-            InvalidArgumentError: the sampler does not exist or could not be loaded. Or an option is unknown or missing,
-                or its type or value is invalid.
+            InvalidArgumentError: the sampler does not exist or cannot be loaded, or an option is unknown, missing or
+                invalid.
         """
         config = whole_numbers(dict(config or {}))
         try:
             config_json = json.dumps(config, sort_keys=True)
-        except (TypeError, ValueError):  # options that are not JSON cannot serve as a cache key
+        except (TypeError, ValueError):  # options that cannot be encoded as JSON cannot be a cache key
             return build_sampler(name, await self._class(name), config)
         return await self.resolve_json(name, config_json)
 
     async def resolve_json(self, name: str, config_json: str) -> Sampler:
-        """Return a sampler as `resolve` does, with options given as canonical JSON (sorted keys)."""
+        """Return a sampler like `resolve`, with options given as canonical JSON (with sorted keys)."""
         key = (name, config_json)
         sampler = self._instances.get(key)
         if sampler is None:
@@ -111,7 +112,7 @@ class SamplerRegistry:
         return self._classes.get(name) or self._imported.get(name) or await self._load(name)
 
     def describe(self) -> list[SamplerDescription]:
-        """Describe all samplers, sorted by name; samplers from installed packages are listed without importing them."""
+        """Describe all samplers, sorted by name. Samplers from installed packages are listed without being imported."""
         infos = {name: describe_sampler(name, kind) for name, kind in (self._imported | self._classes).items()}
         for name, entry_point in self._entry_points.items():
             summary = f"From an installed package: {entry_point.value}."
@@ -124,7 +125,8 @@ class SamplerRegistry:
         return {entry_point.name: entry_point for entry_point in found}
 
     async def _load(self, name: str) -> type[Sampler]:
-        # If two calls load the same name at once, both get the same class, because Python imports a module only once.
+        # If two calls load the same name concurrently, both get the same class, because Python imports a module only
+        # once.
         if "_entry_points" not in vars(self):  # slow, because it reads the metadata of all installed packages
             await run_in_daemon_thread(lambda: self._entry_points, thread_name="tq-sampler-entry-points")
         if name in self._entry_points:
@@ -181,12 +183,13 @@ def _check_class(name: str, kind: Any) -> type[Sampler]:
 
 
 class PlanRunner:
-    """Runs the samplers' `plan` methods: inline if the sampler allows it, awaited if async, otherwise in a thread.
+    """Runs the `plan` methods of samplers.
 
-    Python cannot kill a hung thread, so the number of planning threads is limited to `max_threads`. If some threads
-    hang, the others continue to run plans. If all hang, plans that need a thread fail immediately. A hung thread
-    becomes available again when its plan returns. The threads are daemon threads, so a hung plan does not prevent the
-    process from exiting. Use a runner on one event loop only.
+    A plan runs inline if the sampler allows it. An async plan is awaited. All other plans run in threads. Python cannot
+    kill a hung thread, so the number of planning threads is limited to `max_threads`. If some threads hang, the
+    remaining threads continue to run plans. If all threads hang, plans that need a thread fail immediately. A hung
+    thread becomes available again when its plan returns. The threads are daemon threads, so a hung plan does not
+    prevent the process from exiting. Use a runner on one event loop only.
     """
 
     def __init__(self, *, max_threads: int = 4, timeout_seconds: float = 30.0) -> None:
@@ -194,7 +197,7 @@ class PlanRunner:
 
         Args:
             max_threads: maximum number of plans that may run in threads at the same time, including hung plans.
-            timeout_seconds: maximum duration of a plan, including the time it waits for a thread.
+            timeout_seconds: maximum duration of a plan, including the time spent waiting for a thread.
         """
         if max_threads < 1:
             raise ValueError(f"max_threads: got {max_threads}, expected at least 1")
@@ -203,27 +206,27 @@ class PlanRunner:
         self._timeout_seconds = timeout_seconds
         self._max_threads = max_threads
         self._free_threads = asyncio.Semaphore(max_threads)
-        # Sampler name and deadline (in event-loop time) for each plan in a thread. A plan past its deadline counts as
+        # Sampler name and deadline (in event-loop time) of each plan in a thread. A plan past its deadline counts as
         # hung.
         self._running: list[tuple[str, float]] = []
 
     @property
     def hung_samplers(self) -> list[str]:
-        """Names of the samplers whose plans are past their deadlines, one per hung thread."""
+        """Names of the samplers whose plans are past their deadlines. Each hung thread contributes one name."""
         now = asyncio.get_running_loop().time()
         return sorted(name for name, deadline in self._running if deadline <= now)
 
     def check(self, sampler: Sampler, request: PlanRequest) -> None:
-        """Call the sampler's `check` with the request.
+        """Call the sampler's `check` method with the request.
 
         Raises:
-            TqError: raised by the sampler if the request does not fit its options.
+            TqError: raised by the sampler if the request does not match its options.
             SamplerError: the sampler raised any other exception.
         """
         _guarded(sampler, lambda: sampler.check(request))
 
     def length(self, sampler: Sampler) -> LengthSource | None:
-        """Return the source from which a sampler gets token counts, or None if it does not use them.
+        """Return the source from which a sampler reads token counts, or None if the sampler does not use token counts.
 
         Raises:
             TqError: raised by the sampler.
@@ -232,10 +235,10 @@ class PlanRunner:
         return _guarded(sampler, lambda: sampler.length)
 
     def run_inline(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
-        """Return the validated plan of a sampler that runs inline, or None if too few samples are ready.
+        """Run a sampler inline and return its validated plan, or None if too few samples are ready.
 
         Raises:
-            MustBeAwaited: the sampler cannot run inline, `plan` is async, or the view raised MustBeAwaited.
+            MustBeAwaited: the sampler cannot run inline, its `plan` is async, or the view raised MustBeAwaited.
             TqError: raised by the sampler.
             SamplerError: the sampler raised any other exception or returned an invalid plan.
         """
@@ -249,7 +252,7 @@ class PlanRunner:
         return _guarded(sampler, lambda: check_plan(sampler.name, outcome, request))
 
     async def run(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
-        """Return the sampler's validated plan, or None if too few samples are ready.
+        """Run a sampler and return its validated plan, or None if too few samples are ready.
 
         `plan` runs in a thread, even if it could run inline. An async `plan` is awaited on the event loop.
 
@@ -278,7 +281,7 @@ class PlanRunner:
             self._running.remove(running)
             self._free_threads.release()
 
-        # The thread becomes available only when the plan returns, which may be long after the caller timed out.
+        # The thread becomes available when the plan returns, which may be long after the caller's timeout.
         finished = start_daemon_thread(lambda: sampler.plan(view, request), thread_name=f"tq-plan-{sampler.name}")
         finished.add_done_callback(free)
         await self._wait(sampler, finished, deadline)
@@ -315,9 +318,9 @@ class PlanRunner:
         return task.result()
 
     async def _wait(self, sampler: Sampler, future: asyncio.Future[T], deadline: float) -> None:
-        """Wait until the future is done or the deadline passes. This method does not cancel a late future.
+        """Wait until the future is done or the deadline passes.
 
-        A sampler may ignore cancellation, which would block the caller.
+        A late future is not cancelled here. A sampler may ignore cancellation, and would then block the caller.
         """
         loop = asyncio.get_running_loop()
         done, _ = await asyncio.wait([future], timeout=max(deadline - loop.time(), 0.0))
@@ -348,7 +351,7 @@ async def _guarded_await(sampler: Sampler, plan: Awaitable[T]) -> T:
 
 
 def _retrieve(task: asyncio.Future[T]) -> None:
-    """Retrieve a task's exception, so asyncio does not log "exception was never retrieved" after a plan timed out."""
+    """Retrieve a task's exception, to prevent asyncio from logging "exception was never retrieved" after a timeout."""
     if not task.cancelled():
         task.exception()
 
@@ -364,16 +367,16 @@ def _failure(sampler: Sampler, error: BaseException) -> SamplerError:
 
 
 def check_plan(sampler: str, plan: object, request: PlanRequest) -> Plan | None:
-    """Validate and normalise the plan returned by a sampler. The planner checks whether its rows are ready.
+    """Validate and normalise the plan returned by a sampler. The planner checks whether the rows are ready.
 
-    A normalised plan can always be journaled and sent. An error after its rows were consumed would otherwise lose them.
-    Numpy integers become Python integers, and instances of subclasses become instances of the classes in
+    A normalised plan can always be journaled and sent. Otherwise, an error after the rows were consumed would lose the
+    rows. Numpy integers are converted to Python integers, and instances of subclasses to instances of the classes in
     `tq_service.state.plan`.
 
     Raises:
-        SamplerError: `plan` is not a Plan, does not have one part per rank, or contains no rows. Or it repeats a row
-            without setting `consumed`, or a rank's positions are repeated or out of range. Or the ranks have different
-            numbers of steps or packs, or a value does not have the type declared in `tq_service.state.plan`.
+        SamplerError: `plan` is not a Plan, does not have one part per rank, or contains no rows. Also if a row is
+            repeated without `consumed`, if a rank's positions are repeated or out of range, if the ranks have different
+            numbers of steps or packs, or if a value does not have the type declared in `tq_service.state.plan`.
     """
     try:
         return None if plan is None else _checked(plan, request)
@@ -386,7 +389,7 @@ def check_plan(sampler: str, plan: object, request: PlanRequest) -> Plan | None:
 
 
 class _MalformedPlanError(Exception):
-    """A plan is malformed. `args` describes the returned value and the expected value."""
+    """An error in a plan. `args` describes the returned value and the expected value."""
 
 
 def _checked(plan: object, request: PlanRequest) -> Plan:
@@ -410,7 +413,7 @@ def _checked(plan: object, request: PlanRequest) -> Plan:
         _check_array("consumed", plan.consumed)
         _check_unique("consumed row", plan.consumed.copy(), "every row at most once")
         rows = np.union1d(rows, plan.consumed)
-        if rows.size > MOST_SAMPLES:  # the limit is on distinct rows; each may be repeated any number of times
+        if rows.size > MOST_SAMPLES:  # the limit applies to distinct rows, which may be repeated any number of times
             raise _MalformedPlanError(f"{rows.size} rows", f"at most {MOST_SAMPLES} over all ranks")
     if dropped.size:
         remedy = "every row at most once, and only rows that are neither delivered nor consumed"

@@ -1,11 +1,11 @@
-"""Connections to a service: channel options, client credentials, and the choice of which controller to call.
+"""Connections to a service: channel options, client credentials, and the choice of a controller.
 
-Clients authenticate with a bearer token over TLS. Services also authenticate to each other with tokens and TLS.
+Clients authenticate with a bearer token over TLS. Services also use tokens and TLS to authenticate to each other.
 
 A large request is split into several messages within one call. Messages are small, so only a few bytes are in flight to
-a service at a time. If a call's first request has at least `PART_BYTES` when serialized, it is split into parts of
-exactly this size. The last part is smaller and may be empty. The service joins the parts before executing the request,
-so the request is executed completely or not at all.
+a service at a time. If the first request of a call has at least `PART_BYTES` bytes when serialized, it is split into
+parts of exactly this size. The last part is smaller and may be empty. The service joins the parts before it executes
+the request. A request is therefore executed completely or not at all.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ if TYPE_CHECKING:
 
 CONNECTION_OPTIONS: Final = (
     ("grpc.primary_user_agent", USER_AGENT),
-    # Clients detect a service that starts late or restarts within half a second. By default, gRPC's reconnection pauses
-    # grow to two minutes.
+    # A client detects within half a second that a service has started or restarted. By default, gRPC's reconnection
+    # pauses grow to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
-    # Despite its name, this limits the time of one connection attempt. A busy service needs time for a handshake.
+    # Despite its name, this option limits the duration of a connection attempt. A busy service needs time for a
+    # handshake.
     ("grpc.min_reconnect_backoff_ms", 5_000),
-    # A peer that disappears without closing the connection is detected within 20 s while calls wait for its answer.
+    # While calls wait for a response, the client detects within 20 s that a peer has disappeared without closing the
+    # connection.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),  # the default is one minute, regardless of keepalive_timeout_ms
@@ -47,25 +49,25 @@ _OF_CLUSTER: Final[dict[str, Any]] = {
     "grpc.keepalive_time_ms": 1_500,
     "grpc.keepalive_timeout_ms": 2_000,
     "grpc.http2.ping_timeout_ms": 2_000,
-    # If a name has several addresses, each connection picks one at random, because the first may be an unreachable
-    # standby.
+    # If a DNS name resolves to several addresses, each connection picks one at random. The first address may be that of
+    # an unreachable standby.
     "grpc.dns_min_time_between_resolutions_ms": 1_000,
     "grpc.service_config": '{"loadBalancingConfig": [{"pick_first": {"shuffleAddressList": true}}]}',
 }
 
 CONTROLLER_CONNECTION_SECONDS: Final = 30
-"""Time in seconds during which a cluster's controller accepts new calls on a connection; calls in flight continue.
+"""Time in seconds during which a controller in a cluster accepts new calls on a connection. Calls in flight continue.
 
-Some clients reach all controllers under one name through a load balancer that routes to the leader. The time limit
-makes these clients reconnect to the current leader.
+Some clients connect to a cluster through a load balancer that routes to the leader. The time limit makes these clients
+reconnect, and thereby reach the current leader.
 """
 
 
 def cluster_options(options: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
     """Return the options for a channel to a controller in a cluster.
 
-    With these options, a paused or disconnected controller is detected before its lease ends. Calls waiting on this
-    controller then move to the next one.
+    With these options, the client detects a paused or disconnected controller before the controller's lease ends. Calls
+    that are waiting on this controller then move to the next controller.
     """
     return tuple((dict(options) | _OF_CLUSTER).items())  # gRPC uses the first of duplicate options
 
@@ -73,36 +75,37 @@ def cluster_options(options: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any]
 CLUSTER_OPTIONS: Final = cluster_options(CONNECTION_OPTIONS)
 
 STREAM_WINDOW_BYTES: Final = 16 << 10
-"""Number of bytes that a client may send before the service reads them."""
+"""Maximum number of bytes that a client may send before the service reads them."""
 
 PART_BYTES: Final = 2 << 20
-"""Size in bytes of each part except the last; if a call's first message has at least this size, more parts follow."""
+"""Size in bytes of each part except the last. If a call's first message has at least this size, more parts follow."""
 
 MAX_REQUEST_BYTES: Final = 64 << 20
 """Maximum size of a request in bytes, including all parts."""
 
 MOST_BATCHED_CALLS: Final = 256
-"""Maximum number of unanswered calls in a `CallMany` stream, and of calls per message in the stream."""
+"""Maximum number of unanswered calls in a `CallMany` stream, and maximum number of calls per message in the stream."""
 
 MOST_BATCHED_REQUEST_BYTES: Final = 16 << 10
-"""Maximum size in bytes of a batched call's request; larger requests are sent as separate calls."""
+"""Maximum size in bytes of the request in a batched call. Larger requests are sent as separate calls."""
 
 MOST_BATCHED_METADATA_BYTES: Final = 1024
-"""Maximum size in bytes of a batched call's metadata, excluding the stream's own metadata."""
+"""Maximum size in bytes of the metadata of a batched call, excluding the metadata of the stream itself."""
 
 LISTENING_OPTIONS: Final = (
-    # Unread bytes use memory outside the quota. By default, gRPC allows megabytes of them per call.
+    # Unread bytes use memory that the quota does not cover. By default, gRPC allows several megabytes of unread bytes
+    # per call.
     ("grpc.http2.lookahead_bytes", STREAM_WINDOW_BYTES),
     ("grpc.http2.bdp_probe", 0),
     ("grpc.experimental.tcp_max_read_chunk_size", 256 << 10),  # per connection; gRPC's default is 4 MiB
-    # A client that disappears without closing the connection is detected within 80 s, and its calls' resources are
-    # released. A client that is merely busy, such as a Node.js worker with a blocked event loop, does not answer pings,
-    # but its calls continue.
+    # The service detects within 80 s that a client has disappeared without closing the connection, and releases the
+    # resources of its calls. A client may also fail to answer pings because it is busy, such as a Node.js worker with a
+    # blocked event loop. Its calls continue once it answers within this time.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 60_000),
     ("grpc.http2.ping_timeout_ms", 60_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # Accept clients that ping more often than every five minutes, which is gRPC's limit.
+    # Accept clients that ping more often than every five minutes, which is gRPC's default limit.
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.keepalive_permit_without_calls", 1),
 )
@@ -118,7 +121,7 @@ TOKEN_KEY: Final = "authorization"  # noqa: S105  (a name)
 TOKEN_SCHEME: Final = "Bearer "  # noqa: S105  (a name)
 
 Role: TypeAlias = Literal["read", "produce", "consume", "admin", "service"]
-"""A token's role, which determines the token's permissions."""
+"""Role of a token, which determines the token's permissions."""
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 
 _REREAD_SECONDS: Final = 1.0
@@ -128,11 +131,11 @@ Signature: TypeAlias = "tuple[tuple[int, int, int] | None, ...]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """PEM files that a client uses to reach a service over TLS.
+    """PEM files with which a client connects to a service over TLS.
 
     Attributes:
-        ca: certificates of the authorities that may sign the service's certificate; None: gRPC's defaults.
-        cert: the client's certificate with its chain, for services that require a client certificate (mTLS).
+        ca: certificates of the authorities that may sign the service's certificate. None: gRPC's defaults.
+        cert: the client's certificate and its chain, for services that require a client certificate (mTLS).
         key: private key of `cert`, without a passphrase.
     """
 
@@ -146,12 +149,12 @@ class Tls:
 
     @classmethod
     def of_environment(cls) -> Tls | None:
-        """Return the settings from `TQ_TLS_CA`, `TQ_TLS_CERT` and `TQ_TLS_KEY`, or None if none of these is set."""
+        """Return the settings from `TQ_TLS_CA`, `TQ_TLS_CERT` and `TQ_TLS_KEY`, or None if all three are unset."""
         ca, cert, key = (os.environ.get(name) or None for name in (CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE))
         return cls(ca=ca, cert=cert, key=key) if ca or cert or key else None
 
     def signature(self) -> Signature:
-        """Return a value that changes whenever one of the files changes."""
+        """Return a value that changes whenever any of the files changes."""
         return tuple(map(file_signature, (self.ca, self.cert, self.key)))
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
@@ -167,16 +170,16 @@ class Tls:
 class Credentials:
     """Token and TLS settings of a client or service. Thread-safe.
 
-    Secrets appear neither in the repr nor in the pickle. When unpickled, a token that was given as text is replaced by
-    the token from the environment, and a token file is read again.
+    Neither the repr nor the pickle contains secrets. If the token was given as text, the unpickled credentials use the
+    token from the environment instead. A token file is read again.
 
     Args:
-        token: the bearer token, or the path of a file that contains the token and is reread when it changes. None: the
-            token in `TQ_TOKEN`, else in the file named by `TQ_TOKEN_FILE`, else no token. False: no token, even if the
-            token variables are set.
-        tls: TLS settings for reaching the service. None: the settings in `TQ_TLS_CA`, `TQ_TLS_CERT` and `TQ_TLS_KEY`,
-            else plaintext. False: plaintext, even if the TLS variables are set.
-        insecure: whether the token may be sent to other machines in plaintext; None: determined by `TQ_INSECURE`.
+        token: the bearer token as text, or the path of a file that contains the token. The file is read again when it
+            changes. None: the token in `TQ_TOKEN`, else the token in the file named by `TQ_TOKEN_FILE`, else no token.
+            False: no token, even if these variables are set.
+        tls: TLS settings for connections to the service. None: the settings in `TQ_TLS_CA`, `TQ_TLS_CERT` and
+            `TQ_TLS_KEY`, else plaintext. False: plaintext, even if these variables are set.
+        insecure: whether the token may be sent to other machines in plaintext. None: determined by `TQ_INSECURE`.
     """
 
     def __init__(
@@ -204,11 +207,11 @@ class Credentials:
 
     @property
     def sent_secret(self) -> str:
-        """Name of the secret that plaintext calls would expose; empty without a secret."""
+        """Name of the secret that plaintext calls would expose, or an empty string if there is no secret."""
         return "the token" if self.has_token else ""
 
     def metadata(self) -> Metadata | None:
-        """Return the call metadata that contains the token, or None without a token.
+        """Return the call metadata that contains the token, or None if there is no token.
 
         Raises:
             UnauthenticatedError: the token file is unreadable or does not contain a token.
@@ -223,7 +226,7 @@ class Credentials:
             if signature is None or signature != self._file_signature:
                 self._metadata = _bearer(path.read_text(), str(path))
                 self._file_signature = signature
-        except (OSError, ValueError) as error:  # even if the file is gone, the last token may still be valid
+        except (OSError, ValueError) as error:  # if the file no longer exists, the last token may still be valid
             if self._metadata is None:
                 raise UnauthenticatedError(
                     f"the token file {path} cannot be used: {error}", metadata={"path": str(path)}
@@ -231,11 +234,11 @@ class Credentials:
         self._reread_at = time.monotonic() + _REREAD_SECONDS
 
     def signature(self) -> Signature:
-        """Return a value that changes when a channel must be reopened because its TLS files have changed."""
+        """Return a value that changes when the channel must be reopened because its TLS files have changed."""
         return () if self.tls is None else self.tls.signature()
 
     def check_target(self, address: str) -> None:
-        """Check that no token will be sent to another machine in plaintext.
+        """Reject an address to which calls would send the token in plaintext over the network.
 
         Raises:
             InvalidArgumentError: the address is on another machine, TLS is off, and `insecure` is not set.
@@ -248,7 +251,7 @@ class Credentials:
             )
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments for creating equal credentials in another process, without secrets."""
+        """Return the constructor arguments, without secrets, for creating equivalent credentials in another process."""
         return dict(self._arguments)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -259,10 +262,10 @@ class Credentials:
 
 
 def open_channel(api: Any, address: str, credentials: Credentials, options: Sequence[tuple[str, Any]]) -> Any:
-    """Open a synchronous or an asyncio channel, depending on `api`: `grpc` or `grpc.aio`.
+    """Open a channel: synchronous if `api` is `grpc`, or asyncio if `api` is `grpc.aio`.
 
     Raises:
-        InvalidArgumentError: the credentials must not or cannot be used for this address.
+        InvalidArgumentError: the credentials cannot be read, or must not be sent to this address.
     """
     credentials.check_target(address)
     if credentials.tls is None:
@@ -271,14 +274,11 @@ def open_channel(api: Any, address: str, credentials: Credentials, options: Sequ
 
 
 def in_parts(request: bytes, name: str) -> list[bytes]:
-    """Split a serialized request into messages for one call.
+    """Split a serialized request into the messages of a single call.
 
     Args:
         request: the serialized request.
-        name: the call's name, for error messages.
-
-    Raises:
-        InvalidArgumentError: the request exceeds `MAX_REQUEST_BYTES`.
+        name: name of the call, for error messages.
     """
     size = len(request)
     if size > MAX_REQUEST_BYTES:
@@ -293,7 +293,7 @@ def in_parts(request: bytes, name: str) -> list[bytes]:
 
 
 def is_loopback_target(address: str) -> bool:
-    """Return whether a gRPC target, such as "host:port", is on this machine."""
+    """Return whether a gRPC target, such as "host:port", refers to this machine."""
     if address.startswith(("unix:", "unix-abstract:")):
         return True
     endpoint = address.rpartition("/")[2]
@@ -344,14 +344,15 @@ _TIMED_OUT: Final = "timed out"  # as in the result of `addresses.cause_of`
 
 
 class Controllers:
-    """The controllers' addresses, and the choice of which controller to call. Thread-safe.
+    """The addresses of the controllers, and the choice of the controller to call. Thread-safe.
 
-    If there are several controllers, one of them leads. The error from a standby contains the leader's address, and the
-    client then calls the leader even if this address was not configured. If the leader does not answer, the client
-    tries the configured addresses in turn.
+    If there are several controllers, one of them is the leader. The error response of a standby contains the leader's
+    address. The client then calls the leader, even if its address was not configured. If the leader does not respond,
+    the client tries the configured addresses in turn.
 
     Args:
-        addresses: one address, such as a DNS name of all controllers, or several addresses separated by commas.
+        addresses: a single address, such as a DNS name that resolves to all controllers, or several addresses separated
+            by commas.
 
     Attributes:
         current: address of the controller to call next.
@@ -365,7 +366,7 @@ class Controllers:
         self.has_several = len(self._given) > 1
 
     def note(self, asked: str, failure: TqError) -> None:
-        """Choose the controller to call after a failed call; ignore failures from controllers other than `current`."""
+        """Choose the controller to call after a failed call. Ignore failures of controllers other than `current`."""
         if not isinstance(failure, UnavailableError) or asked != self.current:
             return
         leader = ""
@@ -382,5 +383,5 @@ class Controllers:
             self.current = next((each for each in others if not self._is_silent(each)), others[0])
 
     def _is_silent(self, address: str) -> bool:
-        """Return whether a call to a controller timed out recently; standbys may refer to a paused leader."""
+        """Return whether a call to a controller timed out recently. A standby may still name a paused leader."""
         return time.monotonic() - self._silent_at.get(address, -_SILENT_SECONDS) < _SILENT_SECONDS

@@ -1,7 +1,8 @@
-"""The functions of `torch.cuda` that this package uses. Tests replace them with fakes that need no device.
+"""The functions of `torch.cuda` that this package uses. Tests replace them with fakes that do not need a device.
 
-Torch is imported only if a tensor is on a device or the caller names a device. No function here waits for an entire
-device or stream. Only an event's `synchronize` blocks the calling thread, until the work before the event is done.
+Torch is imported only if a tensor is on a device or the caller names a device. No function in this module waits for an
+entire device or stream. Only the `synchronize` method of an event blocks the calling thread, until the work before the
+event is done.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Event(Protocol):
-    """A point in a stream's work."""
+    """A point in the work of a stream."""
 
     def query(self) -> bool:
         """Return whether the stream has reached the event."""
@@ -35,7 +36,7 @@ class Stream(Protocol):
     """A queue of work that a device executes in order."""
 
     def wait_event(self, event: Any) -> None:
-        """Make this stream's subsequent work wait for an event in another stream."""
+        """Make all subsequent work in this stream wait for an event in another stream."""
         ...
 
 
@@ -47,7 +48,7 @@ def load_torch() -> Any:
 
 
 def find(name: Any) -> Device:
-    """Return the named device, including its index.
+    """Return the device with the given name, including its index.
 
     Raises:
         InvalidArgumentError: the device does not exist.
@@ -70,13 +71,13 @@ def find(name: Any) -> Device:
 
 
 def current_stream(device: Device) -> Stream:
-    """Return this thread's current stream on a device."""
+    """Return the current stream of this thread on a device."""
     stream: Stream = load_torch().cuda.current_stream(device)
     return stream
 
 
 def side_streams() -> list[Stream]:
-    """Return this thread's current streams, excluding devices' default streams."""
+    """Return the current streams of this thread, excluding the default streams of devices."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is None or not cuda.is_initialized():
         return []
@@ -91,19 +92,19 @@ def new_stream(device: Device) -> Stream:
 
 
 def using(stream: Stream) -> AbstractContextManager[Any]:
-    """Return a context manager that makes the given stream this thread's current stream."""
+    """Return a context manager that makes the given stream the current stream of this thread."""
     context: AbstractContextManager[Any] = load_torch().cuda.stream(stream)
     return context
 
 
 def record(stream: Any) -> Event:
-    """Record and return an event after all work submitted to the stream so far; threads sleep while waiting for it."""
+    """Record an event after all work submitted to the stream so far. Threads that wait for the event sleep."""
     event: Event = stream.record_event(load_torch().cuda.Event(blocking=True))
     return event
 
 
 def empty(size: int, device: Device, stream: Stream) -> Tensor:
-    """Allocate bytes on a device for use in a stream; raise torch's OutOfMemoryError if the device is full."""
+    """Allocate bytes on a device for use in a stream. Raise torch's OutOfMemoryError if the device is full."""
     with using(stream):
         values: Tensor = load_torch().empty(size, dtype=load_torch().uint8, device=device)
     return values
@@ -112,7 +113,7 @@ def empty(size: int, device: Device, stream: Stream) -> Tensor:
 def copy(target: Tensor, source: Tensor, stream: Stream) -> None:
     """Make the stream copy bytes between host and device, in either direction.
 
-    If the host memory is pinned, the call returns immediately, and the memory must stay unchanged and pinned until the
+    If the host memory is pinned, the call returns immediately. The memory must then stay unchanged and pinned until the
     stream has completed the copy. If the host memory is pageable, the call returns after the bytes have been read or
     written.
     """
@@ -121,20 +122,20 @@ def copy(target: Tensor, source: Tensor, stream: Stream) -> None:
 
 
 def used_by(tensor: Tensor, stream: Any) -> None:
-    """Keep a deleted tensor's memory from being reused until the stream has finished the work submitted so far."""
+    """Prevent reuse of a deleted tensor's memory until the stream has finished the work submitted so far."""
     tensor.record_stream(stream)
 
 
 def register(address: int, size: int, device: Device) -> bool:
-    """Pin this process's memory for all devices; return whether the operating system allowed pinning.
+    """Pin memory of this process for all devices. Return whether the operating system permitted pinning.
 
-    The driver pins pages for writing and would therefore replace the pages of a private file mapping with copies. While
-    pages of a shared mapping are pinned, its memfd cannot be sealed against writing.
+    The driver pins pages for writing, and would therefore replace the pages of a private file mapping with copies.
+    While pages of a shared mapping are pinned, its memfd cannot be sealed against writing.
     """
     with load_torch().cuda.device(device):  # otherwise, the driver would also create a context on the first device
         if int(load_torch().cuda.cudart().cudaHostRegister(address, size, 0)) == 0:
             return True
-        # The driver would raise the error again in this thread's next kernel, so launch a kernel here to clear the
+        # The driver would raise the error again in the next kernel of this thread. Launch a kernel here to clear the
         # error.
         with suppress(RuntimeError):
             load_torch().zeros(1, device=device)

@@ -1,14 +1,14 @@
-"""Copies tensors between a CUDA device and the host through pinned memory, in parallel with the caller's kernels.
+"""Copies of tensors between a CUDA device and the host through pinned memory, in parallel with the caller's kernels.
 
 ::
 
     down    caller's stream ── event ──> copy stream ── pinned memory ── event ──> the thread that sends the bytes
     up      pinned memory ──> copy stream ── one arena on the device ── event ──> the caller's stream
 
-A copy waits for one event in the caller's stream, and the caller's stream waits for one event in the copy stream. No
-step waits for the entire device or for a stream to finish all of its work. If the source or destination is pinned
-(`host_memory`), for example in a region shared with the storage service, the copy is direct. Otherwise, the bytes pass
-through pinned blocks.
+A copy waits for an event in the caller's stream. For a copy to the device, the caller's stream waits for an event in
+the copy stream. No step waits for the entire device, or for all work in a stream. If the source or destination is
+pinned (`host_memory`), for example in a region shared with the storage service, the copy is direct. Otherwise, the
+bytes pass through pinned blocks.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Copying a block takes a fraction of a millisecond, several times as long as the calls that start the copy.
+# Copying a block takes a fraction of a millisecond, which is several times as long as the calls that start the copy.
 _BLOCK_BYTES: Final = 8 << 20
 _LARGE_CHUNK_BYTES: Final = 64 << 10  # large enough for a NumPy copy, during which other Python threads can run
 
 
 def find_device(name: Any) -> Device | None:
-    """Return the named device, including its index, or None for the CPU.
+    """Return the device with the given name, including its index, or None for the CPU.
 
     Raises:
         InvalidArgumentError: the device does not exist, torch is not installed, or `TQ_PINNED_BYTES` is not a number.
@@ -54,7 +54,7 @@ def find_device(name: Any) -> Device | None:
 
 
 def on_these_streams(work: Callable[[], T]) -> Callable[[], T]:
-    """Wrap work to be run in another thread so that it uses the calling thread's current streams."""
+    """Wrap a function for another thread. The function will use the current streams of the calling thread."""
     streams = cuda.side_streams()
     if not streams:
         return work
@@ -72,16 +72,16 @@ _streams: dict[tuple[Device, str], cuda.Stream] = {}
 
 
 def copy_stream(device: Device, direction: Literal["up", "down"]) -> cuda.Stream:
-    """Return this process's stream for copies from the host to a device ("up") or back ("down")."""
+    """Return the process's stream for copies from the host to a device ("up") or to the host ("down")."""
     # If two threads create a stream at the same time, both use the stream that is stored first.
     return _streams.get((device, direction)) or _streams.setdefault((device, direction), cuda.new_stream(device))
 
 
 class DeviceBytes:
-    """The bytes of a tensor on a device, in row-major order. Slicing returns another DeviceBytes.
+    """The bytes of a tensor on a device, in row-major order. A slice is also a DeviceBytes.
 
     Attributes:
-        device: the tensor's device.
+        device: device of the tensor.
     """
 
     __slots__ = ("_ready", "_values", "device")
@@ -93,9 +93,10 @@ class DeviceBytes:
 
     @classmethod
     def of(cls, tensor: Tensor) -> DeviceBytes:
-        """Return a tensor's bytes as they will be after the work submitted to the current stream so far."""
+        """Return the bytes of a tensor, as of the work that has been submitted to the current stream."""
         plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        # Do not use reshape here: view rejects some strides of a single value that still count as contiguous.
+        # Do not use reshape here. For a single value, torch considers any stride contiguous, but view rejects some
+        # strides.
         values = plain.as_strided((plain.numel(),), (1,)).view(cuda.load_torch().uint8)
         return cls(values, cuda.record(cuda.current_stream(plain.device)))
 
@@ -106,8 +107,8 @@ class DeviceBytes:
         return DeviceBytes(self._values[part], self._ready)
 
     def copy_to(self, target: Bytes) -> cuda.Event:
-        """Start copying the bytes to `target`; return an event before which both objects must stay alive."""
-        self._ready.synchronize()  # blocks this thread instead of the stream, which other callers' copies also use
+        """Start copying the bytes to `target`. Both objects must exist until the returned event has occurred."""
+        self._ready.synchronize()  # blocks this thread instead of the stream, which other callers also use
         stream = copy_stream(self.device, "down")
         cuda.copy(cuda.load_torch().from_numpy(target), self._values, stream)
         return cuda.record(stream)
@@ -118,9 +119,10 @@ Chunk: TypeAlias = memoryview | DeviceBytes
 
 
 def on_host(chunks: Iterable[Chunk]) -> Iterator[list[memoryview]]:
-    """Yield the chunks' bytes on the host, in order. While the caller uses a block, the next device block is copied.
+    """Yield the bytes of the chunks on the host, in order.
 
-    Delete each yielded list before requesting the next, so that its memory can be reused.
+    While the caller uses a block, the next block is copied from the device. The caller should delete each list before
+    it requests the next list, so the memory can be reused.
     """
     here: list[memoryview] = []
     copies: deque[tuple[cuda.Event, Bytes, DeviceBytes]] = deque()
@@ -154,7 +156,7 @@ def on_host(chunks: Iterable[Chunk]) -> Iterator[list[memoryview]]:
 
 
 def copy_to_host(target: Bytes, chunks: Iterable[Chunk]) -> None:
-    """Copy chunks into host memory one after another, directly from a device if the host memory is pinned."""
+    """Copy chunks into consecutive host memory. If the host memory is pinned, bytes on a device are copied directly."""
     view, end = target.data, 0
     pin = PINNED.find(target)
     copies: list[tuple[cuda.Event, DeviceBytes]] = []  # references chunks, so the device cannot reuse their memory
@@ -198,13 +200,14 @@ def to_cpu(tensor: Tensor) -> Tensor:
 
 
 def upload(arrays: Sequence[Bytes], device: Device) -> list[Tensor]:
-    """Copy byte arrays from the host to a device; return one view per array into a single arena, aligned to 64 bytes.
+    """Copy byte arrays from the host to a single arena on a device, and return a view of the arena for each array.
 
-    Adjacent arrays in pinned memory are copied in one step. Arrays in pageable memory pass through pinned blocks. The
-    device's current stream waits for the copies, but this thread does not. Do not modify the arrays afterwards.
+    The views are aligned to 64 bytes. Adjacent arrays in pinned memory are copied in a single step. Arrays in pageable
+    memory pass through pinned blocks. The current stream of the device waits for the copies, but this thread does not.
+    The caller must not modify the arrays afterwards.
 
     Raises:
-        torch.OutOfMemoryError: the device is out of memory; no memory is retained.
+        torch.OutOfMemoryError: the device is out of memory. No memory is retained.
     """
     pins = [PINNED.find(array) if array.size else None for array in arrays]
     addresses = [array.ctypes.data for array in arrays]
@@ -243,7 +246,7 @@ def upload(arrays: Sequence[Bytes], device: Device) -> list[Tensor]:
 
 
 def _blocks(waiting: deque[tuple[int, Bytes]], start: int, end: int, device: Device) -> Iterator[tuple[int, Bytes]]:
-    """Yield an arena's bytes from `start` to `end` in pinned blocks, each with its offset in the arena."""
+    """Yield the bytes of an arena from `start` to `end` in pinned blocks, each with its offset in the arena."""
     while start < end:
         stop = min(start + _BLOCK_BYTES, end)
         block = BLOCKS.take(_BLOCK_BYTES, device)[: stop - start]

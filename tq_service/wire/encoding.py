@@ -1,4 +1,4 @@
-"""Encodes user data (tensors, arrays, nested tensors, lists of these, and lists of objects) as columns."""
+"""Encoding of user data as columns: tensors, arrays, nested tensors, lists of these, and lists of objects."""
 
 from __future__ import annotations
 
@@ -32,30 +32,32 @@ from tq_service.wire.objects import encode_objects, no_collection
 
 T = TypeVar("T")
 _GATHER_BELOW_BYTES: Final = 64 << 10
-"""Mean row size in bytes below which rows are concatenated; larger rows in host memory are sent as separate views."""
+"""Mean row size in bytes below which rows are concatenated. Larger rows in host memory are sent as separate views."""
 
-_AT_ONCE: Final = 1 << 16  # number of objects per call into C, which blocks other threads
+_AT_ONCE: Final = 1 << 16  # number of objects per call into C, during which other threads are blocked
 _LISTS_AT_ONCE: Final = 1 << 10
 _OBJECT_KINDS: Final = "OUST"  # kinds of NumPy dtypes whose values are objects or text
 
 
 def encode_columns(data: Any, known: Mapping[str, FieldSpec] | None = None) -> list[SourceColumn]:
-    """Encode the columns for a put without copying tensors that are contiguous and on the CPU.
+    """Encode the columns for a put. Contiguous tensors on the CPU are not copied.
 
-    Tensors on a device are not copied to the host. A tensor's bytes are read after the current stream's work so far.
+    Tensors on a device are not copied to the host. The bytes of such a tensor are read after the work that has been
+    submitted to the current stream.
 
     Args:
         data: a TensorDict with one batch dimension, or a mapping of field names to columns of `n` rows each. A tensor
-            or array of shape `(n, ...)` becomes a dense column. A nested tensor, or a list of tensors or arrays with
-            one or more dimensions, becomes jagged. A list of numbers or 0-dim tensors becomes dense scalars (int64 for
-            int, float64 for float). A list of lists of numbers becomes jagged, or dense if all have the same length. A
-            list of other values becomes a column of objects. See `non_tensor_rows` for `NonTensorData`.
-        known: specs of the partition's existing fields. Object fields accept any list. In tensor fields, nested lists
-            of numbers and empty lists also become tensors. Objects become text if all are str, bytes if all are bytes,
-            and msgpack otherwise.
+            or array of shape `(n, ...)` becomes a dense column. A nested tensor, or a list of tensors or arrays with at
+            least one dimension, becomes jagged. A list of numbers or 0-dim tensors becomes dense scalars (int64 for
+            int, float64 for float). A list of lists of numbers becomes dense if all lists have the same length,
+            otherwise jagged. A list of other values becomes a column of objects. See `non_tensor_rows` for
+            `NonTensorData`.
+        known: specs of the fields that already exist in the partition. Object fields accept any list. In tensor fields,
+            nested lists of numbers and empty lists also become tensors. Objects become text if all are str, bytes if
+            all are bytes, and msgpack otherwise.
 
     Raises:
-        InvalidArgumentError: there are no fields or rows, row counts differ, or values do not fit in a column.
+        InvalidArgumentError: there are no fields or no rows, row counts differ, or values do not fit in a column.
         UnsupportedObjectError: an object could only be encoded with pickle.
     """
     columns = [
@@ -82,14 +84,14 @@ def encode_columns(data: Any, known: Mapping[str, FieldSpec] | None = None) -> l
 
 
 def encode_appended(data: Any, known: Mapping[str, FieldSpec]) -> list[SourceColumn]:
-    """Encode the columns for an append. Every column becomes jagged in the first dimension of its rows.
+    """Encode the columns for an append. Every column becomes jagged, with ragged rows in dimension 0.
 
     Args:
-        data: the columns, as for `encode_columns`; rows need one or more dimensions.
-        known: specs of the partition's existing fields.
+        data: the columns, as for `encode_columns`. Each row must have at least one dimension.
+        known: specs of the fields that already exist in the partition.
 
     Raises:
-        InvalidArgumentError: a column contains scalars or objects, or rows that differ in another dimension; see also
+        InvalidArgumentError: a column contains scalars or objects, or rows that differ in any other dimension. See also
             `encode_columns`.
     """
     names = [name for name, _ in _fields_of(data)]
@@ -112,7 +114,7 @@ def _ragged(column: SourceColumn) -> SourceColumn:
 
 
 def has_lists(data: Any) -> bool:
-    """Return whether any column is a list, whose encoding depends on the existing field's spec."""
+    """Return whether any column is a list. The encoding of a list depends on the spec of the existing field."""
     is_mapping = isinstance(data, Mapping) and not _is_tensordict(data)
     return is_mapping and any(isinstance(values, (list, tuple)) for values in data.values())
 
@@ -138,7 +140,7 @@ def _fields_of(data: Any) -> list[tuple[Any, Any]]:
 
 
 def _is_tensordict(value: Any) -> bool:
-    # While another thread is importing tensordict, the attribute may be missing; no TensorDict can exist before that.
+    # While another thread is importing tensordict, the attribute may be missing. No TensorDict can exist yet.
     is_tensor_collection = getattr(sys.modules.get("tensordict"), "is_tensor_collection", None)
     return is_tensor_collection is not None and bool(is_tensor_collection(value))
 
@@ -186,12 +188,12 @@ def _holds_tensors(known: FieldSpec | None) -> bool:
 
 
 def _objects_unless_tensors(name: str, known: FieldSpec | None) -> FieldSpec | None:
-    """Return the spec for rows from an object container: `known` for a tensor field, else an object spec."""
+    """Return the spec for rows of an object container: `known` for a tensor field, otherwise an object spec."""
     return known if _holds_tensors(known) else FieldSpec(name, layout=Layout.OBJECT)
 
 
 def _rows_of_array(array: NDArray[Any]) -> list[Any]:
-    """Return the rows of an array; objects stay unchanged, and text becomes Python strings."""
+    """Return the rows of an array. Objects remain unchanged, and text is converted to Python strings."""
     return list(array) if array.dtype.kind not in "UST" else array.tolist()
 
 
@@ -199,9 +201,9 @@ def non_tensor_rows(name: str, values: Any) -> list[Any]:
     """Return the rows of a `NonTensorStack` or `NonTensorData`, like tensordict's `tolist()`.
 
     A `NonTensorData` usually contains a single value for all rows, even if the value is a list. There are two
-    exceptions. An array of objects or text with one item per row contains the rows, because a TensorDict stores lists
-    and arrays that way. A `NonTensorData` that is outside a TensorDict and has no batch dimension contains the rows if
-    its value is a list, a tuple or an array.
+    exceptions. First, an array of objects or text with one item per row contains the rows. TensorDicts store lists and
+    arrays in this form. Second, if a `NonTensorData` is outside a TensorDict and has no batch dimension, its value
+    contains the rows if the value is a list, a tuple or an array.
 
     Raises:
         InvalidArgumentError: the `NonTensorData` is a single value, and the number of rows is unknown.
@@ -239,7 +241,7 @@ def _bytes_of(name: str, values: Any) -> tuple[str, Chunk]:
 
 
 def _check_values(name: str, values: Any) -> None:
-    """Reject tensors and arrays that contain no values or more than plain values."""
+    """Reject tensors and arrays without plain values, such as masked arrays, sparse tensors and meta tensors."""
     if not is_tensor(values):
         problem = "a masked array, whose mask would be lost; fill it first" if np.ma.isMaskedArray(values) else ""
     elif values.is_nested:
@@ -265,14 +267,14 @@ def _column(spec: FieldSpec, row_count: int, extents: Extents | None, chunks: tu
 
 
 def _encode_nested(name: str, values: Any) -> SourceColumn:
-    """Encode a nested tensor; avoid a copy in the usual case that it is packed and ragged in the first dimension."""
+    """Encode a nested tensor, without a copy in the usual case that it is packed and ragged in dimension 0."""
     torch = sys.modules["torch"]
     nested = values.detach()
     if nested.layout is not torch.jagged:
         rows = list(nested.unbind())
         alike = all(row.shape == rows[0].shape for row in rows)
         return _encode_rows(name, rows, (0,) if alike else ())
-    ragged_dim = int(nested._ragged_idx) - 1  # torch lacks a public attribute for it
+    ragged_dim = int(nested._ragged_idx) - 1  # torch has no public attribute for this
     if ragged_dim or nested.lengths() is not None:
         try:
             rows = list(nested.unbind())
@@ -301,9 +303,9 @@ def _inconsistent(name: str, nested: Any) -> InvalidArgumentError:
 
 def _encode_list(name: str, values: Sequence[Any], known: FieldSpec | None) -> SourceColumn:
     if not values:
-        return _encode_dense(name, np.zeros(0, np.float32))  # rejected later like all data with 0 rows
+        return _encode_dense(name, np.zeros(0, np.float32))  # rejected later, like all data with 0 rows
     kinds = _kinds(values)
-    if any(map(_is_non_tensor, kinds.values())):  # the result of iterating over a NonTensorStack
+    if any(map(_is_non_tensor, kinds.values())):  # produced by iterating over a NonTensorStack
         values = [value.tolist() if _is_non_tensor(value) else value for value in values]
         kinds, known = _kinds(values), _objects_unless_tensors(name, known)
     if known is None or known.layout is not Layout.OBJECT:
@@ -318,7 +320,7 @@ def _parts(values: Sequence[T], size: int = _AT_ONCE) -> Iterator[Sequence[T]]:
 
 
 def _kinds(values: Sequence[Any]) -> dict[type, Any]:
-    """Return each type that occurs among the values, with one example value."""
+    """Return the types of the values, each with an example value."""
     kinds: dict[type, Any] = {}
     for part in _parts(values):
         for kind in set(map(type, part)) - kinds.keys():
@@ -331,13 +333,13 @@ def _is_non_tensor(value: Any) -> bool:
 
 
 def _encode_tensors(name: str, values: Sequence[Any], kinds: set[type], known: FieldSpec | None) -> SourceColumn | None:
-    """Encode rows that are tensors, arrays, numbers or number lists as a tensor column; return None for other rows."""
-    # Check the types rather than the values, because there are only a few types.
+    """Encode rows of tensors, arrays, numbers or number lists as a tensor column. Return None for other rows."""
+    # Check the types instead of the values, because there are only a few types.
     are_arrays = all(issubclass(kind, np.ndarray) or is_tensor_type(kind) for kind in kinds)
     if are_arrays and all(row.dtype.kind not in _OBJECT_KINDS for row in values if isinstance(row, np.ndarray)):
         try:
             return _encode_arrays(name, values)
-        except (AttributeError, RuntimeError):  # torch's message does not contain the field's name
+        except (AttributeError, RuntimeError):  # torch's message does not contain the name of the field
             for row in values:
                 _check_values(name, row)
             raise
@@ -348,17 +350,17 @@ def _encode_tensors(name: str, values: Sequence[Any], kinds: set[type], known: F
 
 
 def _as_numbers(values: Sequence[Any], kinds: set[type]) -> NDArray[Any] | None:
-    """Convert Python numbers or numbers of one numpy type to an exact array; return None if impossible."""
+    """Convert Python numbers, or numpy numbers of a single type, to an array without loss, or return None."""
     is_numpy = len(kinds) == 1 and issubclass(next(iter(kinds)), (np.number, np.bool_))
     return np.concatenate(list(map(np.array, _parts(values)))) if is_numpy else exact_numbers(values, kinds)
 
 
 def _encode_number_lists(name: str, values: Sequence[list[Any]], known: FieldSpec | None) -> SourceColumn | None:
-    """Encode rows that are lists of numbers as a tensor column; return None for other lists.
+    """Encode rows that are lists of numbers as a tensor column. Return None for other lists.
 
-    Empty lists could contain any type, and nested lists may have an irregular shape. Empty and nested lists therefore
-    become tensors only in an existing tensor field, so that a field's kind does not depend on the values in the first
-    put.
+    The type of an empty list is unknown, and the shape of nested lists may be irregular. Empty and nested lists are
+    therefore converted to tensors only if the field already exists and contains tensors. Otherwise, the kind of a field
+    would depend on the values in the first put.
     """
     items: list[Any] = []
     for some in _parts(values, _LISTS_AT_ONCE):
@@ -369,7 +371,7 @@ def _encode_number_lists(name: str, values: Sequence[list[Any]], known: FieldSpe
             parts = [_unnested(row) for row in values]
             items = list(chain.from_iterable(part for _, part in parts))
             shapes = [shape for shape, _ in parts]
-        # The dtype and any further dimensions of an empty row are unknown.
+        # The dtype and any additional dimensions of an empty row are unknown.
         full = next((shape for shape in shapes if 0 not in shape), known.row_shape or ())
         shapes = [shape + tuple(max(size, 0) for size in full[len(shape) :] if 0 in shape) for shape in shapes]
         if not items:
@@ -381,7 +383,7 @@ def _encode_number_lists(name: str, values: Sequence[list[Any]], known: FieldSpe
 
 
 def _unnested(row: list[Any]) -> tuple[tuple[int, ...], list[Any]]:
-    """Return the shape of nested lists, cut at the first irregular dimension, and the items at that depth."""
+    """Return the shape of nested lists up to the first irregular dimension, and the items at that depth."""
     shape: tuple[int, ...] = (len(row),)
     items = row
     while items and set(map(type, items)) == {list} and len(set(map(len, items))) == 1:
@@ -412,17 +414,17 @@ def _encode_arrays(name: str, values: Sequence[Any]) -> SourceColumn:
 def _as_tensor(name: str, array: NDArray[Any]) -> Any:
     _check_values(name, array)
     dtype = dtype_name(array.dtype, f"field {name!r}")
-    return sys.modules["torch"].from_numpy(np.array(array, dtype))  # a copy in the machine's byte order
+    return sys.modules["torch"].from_numpy(np.array(array, dtype))  # a copy in the native byte order
 
 
 def _encode_rows(name: str, rows: list[Any], ragged_dims: Sequence[int] = ()) -> SourceColumn:
-    """Encode rows that share a dtype and have one or more dimensions as a column.
+    """Encode rows as a column. The rows must have the same dtype and at least one dimension.
 
     Args:
         name: name of the field.
-        rows: the rows, as tensors or as arrays.
-        ragged_dims: dimensions to make ragged even if all rows have the same size in them. Without ragged dimensions,
-            the column is dense.
+        rows: the rows, as tensors or arrays.
+        ragged_dims: dimensions to make ragged even if the size is the same in all rows. If no dimension is ragged, the
+            column is dense.
     """
     shapes = [tuple(row.shape) for row in rows]
     is_small = sum(row.nbytes for row in rows) < _GATHER_BELOW_BYTES * len(rows)
@@ -449,7 +451,7 @@ def _tensor_column(
 
 
 def _concatenate(rows: list[Any]) -> Any:
-    """Return the values of all tensors or arrays, concatenated."""
+    """Concatenate the values of all tensors or arrays into a one-dimensional tensor or array."""
     flat = rows if rows[0].ndim == 1 else [row.reshape(-1) for row in rows]
     if not is_tensor(rows[0]):
         return np.concatenate(flat)
@@ -475,7 +477,7 @@ def _encode_objects(name: str, values: Sequence[Any], kinds: set[type]) -> Sourc
 def _objects_column(
     name: str, encoding: Encoding, values: Sequence[Any], encode: Callable[[Sequence[Any], int], list[bytes]]
 ) -> SourceColumn:
-    """Encode a column of objects. `encode` receives a slice of the objects and the slice's start position."""
+    """Encode a column of objects. `encode` receives a slice of the objects and the start position of the slice."""
     sizes, chunks = [], []
     for number, part in enumerate(_parts(values)):
         blobs = encode(part, number * _AT_ONCE)

@@ -1,8 +1,8 @@
 """Conversion of errors to and from gRPC statuses.
 
-An error is sent as `google.rpc.Status` with `ErrorInfo` (reason and metadata), with `BadRequest` if the error concerns
-an argument, and with `RetryInfo` if a later retry may succeed. The client raises the error class that belongs to the
-reason or, if the reason is unknown, to the status code.
+An error is sent as a `google.rpc.Status` with `ErrorInfo` (reason and metadata). `BadRequest` is added if the error
+concerns an argument, and `RetryInfo` if a later retry may succeed. The client raises the error class for the reason. If
+the reason is unknown, the client raises the error class for the status code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tq_service.wire.messages import to_duration
 DOMAIN: Final = "tq_service"
 STATUS_TRAILER: Final = "grpc-status-details-bin"
 
-# HTTP/2 trailers are limited to 8 KiB by default and contain each message twice, once percent-encoded.
+# By default, HTTP/2 trailers are limited to 8 KiB. They contain each message twice, once percent-encoded.
 MAX_MESSAGE_BYTES: Final = 1024
 MAX_METADATA_VALUE_BYTES: Final = 256
 MAX_METADATA_BYTES: Final = 1024
@@ -36,23 +36,23 @@ ERROR_CLASSES: Final = frozenset(
 
 _CLASS_BY_REASON: Final = {kind.reason: kind for kind in ERROR_CLASSES - {errors.TqError}}
 
-# gRPC, a proxy or a newer server may send a code without a known reason. The reason is then the code's name, with these
-# exceptions.
+# gRPC, a proxy or a newer server may send a code without a known reason. The name of the code is then used as the
+# reason, with these exceptions.
 _LIKE: Final = {_CODE.OUT_OF_RANGE: "INVALID_ARGUMENT", _CODE.ABORTED: "FAILED_PRECONDITION"}
 
 _CLOSED_HERE: Final = "Channel closed!"
 """gRPC's message for a call whose channel was closed in this process."""
 _TOO_LARGE: Final = re.compile(r"message larger than max \((\d+) vs\. (\d+)\)")
-"""Pattern of the error text that gRPC uses when a receiver rejects a message that is too large."""
+"""Pattern for gRPC's error message when a receiver rejects a message because of its size."""
 
 
 def code_of(error: errors.TqError) -> grpc.StatusCode:
-    """Return an error's gRPC status code."""
+    """Return the gRPC status code of an error."""
     return _CODE[error.code]
 
 
 def to_status(error: errors.TqError, **facts: str) -> Status:
-    """Convert an error to `google.rpc.Status`; long texts are truncated to fit in trailers.
+    """Convert an error to a `google.rpc.Status`. Long texts are truncated to fit in trailers.
 
     Args:
         error: the error to convert.
@@ -78,7 +78,7 @@ def to_status(error: errors.TqError, **facts: str) -> Status:
 
 
 def status_from_trailers(trailers: Iterable[Any] | None) -> Status | None:
-    """Return the `google.rpc.Status` from a call's trailing metadata, or None if it is missing or unreadable."""
+    """Return the `google.rpc.Status` in the trailing metadata of a call, or None if it is missing or unreadable."""
     for key, value in trailers or ():
         if key == STATUS_TRAILER and isinstance(value, bytes):
             try:
@@ -89,13 +89,13 @@ def status_from_trailers(trailers: Iterable[Any] | None) -> Status | None:
 
 
 def from_rpc_error(code: grpc.StatusCode, details: str | None, status: Status | None) -> errors.TqError:
-    """Convert a failed call's outcome to an error.
+    """Convert the outcome of a failed call to an error.
 
     Args:
-        code: the call's status code.
-        details: the call's error message.
-        status: status from the trailers (`status_from_trailers`); None if gRPC or a proxy answered, in which case the
-            code determines the class.
+        code: status code of the call.
+        details: error message of the call.
+        status: status from the trailers, see `status_from_trailers`. None if gRPC or a proxy rejected the call. The
+            code then determines the class.
     """
     info, violation, retry = ErrorInfo(), BadRequest(), RetryInfo()
     has_info = has_retry = False
@@ -122,7 +122,7 @@ def _class_of(code: grpc.StatusCode) -> type[errors.TqError]:
 
 def _from_code(code: grpc.StatusCode, message: str) -> errors.TqError:
     if code is _CODE.CANCELLED and message != _CLOSED_HERE:
-        # A stopping service cancels the calls that are still running when its grace period ends.
+        # When the grace period ends, a service that is shutting down cancels the calls that are still running.
         return errors.UnavailableError(f"the call was interrupted in transit, or by a stopping service ({message})")
     if code is _CODE.UNIMPLEMENTED:
         return errors.InternalError(

@@ -1,4 +1,4 @@
-"""This process's memory for the bytes of puts and gets: reusable blocks, and pinned memory for device copies.
+"""Host memory of this process for the bytes of puts and gets: reusable blocks, and pinned memory for device copies.
 
 ::
 
@@ -6,13 +6,13 @@
     PINNED   pin: registered with the driver once -> Pin -> last reference is deleted -> stays registered until
              others need its share of TQ_PINNED_BYTES, or it is unmapped
 
-The operating system needs more time to map new pages than to receive the bytes. In measurements, the throughput of 256
-MiB gets varied from 0.5 to 2.2 GB/s, entirely because of system time. A training loop receives and drops batches of
-similar size, so a few blocks suffice for all batches.
+Mapping new pages takes the operating system longer than receiving the bytes. In measurements, the throughput of 256 MiB
+gets varied from 0.5 to 2.2 GB/s, entirely because of system time. A training loop receives and drops batches of similar
+size, so a few blocks suffice for all batches.
 
 Blocks for a device, buffers filled by loader workers, and regions of a storage service on this host are pinned. Copies
-of pageable memory would be several times slower. Memory stays pageable if the limit on pinned memory is reached or the
-operating system refuses to pin more.
+to or from pageable memory would be several times slower. If the limit on pinned memory is reached, or the operating
+system refuses to pin more memory, memory remains pageable.
 
 Arrays can be garbage-collected at any time in any thread, so their finalizers do not use locks.
 """
@@ -46,17 +46,18 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 ALIGNMENT_BYTES: Final = 64
-"""Alignment in bytes of columns that share a block of memory."""
+"""Alignment in bytes of the columns in a memory block."""
 
 LIMIT_VARIABLE: Final = "TQ_PINNED_BYTES"
 _DEFAULT_LIMIT_BYTES: Final = 1 << 30
 
-# Below this block size, malloc reuses memory well enough; see `keep_frame_buffers`.
+# Below this block size, malloc reuses memory well enough. See `keep_frame_buffers`.
 _SMALL_BYTES: Final = 4 << 20
-# Sufficient for batches of 1 GiB. A process with smaller batches keeps only the few blocks used in the last minute.
+# Sufficient for batches of 1 GiB. A process with smaller batches retains only the few blocks used in the last minute.
 _KEPT_BYTES: Final = 2 << 30
 _KEPT_SECONDS: Final = 60.0
-# Maximum ratio of a reused block's size to the requested size. Above 1, because batch sizes are similar but not equal.
+# Maximum ratio between the size of a reused block and the requested size. It exceeds 1, because batch sizes vary
+# slightly.
 _MOST_SLACK: Final = 1.25
 
 
@@ -66,13 +67,13 @@ def aligned(size: int) -> int:
 
 
 def place_columns(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Return the offset of each column when columns of these sizes share a memory block, and the block's size."""
+    """Return the offset of each column when columns of these sizes share a memory block, and the size of the block."""
     *starts, end = accumulate(map(aligned, sizes), initial=0)
     return starts, end
 
 
 class Pin:
-    """Keeps memory pinned while this object exists.
+    """A reference to pinned memory. The memory stays pinned while this object exists.
 
     Attributes:
         mapping: the pinned memory.
@@ -86,7 +87,7 @@ class Pin:
 
 @dataclass(slots=True, eq=False)
 class _Pinned:
-    """A pinned mapping, with its `Pin` while it is in use."""
+    """A pinned mapping, and its `Pin` while the mapping is in use."""
 
     address: int
     size: int
@@ -95,7 +96,7 @@ class _Pinned:
     pin: Callable[[], Pin | None] = lambda: None
 
     def use(self) -> Pin | None:
-        """Return the mapping's pin, or None if the mapping is being unmapped."""
+        """Return the pin of the mapping, or None if the mapping is being unmapped."""
         mapping = self.mapping()
         pin = self.pin() or (None if mapping is None else Pin(mapping))
         if pin is not None:
@@ -104,14 +105,16 @@ class _Pinned:
 
 
 class PinnedMemory:
-    """Pins mappings up to a limit; when full, unpins the least recently used of the unused mappings. Thread-safe.
+    """A registry that pins mappings up to a limit. Thread-safe.
 
-    A mapping is unpinned before it is unmapped. It is unpinned only after the last copy that uses it, because `keep`
-    retains the copy's arrays until the copy has finished. The lock is reentrant, because a finalizer can run in a
-    thread that holds the lock.
+    When the limit is reached, the registry unpins the least recently used mappings that are not in use. A mapping is
+    unpinned before it is unmapped, but only after the last copy that uses it. For this purpose, `keep` retains the
+    arrays of a copy until the copy has finished. The lock is reentrant, because a finalizer can run in a thread that
+    holds the lock.
 
     Args:
-        limit_bytes: maximum total number of pinned bytes; None: the value of `TQ_PINNED_BYTES`, else 1 GiB.
+        limit_bytes: maximum total number of pinned bytes. None: the value of `TQ_PINNED_BYTES`, or 1 GiB if it is
+            unset.
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
@@ -130,7 +133,7 @@ class PinnedMemory:
             return self._used_bytes()
 
     def check_limit(self) -> None:
-        """Check the configured limit; raise InvalidArgumentError if `TQ_PINNED_BYTES` is not a number."""
+        """Validate the configured limit. Raise InvalidArgumentError if `TQ_PINNED_BYTES` is not a number."""
         self._limit_bytes()
 
     def _limit_bytes(self) -> int:
@@ -150,10 +153,10 @@ class PinnedMemory:
         return self._used_bytes() + size <= limit and self._used_bytes(mapping.is_shared) + size <= granted
 
     def pin(self, mapping: Mapping, device: Device) -> Pin | None:
-        """Pin a mapping, or return its existing pin; return None if the mapping stays pageable.
+        """Pin a mapping, or return its existing pin. Return None if the mapping remains pageable.
 
-        The mapping must be anonymous or a shared mapping of a memfd, because the driver would copy each page of a
-        private file mapping. A pinned memfd can no longer be sealed against writing, but regions are never sealed.
+        The mapping must be anonymous or a shared mapping of a memfd. In a private mapping of a file, the driver would
+        copy each page. A pinned memfd can no longer be sealed against writing, but regions are never sealed.
         """
         while mapping.size <= self._limit_bytes():
             with self._lock:
@@ -165,11 +168,11 @@ class PinnedMemory:
                 copy = next(iter(self._copies), None)
             if copy is None:
                 break
-            copy.synchronize()  # afterwards, the copy's memory may be unpinned
+            copy.synchronize()  # afterwards, the memory used by the copy may be unpinned
         return None
 
     def find(self, array: Bytes) -> Pin | None:
-        """Return the pin of the memory that contains an array, or None if that memory is pageable."""
+        """Return the pin of the memory that contains an array, or None if the memory is pageable."""
         start = array.ctypes.data
         with self._lock:
             self.tidy()
@@ -212,7 +215,7 @@ class PinnedMemory:
         self._copies[event] = things
 
     def tidy(self) -> None:
-        """Release objects retained for finished copies, and remove mappings that are no longer pinned."""
+        """Release the objects retained for finished copies, and forget mappings that are no longer pinned."""
         with self._lock:
             for event in [event for event in list(self._copies) if event.query()]:
                 self._copies.pop(event, None)
@@ -223,15 +226,15 @@ class PinnedMemory:
 
 
 class Blocks:
-    """Memory blocks that are reused once no array, view or tensor refers to them. Thread-safe.
+    """A pool of memory blocks. A block is reused once no array, view or tensor refers to it. Thread-safe.
 
-    At most `kept_bytes` of unused blocks are kept, each for at most `kept_seconds`. Both limits are checked whenever a
-    block is requested or returned. All unused blocks are stored in a deque. While one thread processes the blocks,
-    other threads find the deque empty and create new blocks.
+    At most `kept_bytes` of unused blocks are retained, each for at most `kept_seconds`. Both limits are checked
+    whenever a block is requested or returned. The unused blocks are stored in a deque. While a thread processes the
+    blocks, other threads find the deque empty and create new blocks.
 
     Args:
-        kept_bytes: maximum total size of unused blocks.
-        kept_seconds: how long an unused block is kept.
+        kept_bytes: maximum total size of the unused blocks.
+        kept_seconds: maximum time for which an unused block is retained.
     """
 
     def __init__(self, kept_bytes: int = _KEPT_BYTES, kept_seconds: float = _KEPT_SECONDS) -> None:
@@ -242,19 +245,19 @@ class Blocks:
     def take(self, size: int, device: Device | None = None) -> Bytes:
         """Return an array of `size` uninitialized bytes.
 
-        An array for a device is pinned if possible, and is not inherited by forked child processes.
+        If the array is for a device, it is pinned if possible, and forked child processes do not inherit it.
         """
         if size < _SMALL_BYTES and device is None:
             return np.empty(size, np.uint8)
         if device is not None:
-            PINNED.tidy()  # frees the blocks used by finished copies
+            PINNED.tidy()  # frees the blocks that finished copies have used
         block = self._reused(size, is_inherited=device is None)
         if block is None:
             block = Mapping.anonymous(size, is_inherited=device is None)
         return block.array(0, size, _Use(self, block, None if device is None else PINNED.pin(block, device)))
 
     def take_columns(self, sizes: Sequence[int], device: Device) -> list[Bytes]:
-        """Return arrays of the given sizes for a device, all in one block so that a single copy can transfer them."""
+        """Return arrays of the given sizes for a device, in one block that a single copy can transfer."""
         starts, end = place_columns(sizes)
         block = self.take(max(end, 1), device)
         return [block[start : start + size] for start, size in zip(starts, sizes, strict=True)]
@@ -268,7 +271,7 @@ class Blocks:
         return None if found is None else found[1]
 
     def put_back(self, block: Mapping) -> None:
-        """Add a block that is no longer in use to the unused blocks."""
+        """Return a block to the pool once it is no longer in use."""
         if block.is_own:
             self._keep([(time.monotonic(), block), *self._take_all()])
 
@@ -281,7 +284,7 @@ class Blocks:
         return [each for each in taken if each[1].is_own]
 
     def _keep(self, blocks: Iterable[tuple[float, Mapping]]) -> None:
-        """Keep blocks, most recent first, within the limits; return all other blocks to the operating system."""
+        """Retain blocks within the limits, most recent first, and return all other blocks to the operating system."""
         oldest = time.monotonic() - self._kept_seconds
         remaining = self._kept_bytes
         for since, block in blocks:
@@ -291,7 +294,7 @@ class Blocks:
 
 
 class _Use:
-    """Marks a block as in use while an array in the block exists."""
+    """A reference that marks a block as in use while an array in the block exists."""
 
     __slots__ = ("_block", "_blocks", "_pin")
 
@@ -306,6 +309,6 @@ class _Use:
             self._blocks.put_back(self._block)
 
 
-# One instance per process, because clients and loaders share the limits and batches outlive both.
+# One instance per process, because clients and loaders share the limits, and batches may outlast both.
 BLOCKS: Final = Blocks()
 PINNED: Final = PinnedMemory()

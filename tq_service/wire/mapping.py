@@ -1,7 +1,7 @@
 """Memory mapped by this process (an entire memfd or new anonymous memory), which can be pinned for a device.
 
-Mappings created by this module do not keep a file descriptor open. Python's `mmap` keeps one open per mapping, and the
-number of file descriptors is limited.
+The mappings in this module do not keep a file descriptor open. Python's `mmap` keeps a file descriptor open for each
+mapping, and the number of file descriptors is limited.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _libc() -> Any:
 
 
 def map_memory(fd: int, size: int, protection: int, flags: int, address: int | None = None) -> int:
-    """Map memory as mmap(2) does, and return its address.
+    """Map memory like mmap(2), and return its address.
 
     Raises:
         OSError: the operating system refused the mapping.
@@ -61,7 +61,7 @@ def map_memory(fd: int, size: int, protection: int, flags: int, address: int | N
 
 
 def advise(address: int, size: int, advice: int) -> None:
-    """Advise the kernel about memory as madvise(2) does; other Python threads can run during the call.
+    """Advise the kernel about memory like madvise(2). Other Python threads can run during the call.
 
     Raises:
         OSError: the kernel rejected the advice.
@@ -79,16 +79,16 @@ class Mapping:
     """Memory that stays mapped in this process until the last reference to this object is deleted.
 
     Args:
-        fd: file descriptor of a memfd, which is mapped in full; the descriptor may be closed afterwards.
-        is_shared: whether writes change the memfd; otherwise, they change only this mapping.
+        fd: file descriptor of a memfd, which is mapped in full. The descriptor may be closed afterwards.
+        is_shared: whether writes change the memfd. If False, writes change only this mapping.
         is_inherited: whether forked child processes inherit the mapping.
-        is_populated: whether all pages are mapped immediately rather than one by one on first use.
+        is_populated: whether all pages are mapped immediately instead of on first use.
 
     Attributes:
         address, size: address of the first byte, and number of bytes.
         is_shared, is_inherited: values of the arguments.
-        on_unmap: list that contains at most one function to call before unmapping; whoever calls the function first
-            removes it from the list.
+        on_unmap: list with at most one function, which must be called before unmapping. The caller removes the function
+            from the list before calling it.
 
     Raises:
         OSError: the operating system refused the mapping.
@@ -118,7 +118,7 @@ class Mapping:
         Args:
             size: minimum number of bytes.
             is_inherited: whether forked child processes inherit the memory. Pinned memory must not be inherited,
-                because a write after a fork replaces the page with a copy that is not pinned.
+                because the first write after a fork replaces a page with a copy that is not pinned.
         """
         mapping = cls.__new__(cls)
         rounded = -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
@@ -130,15 +130,18 @@ class Mapping:
 
     @property
     def is_own(self) -> bool:
-        """Whether this process created the mapping rather than inheriting it through a fork."""
+        """Whether this process created the mapping, instead of inheriting it through a fork."""
         return self._process_id == os.getpid()
 
     def array(self, start: int, size: int, owner: object = None) -> Bytes:
-        """Return an array backed by part of the mapping. The array and its views keep the mapping and `owner` alive."""
+        """Return an array backed by part of the mapping.
+
+        The array and its views hold references to the mapping and to `owner`.
+        """
         return np.asarray(_Part(self, start, size, owner))
 
     def discard_changes(self, first_page: int, end_page: int) -> None:
-        """Discard changed pages in a range of a private mapping, so the range shows the memfd's pages again."""
+        """Discard the changed pages in a range of a private mapping, so the range shows the memfd's pages again."""
         page, count = self.address // PAGE_BYTES + first_page, end_page - first_page
         changed = _changed_pages(page, count)
         if changed is None:
@@ -158,7 +161,7 @@ class Mapping:
 
 
 class _Part:
-    """Base object of an array in a mapping; keeps the mapping and an owner alive."""
+    """The base object of an array in a mapping, which holds references to the mapping and an owner."""
 
     def __init__(self, mapping: Mapping, start: int, size: int, owner: object) -> None:
         self._kept = mapping, owner

@@ -1,6 +1,6 @@
 """Conversion between protobuf messages and Python objects, such as dataclasses, by field name.
 
-Durations are float seconds in Python objects and `google.protobuf.Duration` in messages.
+Durations are float seconds in Python objects, and `google.protobuf.Duration` in messages.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from tq_service.wire.metadata import (
 Result = TypeVar("Result")
 Sent = TypeVar("Sent", bound=Message)
 _SECONDS: Final = "_seconds"
-# Types whose fields differ from their messages' fields.
+# Types whose fields differ from the fields of their messages.
 _READERS: Final[Mapping[Any, Callable[[Any], Any]]] = {
     FieldSpec: decode_spec,
     Scalar: decode_value,
@@ -84,16 +84,16 @@ _ENUMS: Final[Mapping[str, EnumWords[Any]]] = {
 
 
 def read_message(kind: type[Result], message: Message, **given: Any) -> Result:
-    """Create a dataclass instance from the message fields with the same names.
+    """Create a dataclass instance from the message fields of the same names.
 
     An optional field becomes None if it is unset or, for fields without presence, empty. Repeated fields become tuples,
-    submessages become dataclasses of the annotated types, and a Duration `x` becomes the float `x_seconds`. An empty
-    message field becomes the dataclass field's default, if there is one.
+    submessages become dataclasses of the annotated types, and a Duration `x` becomes the float `x_seconds`. If a
+    message field is empty and the dataclass field has a default, the default is used.
 
     Args:
         kind: the dataclass to create.
         message: the message to read.
-        **given: values for dataclass fields that are not read from the message.
+        **given: values of dataclass fields that are not read from the message.
     """
     any_kind: Any = kind
     values = {
@@ -105,13 +105,13 @@ def read_message(kind: type[Result], message: Message, **given: Any) -> Result:
 
 
 def to_message(kind: type[Sent], source: object, **given: Any) -> Sent:
-    """Create a message from an object's attributes with the same names.
+    """Create a message from the attributes of an object with the same names.
 
     Args:
         kind: the message class to create.
         source: object whose attributes are read: None for an unset field, an object for a submessage, a word for an
             enum, and `x_seconds` for a Duration `x`.
-        **given: values for message fields that are not read from attributes.
+        **given: values of message fields that are not read from attributes.
     """
     values = {
         field.name: _sent(getattr(source, field.name + _SECONDS * (field.message_type is Duration.DESCRIPTOR)), field)
@@ -123,7 +123,7 @@ def to_message(kind: type[Sent], source: object, **given: Any) -> Sent:
 
 @cache
 def _fields(kind: Any) -> list[tuple[str, Callable[[Message], Any], bool]]:
-    """Return each dataclass field's name, its reader, and whether the field has a default other than None.
+    """Return the name and the reader of each dataclass field, and whether the field has a default other than None.
 
     A duration counts as a field without a default, because an unset Duration means 0 seconds.
     """
@@ -148,7 +148,7 @@ def _reader(name: str, hint: Any) -> Callable[[Message], Any]:
 
 
 def _parts(name: str, hint: Any) -> tuple[Callable[[Any], Any] | None, bool, bool]:
-    """Return the reader for a type or a tuple's items, whether the type may be None, and whether it is a tuple."""
+    """Return the reader for a type or for the items of a tuple, whether None is allowed, and whether it is a tuple."""
     is_optional = NoneType in get_args(hint)
     if is_optional:
         (hint,) = (each for each in get_args(hint) if each is not NoneType)
@@ -188,15 +188,15 @@ def _sent(value: Any, field: Any) -> Any:
 
 
 MOST_SECONDS: Final = 315_576_000_000
-"""Maximum number of seconds that a Duration can represent; about 10,000 years."""
+"""Maximum number of seconds that a Duration can represent, about 10,000 years."""
 _NANOS: Final = 10**9
 
 
 def to_duration(seconds: float) -> Duration:
-    """Convert seconds to a Duration, rounded to nanoseconds and limited to the maximum Duration.
+    """Convert seconds to a Duration, rounded to nanoseconds and clipped to the range of a Duration.
 
     Raises:
-        ValueError: the number of seconds is NaN.
+        ValueError: `seconds` is NaN.
     """
     seconds = max(min(seconds, MOST_SECONDS), -MOST_SECONDS)  # this argument order preserves NaN
     whole = int(seconds)  # rounded towards 0, so both parts have the same sign
@@ -207,10 +207,10 @@ def to_duration(seconds: float) -> Duration:
 
 
 def read_seconds(field: str, span: Duration) -> float:
-    """Convert a field's Duration to seconds; an unset Duration is 0.
+    """Convert the Duration in a field to seconds. An unset Duration is 0.
 
     Raises:
-        InvalidArgumentError: the Duration exceeds the maximum or its parts are inconsistent.
+        InvalidArgumentError: the Duration exceeds the maximum, or its parts are inconsistent.
     """
     seconds, nanos = span.seconds, span.nanos
     if abs(seconds) > MOST_SECONDS or abs(nanos) >= _NANOS or seconds * nanos < 0:

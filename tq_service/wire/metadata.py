@@ -1,8 +1,8 @@
-"""Converts sample indexes, cells, enum words, field specs and custom_meta between Python values and protobuf messages.
+"""Conversion of sample indexes, cells, enum words, field specs and custom_meta to and from protobuf messages.
 
 Sample indexes and row numbers are large integer arrays that mostly consist of runs of consecutive numbers. custom_meta
-is sent in columns. Users write custom_meta as columns or as one mapping per sample, and read it as one mapping per
-sample. `values_to_meta_column`, `rows_to_meta_columns` and `meta_columns_to_rows` convert between columns and mappings.
+is sent in columns. Users write custom_meta either as columns or as one mapping per sample, and read it as one mapping
+per sample. `values_to_meta_column`, `rows_to_meta_columns` and `meta_columns_to_rows` convert between the two forms.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Indexes = NDArray[np.int64]
 
 _FEW_VALUES: Final = 64
 _LEAST_MEAN_LENGTH: Final = 4
-_BYTES_TYPE: Final = 2  # protobuf wire type of packed fields, which are encoded like bytes fields
+_BYTES_TYPE: Final = 2  # protobuf wire type of packed fields and bytes fields
 _MOST_INDEXES: Final = 2**31  # limits the memory that a reader allocates for a few ranges
 
 
@@ -56,16 +56,16 @@ NO_INTEGERS: Final = np.zeros(0, np.int64)
 def decode_integers(values: Sequence[int]) -> Indexes:
     """Convert a repeated integer field to an array of shape `(n,)`.
 
-    For long fields, numpy reads protobuf's buffers with a single copy; for a few values, this would be slower.
+    For a long field, numpy reads protobuf's buffer with a single copy. For a few values, a single copy would be slower.
     """
     count = len(values)
     return np.fromiter(values, np.int64, count) if count <= _FEW_VALUES else np.array(values, np.int64)
 
 
 def fill_packed(message: Any, field: str, values: NDArray[Any]) -> None:
-    """Fill an empty repeated field of 4- or 8-byte numbers or of booleans.
+    """Fill an empty repeated field that contains booleans or numbers of 4 or 8 bytes.
 
-    A packed protobuf field contains the same bytes as an array, so a single copy is enough.
+    The bytes of a packed protobuf field are identical to the bytes of an array, so they are copied only once.
     """
     if values.size <= _FEW_VALUES:
         getattr(message, field).extend(values.tolist())
@@ -76,7 +76,7 @@ def fill_packed(message: Any, field: str, values: NDArray[Any]) -> None:
 
 
 def encode_varint(value: int) -> bytes:
-    """Encode a non-negative number as a varint, the protobuf encoding of tags and lengths."""
+    """Encode a non-negative integer as a varint, which is protobuf's encoding of tags and lengths."""
     encoded = bytearray()
     while value > 0x7F:
         encoded.append(value & 0x7F | 0x80)
@@ -86,7 +86,7 @@ def encode_varint(value: int) -> bytes:
 
 
 def expand_runs(firsts: Indexes, counts: Indexes) -> Indexes:
-    """Return the numbers in all runs, in order. For example, firsts (3, 8) and counts (2, 1) result in (3, 4, 8)."""
+    """Return the numbers in all runs, in order. For example, firsts (3, 8) and counts (2, 1) yield (3, 4, 8)."""
     if firsts.size == 1:
         return np.arange(firsts[0], firsts[0] + counts[0], dtype=np.int64)
     starts = np.cumsum(counts) - counts
@@ -94,30 +94,32 @@ def expand_runs(firsts: Indexes, counts: Indexes) -> Indexes:
 
 
 def runs_of(values: Indexes) -> tuple[Indexes, Indexes]:
-    """Split values into runs of consecutive numbers, such as (3, 4, 8) into firsts (3, 8) and counts (2, 1)."""
+    """Split values into runs of consecutive numbers. For example, (3, 4, 8) yields firsts (3, 8) and counts (2, 1)."""
     starts, counts = _runs_at(np.diff(values) != 1, values.size)
     return values[starts], counts
 
 
 def _runs_at(breaks: NDArray[np.bool_], count: int) -> tuple[Indexes, Indexes]:
-    """Return the starts and lengths of the runs in `count` values; if `breaks[i]`, value `i + 1` starts a run."""
+    """Return the starts and lengths of the runs in `count` values. Value `i + 1` starts a run if `breaks[i]` is set."""
     starts = np.flatnonzero(np.concatenate(([count > 0], breaks)))
     return starts, np.diff(starts, append=count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CellRuns:
-    """Cells of fields that were put together, represented as runs of adjacent rows in the requested order.
+    """The location of cells in fields that were put together.
+
+    The cells are represented as runs of adjacent rows, in the requested order.
 
     Attributes:
         field_names: names of the fields to which the runs apply.
-        put_indexes: index of each run's put in the accompanying list of puts, of shape `(runs,)`.
-        first_rows: index of each run's first row within its put, of shape `(runs,)`.
+        put_indexes: for each run, index of its put in the accompanying list of puts, of shape `(runs,)`.
+        first_rows: for each run, index of its first row within the put, of shape `(runs,)`.
         row_counts: number of rows in each run, of shape `(runs,)`.
-        extent_counts: number of rows (extents) per cell if values were appended to cells, of shape `(n,)`; empty if
-            each cell is one row.
-        extent_lengths: for each row, number of items in the first dimension that belong to the cell, of shape
-            `(rows,)`; `WHOLE_EXTENT` stands for all items.
+        extent_counts: for cells to which values were appended, the number of rows (extents) in each cell, of shape
+            `(n,)`. Empty if each cell is a single row.
+        extent_lengths: for each row, the number of items in dimension 0 that belong to the cell, of shape `(rows,)`.
+            `WHOLE_EXTENT` stands for all items.
     """
 
     field_names: tuple[str, ...]
@@ -129,7 +131,7 @@ class CellRuns:
 
     @classmethod
     def from_proto(cls, message: pb.CellRuns, *, with_extents: bool = True) -> CellRuns:
-        """Decode a get's runs without validating them; `with_extents` also decodes the cells' extents."""
+        """Decode the runs of a get without validating them. `with_extents` also decodes the extents of the cells."""
         return cls(
             field_names=tuple(message.field_names),
             put_indexes=decode_integers(message.put_indexes),
@@ -141,7 +143,7 @@ class CellRuns:
 
     @classmethod
     def of_samples(cls, message: pb.CellRuns) -> CellRuns:
-        """Return the runs that locate samples, with one cell per sample even if samples share cells."""
+        """Return the location of each sample's cell. A cell that is shared by several samples is repeated."""
         runs = cls.from_proto(message)
         if not message.sample_counts:
             return runs
@@ -157,7 +159,7 @@ class CellRuns:
         extent_counts: Indexes = NO_INTEGERS,
         extent_lengths: Indexes = NO_INTEGERS,
     ) -> CellRuns:
-        """Build runs from individual rows; `puts` and `rows` contain each row's put and its index in the put."""
+        """Build runs from individual rows. `puts` and `rows` contain each row's put and its index within the put."""
         starts, counts = _runs_at((np.diff(puts) != 0) | (np.diff(rows) != 1), rows.size)
         return cls(
             field_names=field_names,
@@ -169,7 +171,7 @@ class CellRuns:
         )
 
     def to_proto(self) -> pb.CellRuns:
-        """Encode the runs as the protobuf message for a get."""
+        """Encode the runs as a protobuf message for a get."""
         message = pb.CellRuns(field_names=self.field_names)
         for name in ("put_indexes", "first_rows", "row_counts", "extent_counts", "extent_lengths"):
             fill_packed(message, name, getattr(self, name).astype(np.uint32))
@@ -181,11 +183,11 @@ class CellRuns:
         return int(self.row_counts.sum())
 
     def expand(self) -> tuple[Indexes, Indexes]:
-        """Return each row's put and the row's index in the put, both of shape `(rows,)`."""
+        """Return the put of each row and its index within the put, both of shape `(rows,)`."""
         return np.repeat(self.put_indexes, self.row_counts), expand_runs(self.first_rows, self.row_counts)
 
     def select(self, positions: Indexes) -> CellRuns:
-        """Return the runs for the cells at `positions`, in this order."""
+        """Return the runs for the cells at `positions`, in the given order."""
         puts, rows = self.expand()
         counts = self.extent_counts
         if not counts.size:
@@ -196,7 +198,7 @@ class CellRuns:
 
 
 def set_indexes(message: pb.BatchMeta, indexes: Indexes | range) -> None:
-    """Set the sample indexes in a batch message that has none."""
+    """Set the sample indexes in a batch message that does not contain any yet."""
     if len(indexes) > _FEW_VALUES:
         if isinstance(indexes, range):
             firsts, counts = [indexes.start], [len(indexes)]
@@ -238,11 +240,11 @@ _NUMBERS: Final[dict[type, Any]] = {bool: np.bool_, int: np.int64, float: np.flo
 
 
 def exact_numbers(values: Sequence[Any], kinds: set[type]) -> NDArray[Any] | None:
-    """Convert Python bools, integers or floats to an exact array; return None if no dtype represents all exactly.
+    """Convert Python bools, integers or floats to an array without loss, or return None if no dtype can represent them.
 
     Args:
-        values: numbers, or values of other types, for which the result is None.
-        kinds: the set of types that occur among the values.
+        values: numbers. The result is None if there are values of other types.
+        kinds: set of the types of the values.
     """
     if kinds == {int, float} and not any(type(value) is int and abs(value) > LARGEST_EXACT for value in values):
         kinds = {float}
@@ -260,13 +262,13 @@ Word = TypeVar("Word", bound=str)
 
 
 class EnumWords(Generic[Word]):
-    """Words that represent the values of a protobuf enum; None represents the unspecified value.
+    """Words that represent the values of a protobuf enum. None represents the unspecified value.
 
     Args:
         name: name of the field, for error messages.
         enum: the protobuf enum.
-        words: the words, optionally mapped to enum value names without the common prefix. By default, a value's name is
-            the word in capitals.
+        words: the words, or a mapping from words to the names of the enum values, without their common prefix. By
+            default, the name of a value is the word in capitals.
     """
 
     def __init__(self, name: str, enum: Any, words: Iterable[Word] | Mapping[Word, str]) -> None:
@@ -278,7 +280,7 @@ class EnumWords(Generic[Word]):
         self._words: dict[int, Word | None] = {0: None, **{number: word for word, number in numbers.items()}}
 
     def encode(self, word: str | None, name: str | None = None) -> Any:
-        """Return the enum number for a word; errors refer to the argument by `name`.
+        """Return the enum number of a word. Error messages refer to the argument as `name`.
 
         Raises:
             InvalidArgumentError: the word does not belong to the enum.
@@ -291,7 +293,7 @@ class EnumWords(Generic[Word]):
         return self._numbers[word]
 
     def decode(self, number: int, name: str | None = None) -> Word | None:
-        """Return the word for an enum number; errors refer to the field by `name`.
+        """Return the word for an enum number. Error messages refer to the field as `name`.
 
         Raises:
             InvalidArgumentError: the number does not belong to the enum.
@@ -339,7 +341,7 @@ _DTYPES: Final[dict[str, Any]] = {
 }  # fmt: skip
 _FIELDS: Final = {np.dtype(dtype): field for field, dtype in _DTYPES.items()}
 _REMEMBERED_SPEC_BYTES: Final = 256
-# Values of `MetaColumn.kinds`, one per sample; 0 stands for no value.
+# Values of `MetaColumn.kinds`, one per sample. 0 means that the sample has no value.
 _TYPED: Final = 1
 _JSON: Final = 2
 _REMOVED: Final = 3
@@ -347,7 +349,7 @@ _REMOVED: Final = 3
 
 @lru_cache(maxsize=1024)
 def encode_spec(spec: FieldSpec) -> pb.FieldSpec:
-    """Encode a field spec as a message, which all callers share and must copy instead of modifying."""
+    """Encode a field spec as a message. All callers share the message, so they must copy it instead of modifying it."""
     return pb.FieldSpec(
         name=spec.name,
         dtype=spec.dtype,
@@ -372,7 +374,7 @@ def decode_spec(message: pb.FieldSpec) -> FieldSpec:
 
 @lru_cache(maxsize=1024)
 def _remembered_spec(serialized: bytes) -> FieldSpec:
-    """Decode a field spec with a cache, because all claims, puts and gets use the same few specs."""
+    """Decode a field spec, using a cache. All claims, puts and gets use the same few specs."""
     return _read_spec(pb.FieldSpec.FromString(serialized))
 
 
@@ -403,7 +405,7 @@ def decode_value(message: controller_service_pb2.MetaValue) -> Scalar | None:
 
 
 def encode_meta_columns(columns: Iterable[MetaColumn]) -> list[pb.MetaColumn]:
-    """Encode custom_meta columns as protobuf messages, which contain only existing values."""
+    """Encode custom_meta columns as protobuf messages. Missing values are omitted."""
     return list(map(_encode_meta_column, columns))
 
 
@@ -493,7 +495,7 @@ def _decode_meta_column(message: pb.MetaColumn, row_count: int) -> MetaColumn:
 
 
 def check_json(columns: Sequence[MetaColumn]) -> list[MetaColumn]:
-    """Validate custom_meta columns sent by a client, and return them with their JSON in canonical form.
+    """Validate custom_meta columns sent by a client, and convert their JSON to canonical form.
 
     Raises:
         InvalidArgumentError: a text is not valid JSON or is nested too deeply.
@@ -509,7 +511,7 @@ def check_json(columns: Sequence[MetaColumn]) -> list[MetaColumn]:
 
 
 def _spread(name: str, values: NDArray[Any], present: NDArray[np.bool_]) -> MetaColumn:
-    """Build a column from the values of the samples marked in `present`, which are the only samples with a value."""
+    """Build a column from the values of the samples marked in `present`. The remaining samples get no value."""
     if values.size < present.size:
         column = np.full(present.size, "" if values.dtype == object else 0, values.dtype)
         column[present] = values
@@ -525,18 +527,18 @@ def _decode_values(message: pb.MetaColumn) -> NDArray[Any]:
         raise _wrong_column(message, f"has no values; set one of {', '.join(_DTYPES)}, or json_values")
     values = getattr(message, field).values
     if field == "string_values":
-        known: dict[str, str] = {}  # stores a text, such as a tag, only once even if many samples have it
+        known: dict[str, str] = {}  # stores equal texts, such as tags, only once
         return np.fromiter(map(known.setdefault, values, values), np.object_, len(values))
     return decode_integers(values) if field == "int64_values" else np.array(values, _DTYPES[field])
 
 
 def encode_produced(masks: Iterable[NDArray[np.bool_]]) -> list[bytes]:
-    """Return, for each field, a bit mask of the samples with a cell; empty bytes if all samples have a cell."""
+    """Return a bit mask per field of the samples that have a cell, or empty bytes if all samples have a cell."""
     return [b"" if mask.all() else np.packbits(mask, bitorder="little").tobytes() for mask in masks]
 
 
 def decode_produced(messages: Sequence[bytes], row_count: int) -> tuple[NDArray[np.bool_], ...]:
-    """Return, for each field, a read-only mask of those of the `row_count` samples that have a cell.
+    """Return a read-only mask per field of the samples that have a cell, out of `row_count` samples.
 
     Raises:
         InvalidArgumentError: a mask does not have one bit per sample.
@@ -557,17 +559,18 @@ def decode_produced(messages: Sequence[bytes], row_count: int) -> tuple[NDArray[
 
 
 def rows_to_meta_columns(rows: Sequence[Mapping[str, Any]]) -> list[MetaColumn]:
-    """Convert the custom_meta mappings of `n` samples to columns that each cover all `n` samples.
+    """Convert the custom_meta mappings of `n` samples to columns, each of which covers all `n` samples.
 
-    Values are JSON values, or numpy or torch scalars and arrays. None removes a value, and `JSON_NULL` stores null. A
-    column's type is the type of its first number, boolean or text; values of other types are stored as JSON. Integers
-    mixed with floats become floats. If a sample's mapping lacks a name, the sample's value is left unchanged.
+    Values are JSON values, or numpy or torch scalars and arrays. None removes a value, and `JSON_NULL` stores null. The
+    type of a column is that of its first number, boolean or text. Values of other types are stored as JSON. If integers
+    and floats are mixed, the integers become floats. If a name is missing from a sample's mapping, the sample's value
+    is left unchanged.
 
     Raises:
-        InvalidArgumentError: JSON cannot represent a value; the message contains the row and the key.
+        InvalidArgumentError: JSON cannot represent a value. The message contains the row and the key.
     """
     plain = rows if set(map(type, rows)) == {dict} else [_checked(position, row) for position, row in enumerate(rows)]
-    # Fast path without Python code per value for the usual case that all rows contain the same names.
+    # Fast path for the usual case in which all rows contain the same names. It runs no Python code per value.
     if plain and len(plain[0]) == len(set().union(*plain)) and len(set(map(len, plain))) == 1:
         present = np.ones(len(plain), np.bool_)
         return [_column(name, list(map(itemgetter(name), plain)), present) for name in plain[0]]
@@ -578,15 +581,12 @@ def rows_to_meta_columns(rows: Sequence[Mapping[str, Any]]) -> list[MetaColumn]:
 
 
 def values_to_meta_column(name: str, values: Any) -> MetaColumn:
-    """Build a custom_meta column from an array, a tensor or a list with one value for each of `n` samples.
+    """Build a custom_meta column from an array, a tensor or a list with a value for each of `n` samples.
 
     Args:
         name: name of the column.
-        values: one value per sample; further dimensions become lists. `rows_to_meta_columns` lists the supported
-            values. None removes a value.
-
-    Raises:
-        InvalidArgumentError: `values` is not a sequence of values, or JSON cannot represent one of the values.
+        values: one value per sample. Additional dimensions become lists. None removes a value. See
+            `rows_to_meta_columns` for the supported values.
     """
     if hasattr(values, "detach"):  # the values are a tensor
         tensor = values.detach().cpu()
@@ -617,7 +617,7 @@ def _checked(position: int, row: Any) -> dict[str, Any]:
 
 
 def _column(name: str, values: list[Any], present: NDArray[np.bool_]) -> MetaColumn:
-    """Build a column from the values in the rows marked in `present`."""
+    """Build a column from the values of the rows marked in `present`."""
     name = _checked_name(name)
     kinds = set(map(type, values))
     array = np.array(values, np.object_) if kinds == {str} else exact_numbers(values, kinds)
@@ -635,7 +635,7 @@ def _checked_name(name: Any) -> str:
 
 
 def meta_columns_to_rows(columns: Iterable[MetaColumn], row_count: int) -> list[dict[str, Any]]:
-    """Convert custom_meta columns to one dict per sample, without keys for missing values."""
+    """Convert custom_meta columns to one dict per sample. A dict does not contain keys for missing values."""
     rows: list[dict[str, Any]] = [{} for _ in range(row_count)]
     for column in columns:
         name, values, has_value = column.name, column.objects(), column.has_value

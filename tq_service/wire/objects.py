@@ -1,14 +1,15 @@
-"""Serializes Python objects as msgpack bytes with extension types, and JSON objects as text.
+"""Serialization of Python objects as msgpack bytes with extension types, and of JSON objects as text.
 
-Supported types are None, bool, int of any size, float, complex, str, bytes (bytearray and memoryview are returned as
-bytes), list, tuple, set, frozenset, and dict with hashable keys of these types. Torch tensors, numpy arrays (including
-object arrays), numpy scalars, and types with a codec are also supported. Instances of subclasses of Python's built-in
-types are returned as the base type. For example, an OrderedDict becomes a dict, a NamedTuple a tuple, and a str Enum a
-str. Other objects are rejected, because they would need pickle, which executes code from its input.
+The supported types are None, bool, int of any size, float, complex, str, bytes, list, tuple, set, frozenset, and dict
+with hashable keys of these types. bytearray and memoryview are returned as bytes. Torch tensors, numpy arrays
+(including object arrays), numpy scalars, and types with a codec are also supported. Instances of subclasses of Python's
+built-in types are returned as instances of the base type. For example, an OrderedDict becomes a dict, a NamedTuple
+becomes a tuple, and a str Enum becomes a str. All other objects are rejected. They would require pickle, which executes
+code from its input.
 
-A codec is registered under a name; a codec for PIL images is built in. The name is sent with each object and identifies
-the decoding function that the reader must use. Modules and classes are never sent. PIL is imported only when an image
-is put or read.
+Codecs are registered by name. A codec for PIL images is built in. The codec's name is sent with each object, and tells
+the reader which decoding function to use. Modules and classes are never sent. PIL is imported only when an image is put
+or read.
 
 JSON objects are stored as text that the service does not parse.
 """
@@ -44,7 +45,7 @@ from tq_service.wire.columns import (
 _TENSOR, _ARRAY, _NUMPY_SCALAR, _TUPLE, _SET, _FROZENSET, _BIG_INT, _COMPLEX, _OBJECT_ARRAY, _NAMED = range(1, 11)
 _MAX_NESTED_EXTENSIONS: Final = 32
 _MAX_DIMS: Final = 64
-_PACKED_AT_ONCE: Final = 1024  # number of values packed per call, which blocks other threads
+_PACKED_AT_ONCE: Final = 1024  # number of values packed per call, during which other threads are blocked
 _ARRAY_DTYPE: Final = re.compile(r"[<>|=]?[biufcSU]\d{1,9}")
 _COMPLEX_FORMAT: Final = struct.Struct("<dd")
 _CARRIED: Final = frozenset({
@@ -55,9 +56,9 @@ _PLAIN: Final = (str, bytes, bytearray, memoryview, float, bool, type(None), int
 
 
 class _Refused(Exception):  # noqa: N818  (never leaves this module)
-    """Raised when the packer cannot encode a value. The message is empty if the value's type is not supported.
+    """A value that cannot be encoded. The message is empty if the value's type is not supported.
 
-    The location of the value is determined later, by `_explain`.
+    `_explain` determines the location of the value later.
     """
 
 
@@ -69,16 +70,16 @@ _FAILURES: Final = (_Refused, ValueError, OverflowError, RecursionError)
 
 
 def encode_objects(values: Sequence[Any], name: str, *, first: int = 0) -> list[bytes]:
-    """Encode each object as bytes, using one packer for all objects, which is ten times as fast as one packer each.
+    """Encode each object as bytes. Sharing one packer is ten times as fast as creating a packer for each object.
 
     Args:
         values: the objects to encode.
         name: name of the list in error messages, which append the position, as in `text[3]`.
-        first: position of the first object in error messages.
+        first: position of the first object, for error messages.
 
     Raises:
-        UnsupportedObjectError: an object contains a value that only pickle could encode; the message states the value's
-            type and path.
+        UnsupportedObjectError: an object contains a value that only pickle could encode. The message contains the type
+            and path of the value.
     """
     packer = msgpack.Packer(default=lambda other: _extension(other, 0), **_OPTIONS)
     packed: list[bytes] = []
@@ -92,14 +93,14 @@ def encode_objects(values: Sequence[Any], name: str, *, first: int = 0) -> list[
 
 
 def decode_object(data: memoryview | bytes, *, as_torch: bool | None = None) -> Any:
-    """Decode an object that was encoded by `encode_objects`.
+    """Decode an object that `encode_objects` has encoded.
 
     Args:
         data: the encoded object.
-        as_torch: whether to return tensors as torch tensors rather than numpy arrays; None: True if torch is installed.
+        as_torch: whether to return tensors as torch tensors instead of numpy arrays. None: True if torch is installed.
 
     Raises:
-        InvalidArgumentError: the bytes are not a valid encoding, or a dtype requires torch, which is not installed.
+        InvalidArgumentError: the bytes are not a valid encoding, or a dtype requires torch but torch is not installed.
     """
     return _unpack(data, 0, has_torch() if as_torch is None else as_torch)
 
@@ -110,7 +111,7 @@ def _pack(value: Any, depth: int) -> bytes:
 
 
 def _extension(value: Any, depth: int) -> Any:
-    """Return a value that msgpack can pack in place of a value whose type msgpack does not support."""
+    """Convert a value of a type that msgpack does not support to a value that msgpack can pack."""
     kind = type(value)
     if kind is int:
         size = value.bit_length() // 8 + 1
@@ -148,7 +149,7 @@ def _extension(value: Any, depth: int) -> Any:
     if base is None:
         raise _Refused
     plain = base(value)
-    is_extension = base in _SEQUENCES or (base is int and plain.bit_length() > 63)  # msgpack converts only once
+    is_extension = base in _SEQUENCES or (base is int and plain.bit_length() > 63)  # msgpack converts a value only once
     return _extension(plain, depth) if is_extension else plain
 
 
@@ -162,8 +163,9 @@ def _nested(code: int, items: list[Any], depth: int) -> Any:
 _SEQUENCES: Final[dict[type, int]] = {tuple: _TUPLE, set: _SET, frozenset: _FROZENSET}
 
 
-# Conversions of subclass instances to the base type. A UserDict is not a dict, but tokenizers and processors in the
-# transformers library return subclasses of UserDict. str() of a str enum member or np.str_ does not return its text.
+# Conversions of subclass instances to their base type. UserDict is included, although it is not a dict, because
+# tokenizers and processors in the transformers library return subclasses of it. str() does not return the text of a str
+# enum member or an np.str_.
 _BASES: Final[dict[type, Callable[[Any], Any]]] = {
     dict: dict, UserDict: dict, list: list, tuple: tuple, set: set, frozenset: frozenset, str: str.__str__, int: int,
     float: float, bytes: bytes,
@@ -175,7 +177,7 @@ def _is_number(dtype: np.dtype[Any]) -> bool:
 
 
 def _explain(value: Any, path: str, error: Exception) -> UnsupportedObjectError:
-    """Build the error for a rejected object, with the location of the first value that cannot be encoded."""
+    """Build the error for a rejected object. It contains the location of the first value that cannot be encoded."""
     try:
         found = _find_refused(value, path)
     except RecursionError:
@@ -189,7 +191,7 @@ def _explain(value: Any, path: str, error: Exception) -> UnsupportedObjectError:
 
 
 def _find_refused(value: Any, path: str) -> tuple[str, str] | None:
-    """Return the location and reason of the first value that cannot be encoded, or None if there is none."""
+    """Return the location of the first value that cannot be encoded, and the reason. Return None if there is none."""
     for part, place in _parts_of(value, path):
         found = _find_refused(part, place)
         if found:
@@ -204,7 +206,7 @@ def _find_refused(value: Any, path: str) -> tuple[str, str] | None:
 
 
 def _parts_of(value: Any, path: str) -> Iterable[tuple[Any, str]]:
-    """Yield each part of a container with its location."""
+    """Yield each part of a container together with its location."""
     kind = type(value)
     if kind in _PLAIN or codec_of(kind) is not None:
         return
@@ -246,7 +248,7 @@ def _unpack(data: memoryview | bytes, depth: int, as_torch: bool) -> Any:
 
 
 def _extended(code: int, payload: bytes, depth: int, as_torch: bool) -> Any:
-    """Decode an extension; the caller treats any exception as a sign of damaged bytes."""
+    """Decode an extension. The caller treats any exception as evidence of damaged bytes."""
     if code == _BIG_INT:
         return int.from_bytes(payload, "little", signed=True)
     if code == _COMPLEX:
@@ -304,13 +306,13 @@ def _decode_array(dtype: Any, shape: Any, values: Any) -> Any:
 def _decode_object_array(shape: Any, items: Any) -> Any:
     _check_size(shape, 1, _checked_list(items))
     array = np.empty(len(items), np.object_)
-    for position, item in enumerate(items):  # item by item, because numpy would turn lists into further dimensions
+    for position, item in enumerate(items):  # item by item, because numpy would turn lists into additional dimensions
         array[position] = item
     return array.reshape(shape)
 
 
 def _check_size(shape: Any, itemsize: int, values: Any) -> None:
-    """Check that a shape and its values match before memory is allocated for the array."""
+    """Check that a shape matches the values, before memory is allocated for the array."""
     plausible = len(_checked_list(shape)) <= _MAX_DIMS
     if not plausible or any(type(size) is not int or not 0 <= size < 1 << 48 for size in shape):
         raise InvalidArgumentError(f"a tensor or array inside an object has shape {shape!r}, expected a list of sizes")
@@ -324,7 +326,7 @@ def _check_size(shape: Any, itemsize: int, values: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectCodec:
-    """Codec for objects of one type; see `register_object_codec`."""
+    """A codec for objects of a particular type. See `register_object_codec`."""
 
     name: str
     kind: type
@@ -337,23 +339,20 @@ _by_kind: Final[dict[type, ObjectCodec]] = {}
 
 
 def register_object_codec(name: str, kind: type, *, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> None:
-    """Register a codec for objects of one type in this process only.
+    """Register a codec for objects of a particular type, in this process only.
 
-    Every process that puts or reads such objects, including a loader's worker processes, must first register a codec
-    under the same name, ideally in the module that defines the type. The latest registration of a name or a type
-    replaces earlier ones.
+    Every process that puts or reads such objects must first register a codec under the same name. This includes a
+    loader's worker processes. Preferably, register the codec in the module that defines the type. A new registration
+    replaces earlier registrations of its name or type.
 
     Args:
-        name: name sent with each object, 1 to 512 printable characters; preferably with a unique prefix, as in
+        name: name that is sent with each object, 1 to 512 printable characters. Preferably, use a unique prefix, as in
             "acme.Trajectory".
-        kind: type of the objects; the codec also applies to subclasses without a codec of their own.
-        encode: function that converts an object to a value that can be put without a codec, that is, a plain value, a
-            tensor, an array, or a container of these.
-        decode: function that recreates the object from the result of `encode`. The function runs in every reader, on
-            data from any producer, so it must not trust or unpickle its input.
-
-    Raises:
-        InvalidArgumentError: the name is invalid, or the type is supported without a codec.
+        kind: type of the objects. The codec also applies to subclasses for which no codec is registered.
+        encode: function that converts an object to a value that can be put without a codec: a plain value, a tensor, an
+            array, or a container of such values.
+        decode: function that recreates the object from the result of `encode`. Every reader calls this function on data
+            from any producer, so it must not trust or unpickle its input.
     """
     check_name("name", name)
     if not isinstance(kind, type) or kind in _CARRIED:
@@ -368,7 +367,7 @@ def register_object_codec(name: str, kind: type, *, encode: Callable[[Any], Any]
 
 
 def codec_of(kind: type) -> ObjectCodec | None:
-    """Return the codec for instances of a type, or None if no codec is registered."""
+    """Return the codec for instances of a type, or None if the type has no codec."""
     for base in kind.__mro__:
         if base in _by_kind:
             return _by_kind[base]
@@ -376,7 +375,7 @@ def codec_of(kind: type) -> ObjectCodec | None:
 
 
 def codec_named(name: str) -> ObjectCodec:
-    """Return the codec registered under a name.
+    """Return the codec that is registered under a name.
 
     Raises:
         InvalidArgumentError: the name is not registered in this process, or PIL is not installed.
@@ -395,7 +394,7 @@ def codec_named(name: str) -> ObjectCodec:
     return _image_codec(Image.Image)
 
 
-# PIL images are stored as raw pixels. PNG would need half the space but take a hundred times as long.
+# PIL images are stored as raw pixels. PNG would need half the space but a hundred times the processing time.
 
 
 def is_image_type(kind: type) -> bool:
@@ -409,7 +408,7 @@ def _image_codec(kind: type) -> ObjectCodec:
 
 
 def _encode_image(image: Any) -> dict[str, Any]:
-    pixels = image.tobytes()  # also loads an opened image's file, which sets the attributes used below
+    pixels = image.tobytes()  # also loads the file of an opened image, which sets the attributes used below
     palette = image.getpalette(None) if image.mode in {"P", "PA"} else None
     return {
         "mode": image.mode,
@@ -421,7 +420,7 @@ def _encode_image(image: Any) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether an entry of an image's info can be encoded; some formats store PIL objects there."""
+    """Return whether an entry of an image's info can be encoded. Some image formats store PIL objects in the info."""
     return type(value) in {bool, int, float, str, bytes} or (type(value) is tuple and all(map(_is_plain, value)))
 
 
@@ -443,7 +442,7 @@ MOST_JSON_BYTES: Final = 262_144
 
 
 def encode_json_object(name: str, value: Mapping[str, Any] | None) -> str:
-    """Encode a mapping as JSON text; None is encoded like an empty mapping.
+    """Encode a mapping as JSON text. None is encoded as an empty mapping.
 
     Raises:
         InvalidArgumentError: the mapping contains a value that JSON cannot represent, or the JSON text is too long.
@@ -462,7 +461,7 @@ def encode_json_object(name: str, value: Mapping[str, Any] | None) -> str:
 
 
 def _check_keys(value: Any) -> None:
-    """Raise TypeError if a key is not a string, because JSON would convert the key to text."""
+    """Raise TypeError if a key is not a string. Otherwise, JSON would silently convert the key to a string."""
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
@@ -475,13 +474,13 @@ def _check_keys(value: Any) -> None:
 
 
 def decode_json_object(text: str) -> dict[str, Any]:
-    """Decode JSON text to a mapping; empty text becomes an empty mapping."""
+    """Decode JSON text to a mapping. Empty text yields an empty mapping."""
     value: dict[str, Any] = json.loads(text) if text else {}
     return value
 
 
 def check_json_object(name: str, text: str) -> None:
-    """Check that a text is a JSON object within the length limit.
+    """Check that a text is a JSON object and does not exceed the length limit.
 
     Raises:
         InvalidArgumentError: the text is not a JSON object or is too long.
@@ -504,10 +503,10 @@ def _no_number(constant: str) -> NoReturn:
 def no_collection() -> Iterator[None]:
     """Disable Python's cyclic garbage collector in this process during the `with` block.
 
-    The collector runs after every 700 additional live objects and sometimes scans all objects in the process. With
-    torch imported, a scan takes longer than reading thousands of objects. All objects created in the block stay alive,
-    so the collector could not free any of them. If several threads use this block, the collector may resume when the
-    first thread exits.
+    The collector runs after every 700 additional objects, and sometimes scans all objects in the process. If torch is
+    imported, a scan takes longer than reading thousands of objects. All objects created in the block stay in use, so
+    the collector could not free any of them. If several threads use this context manager, the collector may resume when
+    the first thread leaves its block.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,9 +1,10 @@
-"""Memory shared by processes on one host, in memfds whose file descriptors are sent over Unix sockets.
+"""Memory shared by processes on the same host, in memfds whose file descriptors are sent over Unix sockets.
 
-A put's columns are stored in one memfd, one after another, each aligned to 64 bytes. There are two kinds of memory:
+The columns of a put are stored in a single memfd, one after another, each aligned to 64 bytes. There are two kinds of
+memory:
 
 - A *region* is created by the storage service, written by clients that run as the same user, and reused for later puts.
-  A region's size is fixed. Clients are trusted to write only during their own puts; see `dataplane.shared_memory`.
+  The size of a region is fixed. Clients are trusted to write only during their own puts, see `dataplane.shared_memory`.
 - *Sealed memory* is created and written once by a client that runs as another user, and then sealed. After sealing, no
   process, including the client, can write, shrink or grow the memory.
 
@@ -45,7 +46,7 @@ if sys.platform == "linux":
 
 
 def is_supported() -> bool:
-    """Return whether this system supports sealed memfds and sockets that can transfer file descriptors."""
+    """Return whether this system supports sealed memfds, and sockets that can transfer file descriptors."""
     return sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(socket, "recv_fds")
 
 
@@ -60,13 +61,13 @@ def check_supported() -> None:
 
 
 def map_over(memory: mmap.mmap, fd: int, size: int, *, is_writable: bool) -> None:
-    """Map a file over an anonymous mapping; the file stays mapped while the anonymous mapping exists.
+    """Map a file over an anonymous mapping. The file stays mapped while the anonymous mapping exists.
 
     Args:
         memory: the anonymous mapping.
-        fd: file descriptor of the file, which may be closed afterwards.
+        fd: file descriptor of the file. It may be closed afterwards.
         size: number of bytes to map, starting at the beginning of the file.
-        is_writable: whether writes change the file; otherwise, the mapping is read-only.
+        is_writable: whether writes change the file. If False, the mapping is read-only.
 
     Raises:
         OSError: the operating system refused the mapping.
@@ -75,7 +76,7 @@ def map_over(memory: mmap.mmap, fd: int, size: int, *, is_writable: bool) -> Non
     protection, kind = (_READ_WRITE, mmap.MAP_SHARED) if is_writable else (mmap.PROT_READ, mmap.MAP_PRIVATE)
     map_memory(fd, size, protection, kind | _MAP_FIXED, ctypes.addressof(whole))
     if is_writable and hasattr(mmap, "MADV_HUGEPAGE"):
-        # With `shmem_enabled` set to `advise`, the kernel then converts the pages to huge pages in the background.
+        # If `shmem_enabled` is set to `advise`, the kernel converts the pages to huge pages in the background.
         with suppress(OSError):
             advise(ctypes.addressof(whole), size, mmap.MADV_HUGEPAGE)
 
@@ -86,8 +87,8 @@ def map_over(memory: mmap.mmap, fd: int, size: int, *, is_writable: bool) -> Non
 def new_region(size: int) -> int:
     """Create memory of `size` bytes that no process can resize, and return its file descriptor.
 
-    The kernel allocates all pages immediately and charges them to this process's control group, so no later write to
-    the memory can fail.
+    The kernel allocates all pages immediately and charges them to the control group of this process. No later write to
+    the memory can therefore fail.
 
     Raises:
         OSError: the system is out of file descriptors or memory.
@@ -104,16 +105,16 @@ def new_region(size: int) -> int:
 
 
 def free_pages(memory: mmap.mmap) -> None:
-    """Return the pages in a region's writable mapping to the system, even if other processes have mapped the region."""
-    # Python's madvise would block the GIL, for 0.2 s for a region of 256 MiB.
+    """Return the pages of a writable region mapping to the system, even if other processes have mapped the region."""
+    # Python's madvise would hold the GIL, for 0.2 s in the case of a region of 256 MiB.
     whole = (ctypes.c_char * len(memory)).from_buffer(memory)
     advise(ctypes.addressof(whole), len(memory), mmap.MADV_REMOVE)
 
 
 def _placed(columns: Sequence[SourceColumn]) -> Iterator[Chunk]:
-    """Yield the bytes of columns and the padding between the columns, as laid out by `place_columns`.
+    """Yield the bytes of columns, and the padding between columns, in the layout of `place_columns`.
 
-    The padding must be written as well. Otherwise, a sealed file would have a hole, which `check_sealed` rejects, and a
+    The padding must also be written. Otherwise, a sealed file would contain a hole, which `check_sealed` rejects, and a
     region would still contain old bytes.
     """
     for column in columns:
@@ -122,7 +123,7 @@ def _placed(columns: Sequence[SourceColumn]) -> Iterator[Chunk]:
 
 
 def fill(target: Bytes, columns: Sequence[SourceColumn]) -> None:
-    """Copy columns into memory in the layout of `place_columns`; large columns are copied by several threads."""
+    """Copy columns into memory in the layout of `place_columns`. Large columns are copied by several threads."""
     pieces = list(iter_frames(_placed(columns), _PIECE_BYTES, None))
     thread_count = min(len(pieces), _MOST_THREADS, len(os.sched_getaffinity(0)))
     targets = [target[number * _PIECE_BYTES :][:_PIECE_BYTES] for number in range(len(pieces))]
@@ -136,7 +137,7 @@ def fill(target: Bytes, columns: Sequence[SourceColumn]) -> None:
 
 
 def write(fd: int, columns: Sequence[SourceColumn]) -> None:
-    """Write columns into a memfd in the layout of `place_columns`, without the page faults of a new mapping.
+    """Write columns to a memfd in the layout of `place_columns`, without the page faults of a new mapping.
 
     Raises:
         OSError: the system is out of memory.
@@ -155,7 +156,7 @@ def write(fd: int, columns: Sequence[SourceColumn]) -> None:
 
 
 def write_sealed(columns: Sequence[SourceColumn]) -> int:
-    """Write columns into new sealed memory in the layout of `place_columns`, and return its file descriptor.
+    """Write columns to new sealed memory in the layout of `place_columns`, and return its file descriptor.
 
     Raises:
         OSError: the system is out of memory or file descriptors.
@@ -179,7 +180,7 @@ def check_sealed(fd: int, size: int | None = None) -> None:
 
     Args:
         fd: the file descriptor to check.
-        size: required size in bytes; None: any size.
+        size: required size in bytes. None: any size.
 
     Raises:
         InvalidArgumentError: the memory is not sealed, has a different size, or is incomplete.
@@ -199,7 +200,7 @@ def check_sealed(fd: int, size: int | None = None) -> None:
     if status.st_size != size:
         raise InvalidArgumentError(f"shared memory of {status.st_size} bytes was sent; expected {size} bytes")
     if status.st_blocks * _STAT_BLOCK_BYTES < size:
-        # Reading a hole allocates memory on behalf of the reading process, which may have none left.
+        # Reading a hole allocates memory on behalf of the reading process, which may have no memory left.
         raise InvalidArgumentError(
             f"shared memory of {size} bytes was sent with only {status.st_blocks * _STAT_BLOCK_BYTES} bytes allocated; "
             "write all bytes before sealing the memory"
@@ -207,7 +208,7 @@ def check_sealed(fd: int, size: int | None = None) -> None:
 
 
 def read_into(fd: int, target: memoryview, start: int) -> None:
-    """Fill `target` with the bytes of a file or shared memory from offset `start` on.
+    """Fill `target` with the bytes of a file or shared memory, starting at offset `start`.
 
     Raises:
         OSError: the bytes cannot be read, or the file is too short.
@@ -220,6 +221,6 @@ def read_into(fd: int, target: memoryview, start: int) -> None:
 
 
 def close_all(fds: Iterable[int]) -> None:
-    """Close file descriptors. Memory is freed when its last file descriptor and its last mapping are gone."""
+    """Close file descriptors. Memory is freed when its last file descriptor and its last mapping no longer exist."""
     for fd in fds:
         os.close(fd)

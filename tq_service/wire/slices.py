@@ -1,7 +1,7 @@
-"""Slices of rows: which bytes of each row in a column are requested, and the shape of the resulting column.
+"""Slices of rows, which select bytes from each row in a column, and the shape of the resulting column.
 
 The storage service slices rows, because only the service stores their lengths. A client slices a cell only if the
-cell's extents are stored in several storage services; the client joins the extents first.
+extents of the cell are stored in several storage services. The client then joins the extents first.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from tq_service.wire.columns import MAX_ROWS, ColumnShape, row_shapes
 from tq_service.wire.metadata import NO_INTEGERS, Indexes, decode_integers, expand_runs, fill_packed
 
 TO_THE_END: Final = 2**63 - 1
-"""Stop value for a range that extends to the end of its row."""
+"""Stop value of a range that extends to the end of its row."""
 
 MOST_PIECES: Final = 1 << 23
-"""Maximum number of pieces per column; each uses 24 bytes. A slice of the second dimension has one piece per token."""
+"""Maximum number of pieces per column. Each piece uses 24 bytes. A slice of dimension 1 has a piece for each token."""
 
 _LARGEST_UNIT_BYTES: Final = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowCut:
-    """The requested part of each row; see `RowSlice` in the protocol.
+    """The requested part of each row. See `RowSlice` in the protocol.
 
     Attributes:
-        starts: start of each range in the first dimension.
-        stops: stop of each range in the first dimension.
-        range_counts: number of ranges per row, of shape `(n,)`; empty if all ranges apply to every row.
+        starts: start of each range in dimension 0.
+        stops: stop of each range in dimension 0.
+        range_counts: number of ranges per row, of shape `(n,)`. Empty if all ranges apply to every row.
         chunks: indexes of the chunks requested from each row, if chunks are requested instead of ranges.
-        chunk_count: number of chunks into which each row is divided; 0 if ranges are requested.
-        align: number of which every chunk length is a multiple.
-        second: start and stop in the second dimension; None: the entire dimension.
+        chunk_count: number of chunks into which each row is divided. 0 if ranges are requested.
+        align: number of which every chunk length must be a multiple.
+        second: start and stop in dimension 1. None: the entire dimension.
     """
 
     starts: Indexes = field(default_factory=lambda: np.zeros(1, np.int64))
@@ -98,7 +98,7 @@ class RowCut:
         )
 
     def to_proto(self, field_names: Sequence[str]) -> RowSliceMessage:
-        """Encode this cut as a protobuf message for the given fields."""
+        """Encode the cut as a protobuf message for the given fields."""
         message = RowSliceMessage(field_names=field_names)
         if self.chunk_count:
             message.chunks.extend(self.chunks)
@@ -112,7 +112,7 @@ class RowCut:
         return message
 
     def select(self, positions: Indexes) -> RowCut:
-        """Return the cut restricted to the rows at `positions`, in this order."""
+        """Return the cut for the rows at `positions`, in the given order."""
         counts = self.range_counts
         if not counts.size:
             return self
@@ -120,11 +120,11 @@ class RowCut:
         return replace(self, starts=self.starts[at], stops=self.stops[at], range_counts=counts[positions])
 
     def chunk_lengths(self, lengths: Indexes) -> Indexes:
-        """Return each row's chunk length; the last chunks in a row may be shorter."""
+        """Return the chunk length of each row. The last chunks of a row may be shorter."""
         return -(-lengths // (self.chunk_count * self.align)) * self.align
 
     def ranges(self, lengths: Indexes) -> tuple[Indexes, Indexes, Indexes]:
-        """Return the row, first item and end of each requested range, given the length of each row."""
+        """Return the row, start and end of each requested range, given the length of each row."""
         if self.chunk_count:
             chunks = np.array(self.chunks, np.int64)
             owners = np.repeat(np.arange(lengths.size), chunks.size)
@@ -142,7 +142,7 @@ class RowCut:
         return owners, begins, np.maximum(begins, ends)
 
     def cut_shape(self, spec: FieldSpec) -> tuple[int, ...] | None:
-        """Return the resulting rows' shape, with -1 for sizes that may vary, or None if the shape is not known yet."""
+        """Return the shape of the resulting rows, with -1 for sizes that may vary, or None if it is unknown."""
         shape = list(spec.row_shape or ())
         if not shape:
             return None
@@ -163,7 +163,7 @@ class RowCut:
 
 
 def _resolved(bounds: Indexes, lengths: Indexes) -> Indexes:
-    """Resolve range bounds as Python's slices do: negative bounds count from the end, and all bounds are clipped."""
+    """Resolve range bounds like Python slices. Negative bounds count from the end, and all bounds are clipped."""
     return np.clip(np.where(bounds < 0, bounds + lengths, bounds), 0, lengths)
 
 
@@ -179,9 +179,9 @@ class RowPieces:
     Attributes:
         column: header of the resulting column.
         rows: row index of each piece, of shape `(m,)`.
-        starts: offset of each piece in its row's bytes, of shape `(m,)`.
-        sizes: size of each piece in bytes, possibly 0, of shape `(m,)`.
-        unit: number of bytes of which all sizes and all distances between pieces in the same put are multiples.
+        starts: offset of each piece within the bytes of its row, of shape `(m,)`.
+        sizes: size of each piece in bytes, of shape `(m,)`. Sizes may be 0.
+        unit: number of bytes of which all sizes are multiples, and all distances between pieces in a put.
     """
 
     column: ColumnShape
@@ -194,16 +194,16 @@ class RowPieces:
 def cut_rows(
     column: ColumnShape, cut: RowCut, extent_counts: Indexes = NO_INTEGERS, extent_lengths: Indexes = NO_INTEGERS
 ) -> RowPieces:
-    """Return the pieces that a cut selects from a column's rows.
+    """Return the pieces that a cut selects from the rows of a column.
 
     Args:
-        column: header that describes the column's complete rows.
+        column: header that describes the complete rows of the column.
         cut: the requested part of each row.
-        extent_counts: number of extents per cell if each row is an extent, in which case each resulting row is a cell.
-        extent_lengths: number of items in the first dimension of each extent that belong to the extent's cell.
+        extent_counts: number of extents per cell, if each row is an extent. In this case, each resulting row is a cell.
+        extent_lengths: number of items in dimension 0 of each extent that belong to the extent's cell.
 
     Raises:
-        InvalidArgumentError: the field's rows cannot be sliced as requested.
+        InvalidArgumentError: the rows of the field cannot be sliced as requested.
     """
     spec = column.spec
     _check_cut(spec, cut, is_joined=extent_counts.size > 0)
@@ -220,14 +220,14 @@ def cut_rows(
     rows, begins, ends = cut.ranges(lengths)
     cut_lengths = np.bincount(rows, ends - begins, lengths.size).astype(np.int64)
     if extent_counts.size:
-        offsets = np.cumsum(kept) - kept  # extent offsets, made relative to the cell's first extent below
+        offsets = np.cumsum(kept) - kept  # extent offsets, made relative to the first extent of the cell below
         offsets -= np.repeat(offsets[firsts], extent_counts)
         counts = extent_counts[rows]
         _check_piece_count(spec, int(counts.sum()))
         rows = expand_runs(firsts[rows], counts)
         begins, ends = (np.clip(np.repeat(bounds, counts) - offsets[rows], 0, kept[rows]) for bounds in (begins, ends))
     starts, sizes, width, unit = _byte_ranges(column, cut, shapes, rows, (begins, ends))
-    if width is not None:  # one piece per item in the first dimension
+    if width is not None:  # one piece per item in dimension 0
         rows = np.repeat(rows, ends - begins)
     return RowPieces(
         column=_cut_column(column, cells, cut_lengths, width, is_joined=extent_counts.size > 0),
@@ -260,7 +260,7 @@ def _check_cut(spec: FieldSpec, cut: RowCut, *, is_joined: bool) -> None:
 def _byte_ranges(
     column: ColumnShape, cut: RowCut, shapes: Indexes, rows: Indexes, bounds: tuple[Indexes, Indexes]
 ) -> tuple[Indexes, Indexes, int | None, int]:
-    """Return the ranges' starts and sizes in bytes, the width of a sliced second dimension or None, and the unit."""
+    """Return the start and size of each range in bytes, the width of a sliced dimension 1 or None, and the unit."""
     spec, (begins, ends) = column.spec, bounds
     shape = spec.row_shape or ()
     item_bytes = (shapes[:, 1:].prod(axis=1) * spec.itemsize)[rows]

@@ -1,1 +1,1 @@
-"""Bulk transfers, which send put and get data over separate connections with one thread each, alongside gRPC calls."""
+"""Bulk transfers, which send the data of puts and gets over separate connections, with a thread per connection."""

@@ -1,7 +1,7 @@
-"""Client side of bulk transfers: a probe of the storage service's bulk port, and reusable connections to the port.
+"""The client side of bulk transfers: a probe of the storage service's bulk port, and reusable connections to the port.
 
 Some clients cannot reach the bulk port, for example because the service is behind an ingress. A background thread
-probes the port, and the client uses frames if the port is unreachable.
+therefore probes the port. If the port is unreachable, the client uses frames.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _ASK_AGAIN_SECONDS: Final = 60.0
 _TRY_AGAIN_SECONDS: Final = 5.0
 _KEPT_SECONDS: Final = 50.0  # below 60 s, after which the service closes idle connections
 _MOST_KEPT: Final = 8
-# Number of threads in addition to the callers' own. With too few threads, transfers are merely slower.
+# Number of threads in addition to the callers' own threads. If there are too few threads, transfers only become slower.
 _STREAMS: Final = ThreadPoolExecutor(32, thread_name_prefix="tq-bulk")
 
 Remaining: TypeAlias = Callable[[], float]
-"""Function that returns the number of seconds left for a transfer."""
+"""A function that returns the number of seconds left for a transfer."""
 
 
 class _Port(NamedTuple):
-    """A bulk port and the instance id of its storage service."""
+    """A bulk port, with the instance id of its storage service."""
 
     host: str
     port: int
@@ -51,12 +51,12 @@ class _Port(NamedTuple):
 
 
 class BulkLink:
-    """A client's link to the bulk port of one storage service. Thread-safe.
+    """A client's link to the bulk port of a storage service. Thread-safe.
 
     Args:
         address: gRPC address of the service.
-        tls: TLS settings for the connections; None: plaintext.
-        is_enabled: whether to probe the service's bulk port; None: determined by the environment variable.
+        tls: TLS settings for the connections. None: plaintext.
+        is_enabled: whether to probe the service's bulk port. None: determined by the environment variable.
     """
 
     def __init__(self, address: str, tls: Tls | None = None, *, is_enabled: bool | None = None) -> None:
@@ -75,12 +75,12 @@ class BulkLink:
         return self._port is not None
 
     def is_due(self) -> bool:
-        """Return whether to ask the service for its bulk port now."""
+        """Return whether the client should ask the service for its bulk port now."""
         with self._lock:
             return self._is_enabled and self._port is None and time.monotonic() >= self._ask_at
 
     def postpone(self, seconds: float = _TRY_AGAIN_SECONDS) -> None:
-        """Stop using the bulk port for now, and ask the service for its port again later."""
+        """Stop using the bulk port. The client will ask the service for its port again after the given time."""
         with self._lock:
             self._port = None
             self._ask_at = time.monotonic() + seconds
@@ -104,16 +104,16 @@ class BulkLink:
         self._give_back(connection)
 
     def close(self) -> None:
-        """Close all connections and prevent new ones."""
+        """Close all connections and prevent new connections."""
         with self._lock:
             self._is_enabled, self._port = False, None
         _close_all(self._idle)
 
     def send(self, ticket: BulkTicket, columns: Sequence[SourceColumn], remaining: Remaining) -> None:
-        """Send a put's bytes over bulk connections.
+        """Send the bytes of a put over bulk connections.
 
         Raises:
-            UnavailableError: some bytes were not sent. Later calls use frames; if the data caused the failure, these
+            UnavailableError: some bytes were not sent. Later calls use frames. If the data caused the failure, later
                 calls fail as well.
         """
 
@@ -124,10 +124,10 @@ class BulkLink:
         self._move(ticket, [chunk for column in columns for chunk in column.chunks if len(chunk)], send, remaining)
 
     def receive(self, ticket: BulkTicket, views: Sequence[memoryview], remaining: Remaining) -> None:
-        """Receive a get's bytes over bulk connections into `views`.
+        """Receive the bytes of a get over bulk connections into `views`.
 
         Raises:
-            UnavailableError: some bytes did not arrive; see `send`.
+            UnavailableError: some bytes did not arrive. See `send`.
         """
 
         def receive(connection: BulkConnection, parts: Sequence[memoryview], moved: Moved) -> None:
@@ -142,7 +142,7 @@ class BulkLink:
         move: Callable[[BulkConnection, Sequence[C], Moved], None],
         remaining: Remaining,
     ) -> None:
-        """Transfer all ranges in several threads; the concatenated chunks are the bytes to transfer."""
+        """Transfer all ranges in several threads. The bytes to transfer are the concatenated chunks."""
         ends = np.cumsum([len(chunk) for chunk in chunks])
         count = -(-ticket.size_bytes // ticket.range_bytes)
         indexes = iter(range(count))  # ranges that no thread has started to transfer yet
@@ -172,10 +172,10 @@ class BulkLink:
         others = [_STREAMS.submit(run) for _ in range(min(ticket.stream_count, count) - 1)]
         run()
         for other in others:
-            if not other.cancel():  # threads not started yet are not needed, because this thread did their work
+            if not other.cancel():  # threads that have not started are not needed, because this thread did their work
                 other.result()
         if failures:
-            if remaining() > 0:  # otherwise, the deadline is the cause rather than the port
+            if remaining() > 0:  # otherwise, the cause is the deadline, not the port
                 self.postpone()
             if isinstance(failures[0], OSError):
                 raise UnavailableError(f"a bulk connection was lost: {failures[0]}") from failures[0]
@@ -236,7 +236,10 @@ def _close_all(idle: deque[tuple[float, BulkConnection]]) -> None:
 
 
 def _target(announced: str, address: str) -> tuple[str, int] | None:
-    """Return the bulk port's host and port; None if no port was announced or only gRPC can resolve the host."""
+    """Return the host and port of the announced bulk port.
+
+    Return None if no port was announced, or if only gRPC can resolve the host.
+    """
     for host, port in hosts_and_ports(announced):
         hosts = [host] if host else [its_host for its_host, _ in hosts_and_ports(address)]
         return (hosts[0], port) if len(hosts) == 1 else None
@@ -244,7 +247,7 @@ def _target(announced: str, address: str) -> tuple[str, int] | None:
 
 
 def _clip(chunks: Sequence[C], ends: Integers, start: int, end: int) -> list[C]:
-    """Return the bytes from `start` to `end` of concatenated chunks; `ends` contains the end offset of each chunk."""
+    """Return the bytes from `start` to `end` of concatenated chunks. `ends` contains each chunk's end offset."""
     first, last = int(np.searchsorted(ends, start, "right")), int(np.searchsorted(ends, end, "left"))
     parts = list(chunks[first : last + 1])
     parts[-1] = parts[-1][: len(parts[-1]) - (int(ends[last]) - end)]

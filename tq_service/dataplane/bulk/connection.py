@@ -1,14 +1,14 @@
-"""Bulk connections: the protocol for requesting ranges, and the system calls that transfer their bytes.
+"""Bulk connections: the protocol for requesting ranges, and the system calls that transfer bytes.
 
-Threads in both the client and the storage service use this module. The messages are:
+Threads in the client and in the storage service use this module. The messages are:
 
     service -> client   20 bytes: "TQB1", the boot_id of the storage service (16); then for each range:
     client -> service   32 bytes: "TQB1", the ticket (16), the index of the range (uint32), 8 zero bytes
     and the bytes of the range, from the client for a put, from the service for a get
 
-After each system call, a thread waits for the interpreter lock, which takes up to 5 ms if another thread is busy. A
+After each system call, a thread waits for the interpreter lock. This takes up to 5 ms if another thread is busy. A
 range is therefore transferred with as few system calls as possible. Sockets are blocking, and the kernel handles
-timeouts. A single call receives a complete range, and a single call sends up to a million memory slices.
+timeouts. A single call can receive a complete range, or send up to a million slices of memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _REQUEST: Final = struct.Struct("<4s16sI8x")
 _MAGIC: Final = b"TQB1"
 _STEP_SECONDS: Final = 1.0
 _SECURE_STEP_BYTES: Final = 1 << 20  # Python's TLS transfers at most 16 KiB at once, regardless of the buffer size
-_MOST_SLICES: Final = 1024  # maximum slices per message (IOV_MAX) and messages per call (UIO_MAXIOV)
+_MOST_SLICES: Final = 1024  # maximum number of slices per message (IOV_MAX), and of messages per call (UIO_MAXIOV)
 _TIMEVAL: Final = struct.Struct("@ll")
 _MESSAGE: Final = np.dtype(
     {
@@ -49,40 +49,42 @@ _MESSAGE: Final = np.dtype(
 _HAS_SENDMMSG: Final = sys.platform == "linux" and ctypes.sizeof(ctypes.c_void_p) == 8
 
 Moved: TypeAlias = Callable[[int], None]
-"""Called with the number of bytes moved in each step (0 after an idle second); an exception ends the transfer."""
+"""Callback that receives the number of bytes moved in a step (0 after an idle second), and may raise to abort."""
 
 Integers: TypeAlias = NDArray[np.int64]
 
 
 class BulkConnection:
-    """A connection that transfers one range after another. Only one thread uses it, but any thread may call `end`.
+    """A connection that transfers ranges sequentially.
+
+    Only one thread uses a connection, but any thread may call `end`.
 
     Args:
-        connection: a connected socket, which is closed by `close`.
+        connection: a connected socket, which `close` closes.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._is_secure = False
         connection.settimeout(None)
-        with suppress(OSError):  # if the other side has already closed the connection, the first step fails
+        with suppress(OSError):  # if the peer has already closed the connection, the first step fails
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_STEP_SECONDS))
         self._wait_at_most(_STEP_SECONDS)
 
     def accept_tls(self, context: ssl.SSLContext, seconds: float) -> None:
-        """Perform the service's side of the TLS handshake.
+        """Perform the server side of the TLS handshake.
 
         Raises:
-            OSError: the handshake failed, or took too long.
+            OSError: the handshake failed or timed out.
         """
         self._wrap(context, seconds, server_side=True)
 
     def open_tls(self, context: ssl.SSLContext, host: str, seconds: float) -> None:
-        """Perform the client's side of the TLS handshake; the service must present a certificate for `host`.
+        """Perform the client side of the TLS handshake. The service must present a certificate for `host`.
 
         Raises:
-            OSError: the handshake failed, or took too long.
+            OSError: the handshake failed or timed out.
         """
         self._wrap(context, seconds, server_hostname=host)
 
@@ -94,11 +96,11 @@ class BulkConnection:
 
     @property
     def sends_slices(self) -> bool:
-        """Whether `send_slices` is supported on this connection."""
+        """Whether this connection supports `send_slices`."""
         return _HAS_SENDMMSG and not self._is_secure
 
     def is_idle(self) -> bool:
-        """Return whether the connection is open and without unread bytes, and thus ready for a range."""
+        """Return whether the connection is open, has no unread bytes, and can therefore be used for a range."""
         try:
             self._socket.setblocking(False)
             self._socket.recv(1)  # if this call consumes an unexpected byte, the connection is not reused
@@ -116,7 +118,7 @@ class BulkConnection:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(seconds))
 
     def greet(self, boot_id: bytes) -> None:
-        """Send the storage service's id, which lets the client detect a proxy or another program on the port.
+        """Send the id of the storage service. The client can then detect a proxy or another program on the port.
 
         Raises:
             OSError: the connection is lost.
@@ -124,10 +126,10 @@ class BulkConnection:
         self.send([memoryview(_GREETING.pack(_MAGIC, boot_id))], _once)
 
     def check_greeting(self, boot_id: bytes, seconds: float) -> None:
-        """Wait for the greeting from the storage service with this id.
+        """Wait for the greeting of the storage service with this id.
 
         Raises:
-            UnavailableError: the greeting did not arrive in time or contained another id.
+            UnavailableError: the greeting did not arrive in time, or contained another id.
             OSError: the connection is lost.
         """
         data = bytearray(_GREETING.size)
@@ -136,7 +138,7 @@ class BulkConnection:
             raise UnavailableError("the bulk port belongs to another storage service or another program")
 
     def _receive_at_once(self, data: bytearray, seconds: float) -> None:
-        """Fill the buffer in one step, waiting at most `seconds`."""
+        """Fill the buffer in a single step, waiting at most `seconds`."""
         self._wait_at_most(seconds)
         try:
             self.receive_into(memoryview(data), partial(_once, size=len(data)))
@@ -144,7 +146,7 @@ class BulkConnection:
             self._wait_at_most(_STEP_SECONDS)
 
     def request(self, ticket: bytes, index: int, moved: Moved) -> None:
-        """Send the request for a range.
+        """Request a range from the service.
 
         Raises:
             OSError: the connection is lost.
@@ -152,7 +154,7 @@ class BulkConnection:
         self.send([memoryview(_REQUEST.pack(_MAGIC, ticket, index))], moved)
 
     def receive_request(self, seconds: float) -> tuple[bytes, int] | None:
-        """Return the next requested range's ticket and index; None if the connection ended or no request arrived.
+        """Return the ticket and index of the next requested range, or None if no further request arrived.
 
         Raises:
             OSError: the connection is lost.
@@ -172,9 +174,9 @@ class BulkConnection:
         """Receive bytes until `target` is full.
 
         Raises:
-            UnavailableError: the other side has closed the connection.
+            UnavailableError: the peer has closed the connection.
             OSError: the connection is lost.
-            Exception: `moved` raised it.
+            Exception: any exception raised by `moved`.
         """
         while target:
             try:
@@ -191,9 +193,9 @@ class BulkConnection:
             target = target[size:]
 
     def receive_all(self, targets: Sequence[memoryview], moved: Moved) -> None:
-        """Receive bytes until all targets are full, in order; if possible, fill many targets with one system call.
+        """Receive bytes until all targets are full, in order. If possible, a single call fills many targets.
 
-        Raises: the errors of `receive_into`.
+        Raises the same errors as `receive_into`.
         """
         if self._is_secure or len(targets) == 1:
             for target in targets:
@@ -217,7 +219,7 @@ class BulkConnection:
 
         Raises:
             OSError: the connection is lost.
-            Exception: `moved` raised it.
+            Exception: any exception raised by `moved`.
         """
         frame_bytes = _SECURE_STEP_BYTES if self._is_secure else sys.maxsize
         for frame in iter_frames(chunks, frame_bytes, _MOST_SLICES):
@@ -232,16 +234,16 @@ class BulkConnection:
                 parts = _behind(parts, size)
 
     def send_slices(self, addresses: Integers, sizes: Integers, moved: Moved) -> None:
-        """Send memory slices in order. Call this method only if `sends_slices` is True.
+        """Send slices of memory in order. Call this method only if `sends_slices` is True.
 
         Args:
-            addresses: start address of each slice; the caller must keep the memory readable.
+            addresses: start address of each slice. The caller must keep the memory readable.
             sizes: size of each slice in bytes, at least 1.
             moved: callback after each step, see `Moved`.
 
         Raises:
             OSError: the connection is lost.
-            Exception: `moved` raised it.
+            Exception: any exception raised by `moved`.
         """
         slices = np.stack([addresses, sizes], axis=1)  # has the memory layout of an array of struct iovec
         left_bytes = int(sizes.sum())
@@ -253,18 +255,18 @@ class BulkConnection:
                 slices = _slices_behind(slices, size)
 
     def end(self) -> None:
-        """Make the current step and all later steps fail; can be called from any thread."""
+        """Make the current step and all later steps fail. This method can be called from any thread."""
         with suppress(OSError):
-            # SSLSocket.shutdown would make another thread's current step use the socket without TLS.
+            # SSLSocket.shutdown would make the current step of another thread use the socket without TLS.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection; call this method only in the thread that uses the connection."""
+        """Close the connection. Call this method only in the thread that uses the connection."""
         self._socket.close()
 
 
 def _once(moved: int, size: int = 1) -> None:
-    """Raise an error if a step transferred fewer than `size` bytes."""
+    """Raise UnavailableError if a step transferred fewer than `size` bytes."""
     if moved < size:
         raise UnavailableError("fewer bytes than expected were transferred over the bulk connection in time")
 
@@ -297,7 +299,7 @@ _libc: Final = ctypes.CDLL(None, use_errno=True)
 
 
 def _send_some(fd: int, slices: Integers) -> int:
-    """Send as many slices as one system call can; return the number of bytes sent, 0 on a timeout.
+    """Send as many slices as a single system call can. Return the number of bytes sent, or 0 after a timeout.
 
     Raises:
         OSError: the system call failed.

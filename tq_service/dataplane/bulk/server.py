@@ -1,11 +1,12 @@
-"""Server side of bulk transfers: the bulk port, a thread for each connection, and the authorized transfers.
+"""The server side of bulk transfers: the bulk port, a thread for each connection, and the authorized transfers.
 
     a call opens a transfer   ->  its ticket is sent to the client  ->  threads move its ranges  ->  the call continues
     a call closes a transfer  ->  its threads are interrupted  ->  its memory is released once the last thread is done
 
 The authorized call determines which bytes may be read or written. Until the call ends, its ticket is valid for these
-bytes in one direction. The service divides the bytes into ranges and accepts each range only once. Otherwise, a
-repeated range could be counted in place of a missing range, whose memory would still contain bytes from another put.
+bytes in one direction. The service divides the bytes into ranges, and accepts each range only once. Otherwise, a
+repeated range could be counted in place of a missing range. The memory of the missing range would still contain bytes
+of another put.
 """
 
 from __future__ import annotations
@@ -44,19 +45,20 @@ _LOAD_HALF_LIFE_SECONDS: Final = 1.0
 _RANGE_GRAIN_BYTES: Final = 4096
 
 Move: TypeAlias = Callable[[BulkConnection, int, int, Moved], None]
-"""Transfers the bytes from start to end in the connection's thread; raises an error if the transfer fails."""
+"""Transfers the bytes from start to end in the connection's thread. Raises an error if the transfer fails."""
 Context: TypeAlias = Callable[[], ssl.SSLContext]
 
 
 class Transfer:
-    """The bulk transfer for one put or get. The event loop opens and closes the transfer, and threads move its ranges.
+    """The bulk transfer of a put or get. The event loop opens and closes the transfer, and threads move its ranges.
 
     Args:
         size_bytes: total size in bytes.
         stream_count: recommended number of connections.
         move: function that transfers a range.
-        on_moved: called periodically on the event loop with the number of bytes transferred since the last call.
-        on_unused: called on the event loop once the transfer is closed and no thread uses its memory any longer.
+        on_moved: function called periodically on the event loop, with the number of bytes transferred since the last
+            call.
+        on_unused: function called on the event loop once the transfer is closed and no thread uses its memory.
 
     Attributes:
         ticket: ticket that the client must send with each range.
@@ -100,12 +102,12 @@ class Transfer:
 
         Raises:
             UnavailableError: a connection was lost, or the client requested a range twice.
-            Exception: `move` raised it.
+            Exception: any exception raised by `move`.
         """
         await asyncio.shield(self._done)
 
     def close(self) -> None:
-        """Close the transfer and interrupt the threads moving its ranges; repeated calls do nothing."""
+        """Close the transfer, and interrupt the threads that are moving its ranges. Repeated calls have no effect."""
         with self._lock:
             if self._is_closed:
                 return
@@ -119,7 +121,7 @@ class Transfer:
             self._on_unused()
 
     def move(self, index: int, connection: BulkConnection) -> bool:
-        """Transfer a range in the connection's thread; return whether the connection can be reused."""
+        """Transfer a range in the connection's thread. Return whether the connection can be reused."""
         start = index * self.ticket.range_bytes
         end = min(start + self.ticket.range_bytes, self.ticket.size_bytes)
         with self._lock:
@@ -139,7 +141,7 @@ class Transfer:
             error = raised
         except OSError as lost:
             error = UnavailableError(f"a bulk connection was lost: {lost}")
-        except Exception as raised:  # the call reports the error, whatever it is
+        except Exception as raised:  # the call reports any error
             error = raised
         self._leave(connection, error)
         return error is None
@@ -193,13 +195,13 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 class BulkServer:
-    """Listens on the bulk port as soon as it is created, accepts connections, and tracks transfers.
+    """A server that accepts connections on the bulk port and tracks transfers. It listens as soon as it is created.
 
     Args:
-        host: address to listen on.
-        port: port to listen on; 0 for any free port.
+        host: address on which to listen.
+        port: port on which to listen. 0: any free port.
         boot_id: instance id of the storage service.
-        context: function that returns the TLS context for the next connection; None for plaintext.
+        context: function that returns the TLS context for the next connection. None: plaintext.
 
     Attributes:
         port: port on which the server listens.
@@ -232,13 +234,13 @@ class BulkServer:
         return len(self._proven)
 
     def takes(self, size_bytes: int) -> bool:
-        """Return whether a transfer should use bulk: it is large enough, and there are not too many transfers."""
+        """Return whether a transfer should use the bulk port, given its size and the number of open transfers."""
         return size_bytes >= BULK_BYTES and len(self._transfers) < _MOST_TRANSFERS
 
     def open(
         self, size_bytes: int, move: Move, *, on_moved: Callable[[int], object], on_unused: Callable[[], object]
     ) -> Transfer:
-        """Open a transfer, which the caller must close; see `Transfer`."""
+        """Open a transfer. The caller must close it. See `Transfer`."""
 
         def unused() -> None:
             self._transfers.pop(transfer.ticket.ticket, None)
@@ -251,14 +253,14 @@ class BulkServer:
         return transfer
 
     def _streams_for(self, size_bytes: int) -> int:
-        """Return how many connections are worthwhile, based on the number of cores per recent transfer."""
+        """Return the number of connections that are worthwhile, based on the number of cores per recent transfer."""
         now, count = time.monotonic(), len(self._transfers) + 1
         self._load *= 0.5 ** ((now - self._load_at) / _LOAD_HALF_LIFE_SECONDS)
         self._load, self._load_at = max(self._load, count), now
         return max(1, min(_MOST_STREAMS, int(self._cores / self._load), size_bytes // _LEAST_STREAM_BYTES))
 
     def close(self) -> None:
-        """Close all connections and stop listening; repeated calls do nothing."""
+        """Close all connections and stop listening. Repeated calls have no effect."""
         with self._lock:
             self._is_closed = True
             connections = [*self._proven, *self._unproven]
@@ -289,7 +291,7 @@ class BulkServer:
                 self._dismiss(connection)
 
     def _admit(self, connection: BulkConnection, peer: str) -> bool:
-        """Return whether a connection may proceed; at the limit, first end a connection without a valid ticket."""
+        """Return whether a connection may proceed. At the limit, first end a connection without a valid ticket."""
         with self._lock:
             is_full = len(self._proven) + len(self._unproven) >= _MOST_CONNECTIONS
             if self._is_closed or (is_full and not self._unproven):

@@ -1,1 +1,1 @@
-"""Shared memory on one host: both sides of a protocol that sends file descriptors over a Unix socket."""
+"""Shared memory on a single host: the client and server sides of a protocol that sends file descriptors."""

@@ -1,7 +1,7 @@
-"""Client side of shared memory: a channel for exchanging file descriptors with a storage service on the same host.
+"""The client side of shared memory: a channel that exchanges file descriptors with a storage service on the same host.
 
-A handshake verifies that the service is on this host. A put fills a region offered by the service or, if the service
-runs as another user, sends sealed memory. A get maps memory offered by the service.
+A handshake verifies that the service is on this host. A put fills a region offered by the service. If the service runs
+as another user, the put sends sealed memory instead. A get maps memory offered by the service.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ _TRY_AGAIN_SECONDS: Final = 5.0
 
 
 class FdChannel:
-    """A connection to a storage service on this host, and the session opened over this connection. Thread-safe.
+    """A connection to a storage service on this host, with a session. Thread-safe.
 
     Args:
         path: path of the service's Unix socket.
         boot_id: instance id of the service that announced the socket.
-        seconds: maximum number of seconds to connect and receive the answer to the hello message.
+        seconds: maximum time in seconds for connecting and for receiving the response to the hello message.
 
     Attributes:
         session_id: id by which calls refer to the session.
-        can_allocate: whether a put may be filled after the service has answered the put.
-        regions: the regions that the session has mapped.
+        can_allocate: whether the client may fill the memory of a put after the service's response to the put.
+        regions: regions that the session has mapped.
 
     Raises:
-        UnavailableError: no service or another service answers on the socket.
+        UnavailableError: no service responds on the socket, or a different service responds.
     """
 
     def __init__(self, path: Path, boot_id: bytes, seconds: float = _EXCHANGE_SECONDS) -> None:
@@ -83,7 +83,7 @@ class FdChannel:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the service has closed the connection, for example because it stopped."""
+        """Whether the service has closed the connection, for example because the service stopped."""
         fd = self._connection.fileno()  # read only once, because another thread may close the connection at any time
         if fd < 0:
             return True
@@ -92,10 +92,10 @@ class FdChannel:
         return bool(poll.poll(0))
 
     def send_sealed(self, put_id: bytes, columns: Sequence[SourceColumn]) -> None:
-        """Write a put's columns into memory, seal the memory, and send its file descriptor to the service.
+        """Write the columns of a put into memory, seal the memory, and send its file descriptor to the service.
 
         Raises:
-            UnavailableError: the system is out of memory, or the session has ended; the put can use the network
+            UnavailableError: the system is out of memory, or the session has ended. The put can use the network
                 instead.
         """
         try:
@@ -110,7 +110,7 @@ class FdChannel:
     def fill(self, offer: RegionOffer, columns: Sequence[SourceColumn]) -> None:
         """Copy columns into the region offered for a put.
 
-        The service is notified when copying ends, even if copying failed or the put was cancelled.
+        The service is notified when copying ends, even if copying has failed or the put was cancelled.
 
         Raises:
             UnavailableError: the region is no longer offered or cannot be mapped, or the session has ended.
@@ -134,7 +134,7 @@ class FdChannel:
         self._exchange(SharedMemoryRequest(filled=Filled(offer_id=offer.offer_id)))
 
     def allocate(self, offer: RegionOffer) -> tuple[Mapping, Lease]:
-        """Return the region offered for a put, which may be filled while the returned lease exists.
+        """Map the region offered for a put. The client may fill the region while the returned lease exists.
 
         Raises:
             UnavailableError: the region is no longer offered or cannot be mapped, or the session has ended.
@@ -150,21 +150,19 @@ class FdChannel:
             shared_memory.close_all(fds)
 
     def begin_lease(self, offer_id: bytes) -> Lease:
-        """Return a lease for a get that is about to take an offer."""
+        """Begin a lease for a call that is about to take an offer."""
         return Lease(partial(self._releases.add, offer_id))
 
     def take(self, offer_id: bytes, indexes: Sequence[int]) -> list[int]:
-        """Take the offer for a put or get; the regions are leased to this session until they are filled or released.
+        """Take the memory offered for a put or get. It is leased to this session until it is filled or released.
 
         Args:
             offer_id: id of the offer.
-            indexes: positions, among the offered memory blocks, of those whose file descriptors are needed.
+            indexes: positions of the memory blocks whose file descriptors are required, among the offered memory
+                blocks.
 
         Returns:
-            The requested file descriptors, in order; the caller must close them.
-
-        Raises:
-            UnavailableError: the memory is no longer offered, or the session has ended.
+            The requested file descriptors, in order. The caller must close them.
         """
         fds: list[int] = []
         try:
@@ -184,7 +182,7 @@ class FdChannel:
             raise
 
     def close(self) -> None:
-        """End the session. The service does not reuse regions that arrays in this process still use."""
+        """End the session. The service will not reuse regions that arrays in this process still use."""
         self._connection.close()
         self._releases.close()
 
@@ -194,7 +192,7 @@ class FdChannel:
                 messages.send(self._connection, request, fds)
                 received = messages.receive(self._connection, SharedMemoryAnswer)
             except (OSError, TqError) as error:
-                self.close()  # otherwise, a late answer could be mistaken for the answer to the next request
+                self.close()  # otherwise, a late response could be mistaken for the response to the next request
                 raise UnavailableError(f"the shared memory session has ended: {error}") from None
         if received is None:
             self.close()
@@ -207,7 +205,7 @@ class FdChannel:
 
 
 class Releases:
-    """Reports ended leases to the service without blocking, because arrays may be garbage-collected at any time.
+    """A queue that reports ended leases to the service without blocking. Arrays may be garbage-collected at any time.
 
     Args:
         connection: socket of the session.
@@ -231,17 +229,17 @@ class Releases:
                     return
 
     def close(self) -> None:
-        """Stop sending; the remaining leases end with the session."""
+        """Stop reporting. Unreported leases end with the session."""
         self._connection.close()
 
 
 class HostLink:
-    """A client's link for sharing memory with one storage service if the service runs on the same host.
+    """A link through which a client shares memory with a storage service on the same host.
 
     Args:
-        is_enabled: whether to check if the service is on this host; None: determined by the environment variable.
+        is_enabled: whether to check if the service is on this host. None: determined by the environment variable.
 
-    No thread holds the lock that `is_due` acquires while waiting for the service, because event loops call `is_due`.
+    Event loops call `is_due`. No thread therefore holds the lock of `is_due` while it waits for the service.
     """
 
     def __init__(self, *, is_enabled: bool | None = None) -> None:
@@ -251,7 +249,7 @@ class HostLink:
         self._ask_at = time.monotonic() if (_is_enabled() if is_enabled is None else is_enabled) else float("inf")
 
     def is_due(self) -> bool:
-        """Return whether to ask the service for its socket now."""
+        """Return whether the client should ask the service for its socket now."""
         with self._lock:
             if self._channel is not None and self._channel.has_ended:
                 self._channel.close()
@@ -260,7 +258,7 @@ class HostLink:
 
     @contextmanager
     def session(self) -> Iterator[FdChannel | None]:
-        """Yield the session, or None if there is none. An UnavailableError raised in the block ends the session."""
+        """Yield the session, or None without a session. If the block raises UnavailableError, the session is closed."""
         current = self._channel
         try:
             yield current
@@ -274,13 +272,13 @@ class HostLink:
             raise
 
     def postpone(self) -> None:
-        """Record that the service did not answer and must be asked again a few seconds later."""
+        """Record that the service did not respond. The client will ask it again after a few seconds."""
         self._ask_again_in(_TRY_AGAIN_SECONDS)
 
     def open(self, stat: StatResponse, seconds: float = _EXCHANGE_SECONDS) -> None:
-        """Open a session if the service that sent `stat` is on this host; otherwise, retry later.
+        """Open a session if the service that sent `stat` is on this host. Otherwise, try again later.
 
-        This method waits up to `seconds` while other threads open the session, then up to `seconds` for the service.
+        This method waits up to `seconds` while other threads open the session, and up to `seconds` for the service.
         """
         seconds = min(max(seconds, _LEAST_SECONDS), _EXCHANGE_SECONDS)
         if not self._opening.acquire(timeout=seconds):
@@ -311,7 +309,7 @@ class HostLink:
                 self._ask_at = time.monotonic() + seconds
 
     def close(self) -> None:
-        """End the session and prevent a new one."""
+        """End the session and prevent new sessions."""
         with self._lock:
             self._ask_at = float("inf")
             if self._channel is not None:
@@ -324,7 +322,7 @@ def _is_enabled() -> bool:
 
 
 def _local_path(announced: str) -> Path | None:
-    """Return a socket's local path, which may differ if containers mount the shared directory at different paths."""
+    """Return the local path of a socket. Containers may mount the shared directory at different paths."""
     if not announced:
         return None
     directory = os.environ.get(messages.SOCKET_DIR_VARIABLE)

@@ -1,11 +1,11 @@
-"""Shared memory that this process has mapped, and the page ranges that its arrays use.
+"""Shared memory that this process has mapped, and the page ranges in use by its arrays.
 
-A region is mapped once for writing and at least once for reading. All sessions in this process share the mappings,
-which remain for later puts and gets together with their page tables. Arrays returned to a program are backed by private
-mappings, in page ranges that no other get is using. If the program writes to an array, the kernel copies the affected
-pages first. When the last array is deleted, the copies are discarded and the get's lease is released. The shared
-mapping is used for bytes that the program never receives, namely those of puts and of gets copied to a device. The
-shared mapping can be pinned; see `host_memory`.
+A region is mapped once for writing and at least once for reading. All sessions in this process share the mappings. The
+mappings and their page tables are retained for later puts and gets. An array that is returned to a program is backed by
+a private mapping, in a page range that no other get uses. If the program writes to the array, the kernel first copies
+the affected pages. When the last array is deleted, these copies are discarded, and the lease of the get is released.
+The shared mapping is used for bytes that the program never receives, such as the bytes of puts, and of gets that are
+copied to a device. The shared mapping can be pinned, see `host_memory`.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ if hasattr(os, "register_at_fork"):
 
 
 class Pages(NamedTuple):
-    """A range of pages in a mapping; `end` is exclusive."""
+    """A range of pages in a mapping. `end` is exclusive."""
 
     first: int
     end: int
 
 
 class Lease:
-    """The lease on one get's regions, which lasts until the last array backed by the regions is deleted.
+    """A lease on the regions of a get, which lasts until the last array in the regions is deleted.
 
-    A lease can end at any time in any thread, so it uses no locks. A child process forked during the lease shares the
-    arrays, and this process cannot detect when the child stops using them. Such a lease is never released and lasts
-    until the session has ended in all processes.
+    A lease can end at any time in any thread, so it does not use locks. If the process is forked during the lease, the
+    child shares the arrays. The parent cannot detect when the child stops using them. Such a lease is never released.
+    It lasts until the session has ended in all processes.
 
     Args:
         release: function called when the lease ends, unless the process was forked during the lease.
@@ -69,7 +69,7 @@ class Lease:
 
 
 class ReadMapping:
-    """A private mapping of a memfd, and the page ranges in use.
+    """A private mapping of a memfd, with the page ranges in use.
 
     Attributes:
         mapping: the mapping, which covers the entire memfd.
@@ -82,7 +82,7 @@ class ReadMapping:
         self._used: list[Pages] = []
 
     def take(self, pages: Pages) -> bool:
-        """Mark a range as used unless it overlaps a used range; return whether it was marked. Not thread-safe."""
+        """Mark a range as used unless it overlaps a used range, and return whether it was marked. Not thread-safe."""
         # Iterate over a copy, because another thread may free a range at any time.
         if any(used.first < pages.end and pages.first < used.end for used in tuple(self._used)):
             return False
@@ -90,13 +90,13 @@ class ReadMapping:
         return True
 
     def free(self, pages: Pages) -> None:
-        """Mark a range as unused and discard changes written to it; can be called at any time in any thread."""
+        """Mark a range as unused and discard the changes written to it. Can be called at any time in any thread."""
         self.mapping.discard_changes(*pages)
         self._used.remove(pages)
 
 
 class _Region:
-    """One region's mappings, shared by this process's sessions, and whether the region was ever written.
+    """The mappings of a region, which all sessions in this process share, and whether the region was ever written.
 
     Attributes:
         lock: protects all attributes.
@@ -112,18 +112,18 @@ class _Region:
 
 
 _regions: WeakValueDictionary[tuple[int, bytes, int], _Region] = WeakValueDictionary()
-"""All sessions' regions, by process id, service run id and region number. A forked child maps regions anew."""
+"""Regions of all sessions, by process id, run id and region number. A forked child process maps regions anew."""
 
 
 class MappedRegions:
-    """The regions that one session has used and the service has not dropped. Thread-safe.
+    """The regions that a session has used and that the service has not dropped. Thread-safe.
 
-    This process's sessions with the same service share each region's mappings. A region is unmapped once every session
-    that used the region has ended or has been notified that the region was dropped.
+    The sessions of this process with a service share the mappings of each region. A region is unmapped once every
+    session that used the region has ended or has learned that the service dropped the region.
 
     Args:
-        run_id: id of the service's process. If a service restarts with the same instance id, it numbers its regions
-            from 1 again. Without the run_id, a put could be written to an old region with the same number and be lost.
+        run_id: id of the service process. If a service restarts with the same instance id, it numbers its regions from
+            1 again. Without the run_id, a put could be written to an old region with the same number and be lost.
     """
 
     def __init__(self, run_id: bytes) -> None:
@@ -131,34 +131,35 @@ class MappedRegions:
         self._used: dict[int, _Region] = {}
 
     def shared(self, number: int) -> Mapping | None:
-        """Return a region's shared mapping, or None if there is none."""
+        """Return the shared mapping of a region, or None if the region has not been mapped."""
         return self._region(number).shared
 
     def is_new(self, number: int) -> bool:
-        """Return whether a region is about to be written for the first time; only later writes justify mapping it."""
+        """Return whether a region is about to be written for the first time. Only later writes justify mapping it."""
         region = self._region(number)
         was_written, region.was_written = region.was_written, True
         return not was_written
 
     def map_shared(self, number: int, fd: int) -> Mapping:
-        """Return a region's shared mapping; map the region if necessary.
+        """Return the shared mapping of a region. Map the region if necessary.
 
         Raises:
             OSError: the operating system refused to map the region.
         """
         region = self._region(number)
         with region.lock:
-            # Not inherited, because a forked child could write to the mapping while it contains another put's bytes.
+            # Not inherited, because a forked child could write to the mapping while it contains the bytes of another
+            # put.
             region.shared = region.shared or Mapping(fd, is_shared=True, is_inherited=False)
             return region.shared
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """Unmap regions that the service has dropped; their memory is freed only when no process uses it."""
+        """Unmap regions that the service has dropped. Their memory is freed once no process uses it."""
         for number in numbers:
             self._used.pop(number, None)
 
     def find(self, lease: Lease, number: int, pages: Pages | None) -> Mapping | None:
-        """Return a region's existing mapping for use by a lease, or None if `map` must be called."""
+        """Return an existing mapping of a region for use by a lease, or None if the caller must call `map`."""
         if pages is None:
             return self.shared(number)
         region = self._region(number)
@@ -170,14 +171,13 @@ class MappedRegions:
         return None
 
     def map(self, lease: Lease, number: int, fd: int, pages: Pages | None) -> Mapping:
-        """Map memory for use by a lease. Mappings of regions are kept for later leases.
+        """Map memory for use by a lease. Mappings of regions are retained for later leases.
 
         Args:
             lease: lease that begins to use the range.
-            number: number of the region; 0 for sealed memory.
-            fd: the memory's file descriptor.
-            pages: the range to use in a private mapping; None to use the shared mapping, which the caller must not
-                write to.
+            number: number of the region. 0 for sealed memory.
+            fd: file descriptor of the memory.
+            pages: range to use in a private mapping. None: use the shared mapping, to which the caller must not write.
         """
         if pages is None:
             return self.map_shared(number, fd)

@@ -1,4 +1,4 @@
-"""Messages exchanged over the Unix socket that transfers file descriptors between processes on one host."""
+"""Messages on the Unix socket over which processes on the same host exchange file descriptors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tq_service.wire.shared_memory import close_all
 Message = TypeVar("Message", SharedMemoryRequest, SharedMemoryAnswer)
 
 MOST_FDS: Final = 128
-"""Maximum number of file descriptors per message; Linux allows up to 253."""
+"""Maximum number of file descriptors per message. Linux allows up to 253."""
 
 SOCKET_DIR_VARIABLE: Final = "TQ_SHARED_MEMORY_DIR"
-"""Environment variable for the socket directory's path on the client, if it differs from the path on the service."""
+"""Environment variable with the path of the socket directory on the client, if it differs from the service's path."""
 
 _MOST_MESSAGE_BYTES: Final = 4096
 
@@ -29,10 +29,10 @@ def open_socket() -> socket.socket:
 
 
 def send(connection: socket.socket, message: SharedMemoryRequest | SharedMemoryAnswer, fds: Sequence[int] = ()) -> None:
-    """Send a message with file descriptors; the sender must still close its own copies of the descriptors.
+    """Send a message with file descriptors. The sender must still close its own copies of the descriptors.
 
     Raises:
-        OSError: the other side has closed the connection, or the buffer of a non-blocking socket is full.
+        OSError: the peer has closed the connection, or the buffer of a non-blocking socket is full.
     """
     socket.send_fds(connection, [message.SerializeToString()], fds)
 
@@ -40,11 +40,13 @@ def send(connection: socket.socket, message: SharedMemoryRequest | SharedMemoryA
 def receive(
     connection: socket.socket, kind: type[Message], most_fds: int = MOST_FDS
 ) -> tuple[Message, list[int]] | None:
-    """Return the next message and its file descriptors, which the caller must close; None if the peer has closed.
+    """Return the next message and its file descriptors, or None if the peer has closed the connection.
+
+    The caller must close the file descriptors.
 
     Raises:
-        InvalidArgumentError: the data is not a message of this kind or exceeds the limits.
-        OSError: the connection failed; BlockingIOError if a non-blocking socket has no message available.
+        InvalidArgumentError: the data is not a message of this kind, or exceeds the limits.
+        OSError: the connection failed. BlockingIOError: a non-blocking socket has no message available.
     """
     data, fds, flags, _ = socket.recv_fds(connection, _MOST_MESSAGE_BYTES, most_fds, socket.MSG_CMSG_CLOEXEC)
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):

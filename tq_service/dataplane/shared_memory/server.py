@@ -1,8 +1,8 @@
-"""Server side of shared memory: a Unix socket for clients on the same host, and these clients' sessions.
+"""The server side of shared memory: a Unix socket for clients on the same host, and the sessions of these clients.
 
-A session transfers file descriptors only during a Put or Get call that contains its session_id, or for a few seconds
-after a GetInline. This call determines which memory the session may read and write. Memory that a client has taken is
-leased to the session until the client releases the memory or the connection ends:
+A session transfers file descriptors only during a Put or Get call that names the session, or for a few seconds after a
+GetInline call. The call determines which memory the session may read and write. When a client takes memory, the memory
+is leased to the session until the client releases it or the connection ends:
 
     Put or Get: offer -> TakeMemory: lease, the call continues without it -> Filled or Release: released
                                                                           -> end of the connection: not released
@@ -45,8 +45,8 @@ _BACKLOG: Final = 128
 _MOST_ACCEPTED_AT_ONCE: Final = 32
 _PAUSE_SECONDS: Final = 1.0
 _DRAIN_SECONDS: Final = 1.0
-_MOST_MEMORIES: Final = 16_384  # of the 65,530 mappings that Linux allows per process by default
-_OFFER_SECONDS: Final = 10.0  # lifetime of offers that outlast their call
+_MOST_MEMORIES: Final = 16_384  # out of the 65,530 mappings per process that Linux allows by default
+_OFFER_SECONDS: Final = 10.0  # duration of offers that outlast their call
 _MOST_DROPPED: Final = 256  # maximum number of region numbers per message
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 
@@ -55,33 +55,33 @@ class Memory(Protocol):
     """A block of memory that can be offered to clients.
 
     Attributes:
-        fd: the memory's file descriptor.
-        number: number of the region; 0 for sealed memory.
+        fd: file descriptor of the memory.
+        number: number of the region. 0 for sealed memory.
     """
 
     fd: int
     number: int
 
     def lease(self, session: Session) -> None:
-        """Begin a lease, during which the bytes must not change; call `session.note_dropped` if memory is freed."""
+        """Begin a lease, during which the bytes must not change. Call `session.note_dropped` if memory is freed."""
 
     def end_lease(self, *, is_released: bool) -> None:
-        """End a lease; `is_released` is True if the client has reported that it no longer uses the memory."""
+        """End a lease. `is_released` is True if the client has reported that it no longer uses the memory."""
 
 
 class SharedMemoryServer:
-    """Listens on a socket in a directory and manages the clients' sessions. For use in a single event loop.
+    """A server that listens on a socket in a directory and manages client sessions. Use it in a single event loop.
 
     Args:
-        directory: the socket's directory; users who can access this directory may use shared memory.
-        boot_id: the storage service's instance id, which clients must send.
-        run_id: id of the service's process, within which region numbers are unique.
-        can_allocate: whether a client may fill a region after its put has been answered.
+        directory: directory of the socket. Users with access to this directory may use shared memory.
+        boot_id: instance id of the storage service, which clients must send.
+        run_id: id of the service process. Region numbers are unique within the process.
+        can_allocate: whether a client may fill a region after the response to its put.
 
     Attributes:
         most_memories: maximum number of memory blocks that the service should keep open. Each block uses a file
             descriptor and a mapping, both of which are limited per process.
-        path: the socket's path.
+        path: path of the socket.
     """
 
     def __init__(self, directory: Path, boot_id: bytes, run_id: bytes, *, can_allocate: bool = True) -> None:
@@ -89,7 +89,7 @@ class SharedMemoryServer:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.most_memories = _MOST_MEMORIES if files == resource.RLIM_INFINITY else min(files // 2, _MOST_MEMORIES)
         self._has_warned = False
-        self.path = directory / f"{boot_id[:8].hex()}{_SUFFIX}"  # short, because socket path lengths are limited
+        self.path = directory / f"{boot_id[:8].hex()}{_SUFFIX}"  # short, because the length of socket paths is limited
         self._boot_id = boot_id
         self._run_id = run_id
         self._listener: socket.socket | None = None
@@ -107,10 +107,10 @@ class SharedMemoryServer:
         _sweep(directory)
         listener = messages.open_socket()
         unready = self.path.with_suffix(".new")
-        unready.unlink(missing_ok=True)  # may have been left by a killed instance with the same boot_id
+        unready.unlink(missing_ok=True)  # may have been left behind by a killed instance with the same boot_id
         try:
             listener.bind(str(unready))
-            unready.chmod(0o666)  # the directory's permissions determine which users may connect
+            unready.chmod(0o666)  # the permissions of the directory determine which users may connect
             listener.listen(_BACKLOG)
             listener.setblocking(False)
             unready.rename(self.path)  # only after listen(), because a socket without a listener looks stale
@@ -122,7 +122,7 @@ class SharedMemoryServer:
         asyncio.get_running_loop().add_reader(listener, self._accept)
 
     def takes_memory(self, memory_count: int) -> bool:
-        """Return whether the service may open more than `memory_count` memory blocks; the first refusal is logged."""
+        """Return whether the service may open more memory blocks than `memory_count`. The first refusal is logged."""
         if memory_count < self.most_memories:
             return True
         if not self._has_warned:
@@ -141,14 +141,14 @@ class SharedMemoryServer:
         return False
 
     def session(self, session_id: bytes) -> Session | None:
-        """Return the open session with this id, and record that an authorized call has contained the id."""
+        """Return the open session with this id, or None. Record that an authorized call has sent the id."""
         session = self._sessions.get(session_id)
         if session is not None:
             session.is_proven = True
         return session
 
     def drain(self) -> None:
-        """After a delay, end all offers that have not been taken, because a get lasts until its offer is taken."""
+        """After a delay, end all offers that no client has taken. A get waits until its offer has been taken."""
 
         def end_offers() -> None:
             for session in self._sessions.values():
@@ -183,8 +183,8 @@ class SharedMemoryServer:
                     return
                 continue
             if len(self._sessions) >= _MOST_SESSIONS:
-                # End the oldest session that no call has used, so that processes without calls cannot lock out other
-                # clients.
+                # End the oldest session that no call has used. Otherwise, processes that never make calls could lock
+                # out other clients.
                 unproven = next((session for session in self._sessions.values() if not session.is_proven), None)
                 if unproven is None:
                     connection.close()
@@ -203,7 +203,7 @@ class SharedMemoryServer:
             self._sessions[session.session_id] = session
 
     def _pause(self) -> None:
-        """Pause accepting connections; otherwise, the failed connection would wake the event loop continuously."""
+        """Pause accepting connections. Otherwise, the pending connection would wake the event loop continuously."""
         loop = asyncio.get_running_loop()
         if self._listener is not None:
             loop.remove_reader(self._listener)
@@ -215,17 +215,18 @@ class SharedMemoryServer:
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """Return the user id of the connected process, in this process's user namespace."""
+    """Return the user id of the connected process, as seen in the user namespace of this process."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     uid: int = _CREDENTIALS.unpack(credentials)[1]
     return uid
 
 
 def make_private(directory: Path) -> None:
-    """Create a directory that only the current user can access, inside a directory that all users may write to.
+    """Create a directory that only the current user can access. All users may be able to write to its parent directory.
 
     Raises:
-        OSError: the directory cannot be created, or other users can write to the directory and replace the socket.
+        OSError: the directory cannot be created, or other users can write to the directory and could replace the
+            socket.
     """
     directory.mkdir(mode=0o700, exist_ok=True)
     status = directory.stat(follow_symlinks=False)
@@ -238,7 +239,7 @@ def make_private(directory: Path) -> None:
 
 
 def _sweep(directory: Path) -> None:
-    """Remove sockets without a listener, which are left behind by killed servers."""
+    """Remove sockets without a listener, which killed servers leave behind."""
     for path in directory.glob(f"*{_SUFFIX}"):
         with messages.open_socket() as probe:
             probe.setblocking(False)
@@ -251,22 +252,24 @@ def _sweep(directory: Path) -> None:
 
 
 class Session:
-    """A client's connection, which consists of a hello message followed by alternating requests and answers.
+    """A client's connection.
+
+    The client sends a hello message, followed by requests. It sends each request only after the previous response.
 
     Args:
-        connection: the client's non-blocking socket.
-        boot_id: the service's instance id, which the client must send.
-        run_id: id of the service's process, which the client receives.
-        is_own_user: whether the client runs as the service's user.
-        can_allocate: whether the client may fill a region after its put has been answered.
-        on_close: called once when the session has ended.
+        connection: non-blocking socket of the client.
+        boot_id: instance id of the service, which the client must send.
+        run_id: id of the service process, which is sent to the client.
+        is_own_user: whether the client runs as the same user as the service.
+        can_allocate: whether the client may fill a region after the response to its put.
+        on_close: function called once when the session has ended.
 
     Attributes:
-        session_id: random id, disclosed only to the client.
-        is_proven: whether an authorized call has contained the session's id.
-        can_allocate: whether the client may fill a region after its put has been answered.
-        is_own_user: whether the client runs as the service's user. Regions must not be offered to other users, because
-            a client can write to regions.
+        session_id: random id, which is disclosed only to the client.
+        is_proven: whether an authorized call has sent the session's id.
+        can_allocate: whether the client may fill a region after the response to its put.
+        is_own_user: whether the client runs as the same user as the service. Regions must not be offered to other
+            users, because a client can write to regions.
     """
 
     def __init__(
@@ -289,7 +292,7 @@ class Session:
         self.is_proven = False
         self._is_open = True
         self._has_said_hello = False
-        self._awaited: dict[bytes, list[int]] = {}  # received file descriptor by put, empty until it arrives
+        self._awaited: dict[bytes, list[int]] = {}  # received file descriptor by put; empty until it arrives
         self._offers: dict[bytes, Offer] = {}
         self._leases: dict[bytes, Offer] = {}  # offers that the client has taken
         self._dropped: deque[int] = deque()  # regions that the client has yet to unmap
@@ -297,11 +300,11 @@ class Session:
 
     @contextlib.contextmanager
     def awaiting(self, put_id: bytes) -> Iterator[Callable[[], int]]:
-        """Accept a put's file descriptor during the `with` block.
+        """Accept the file descriptor of a put during the `with` block.
 
         Yields a function that returns the descriptor, which the caller must close. The function raises UnavailableError
-        if the descriptor has not arrived, for example because the session ended. When the block ends, a descriptor that
-        the function has not returned is closed.
+        if the descriptor has not arrived, for example because the session ended. If the function was not called, the
+        descriptor is closed at the end of the block.
         """
 
         def take() -> int:
@@ -321,7 +324,7 @@ class Session:
         """Offer memory until the client takes it, but at most for a few seconds.
 
         Args:
-            memories: memory blocks to offer, whose bytes must not change until the offer ends.
+            memories: memory blocks to offer. Their bytes must not change until the offer ends.
             on_end: function to call when the offer ends.
         """
         offer = self.offer(memories)
@@ -331,7 +334,7 @@ class Session:
         return offer
 
     def offer(self, memories: Sequence[Memory]) -> Offer:
-        """Offer memory, whose bytes must not change until the client takes it or the offer is closed."""
+        """Offer memory to the client. Its bytes must not change until it is taken or the offer is closed."""
         offer = Offer(memories)
         self._offers[offer.offer_id] = offer
         offer.on_end(lambda: self._offers.pop(offer.offer_id, None))
@@ -340,7 +343,7 @@ class Session:
         return offer
 
     def close(self) -> None:
-        """End the session; repeated calls do nothing."""
+        """End the session. Repeated calls have no effect."""
         if not self._is_open:
             return
         self._is_open = False
@@ -352,11 +355,11 @@ class Session:
         self._on_close(self)
 
     def note_dropped(self, region: int) -> None:
-        """Record a region for the client to unmap when it next takes memory."""
+        """Record a region that the client must unmap the next time it takes memory."""
         self._dropped.append(region)
 
     def end_offers(self) -> None:
-        """End offers that the client has not taken."""
+        """End all offers that the client has not taken."""
         for offer in list(self._offers.values()):
             offer.close()
 
@@ -381,8 +384,8 @@ class Session:
         except BlockingIOError:
             if received is None:
                 return  # woken up without a message
-            # The socket is full of unread answers. If this answer were skipped, the client would misread the next
-            # answer.
+            # The socket is full of unread responses. Without this response, the client would misinterpret the next
+            # response.
         except (OSError, TqError) as error:
             reason = error
         _log.info(LogMessage("a shared memory session ended", reason=reason))
@@ -428,7 +431,7 @@ class Session:
         raise InvalidArgumentError(f"got {kind or 'nothing known'} as the next request; expected a hello first")
 
     def _begin_lease(self, offer: Offer) -> None:
-        """Lease the memory in a taken offer, so that the lease protects the bytes in place of the offering call."""
+        """Lease the memory in an offer that was taken. The lease then protects the bytes instead of the call."""
         for memory in offer.memories:
             memory.lease(self)
         self._leases[offer.offer_id] = offer
@@ -444,7 +447,7 @@ class Offer:
     """An offer of memory blocks that a client may take.
 
     Attributes:
-        offer_id: id of the offer and of the lease that begins when the offer is taken.
+        offer_id: id of the offer, and of the lease that begins when the client takes the offer.
         memories: the offered memory blocks.
         is_filled: whether the client has reported that it filled the memory.
     """
@@ -457,14 +460,14 @@ class Offer:
         self._on_end = contextlib.ExitStack()
 
     def on_end(self, call: Callable[[], object]) -> None:
-        """Call a function when the offer ends, or immediately if it has already ended."""
+        """Call a function when the offer ends, or immediately if the offer has already ended."""
         if self._ended.is_set():
             call()
         else:
             self._on_end.callback(call)
 
     def close(self) -> None:
-        """End the offer because it was taken or can no longer be taken; repeated calls do nothing."""
+        """End the offer, because the client has taken it or can no longer take it. Repeated calls have no effect."""
         self._ended.set()
         self._on_end.close()
 
