@@ -38,7 +38,7 @@ from tq_service.wire.messages import read_message, read_seconds, to_duration, to
 DEFAULT_MAX_WAIT_SECONDS: Final = 30.0
 RELEASE_SECONDS: Final = 5.0
 
-# After one of these errors, the server may have recorded a claim although the client received no answer.
+# After one of these errors, the server may have recorded a claim although the client received no response.
 _UNKNOWN_OUTCOMES: Final = (CallCancelledError, DeadlineError, InternalError, UnavailableError)
 
 
@@ -165,93 +165,99 @@ class ClaimCalls(Base):
     ) -> BatchMeta | list[BatchMeta]:
         """Claim a batch as a trainer rank (with `dp_rank`, `dp_size` and `batch_index`) or as a queue worker.
 
-        If a rank repeats the call, it gets the same batch again. If a queue worker's call is cancelled or times out,
-        its claim is released, unless the claim has a name.
+        If a rank repeats the call, the same batch is returned again. If a queue worker's call is cancelled or times
+        out, the claim is released, unless it has a name.
 
         Args:
             partition_id: the partition. The call waits for the partition if it does not exist yet.
             task_name: the task that consumes the samples.
-            data_fields: fields that a sample must have to be ready.
+            data_fields: fields that a sample must have before it can be claimed.
             batch_size: number of samples, rollouts or groups per rank.
-            min_batch_size: minimum batch size, for queue workers; None: `batch_size`.
+            min_batch_size: minimum batch size, for queue workers. Defaults to `batch_size`.
             batch_unit: the unit of `batch_size` and `min_batch_size`: "sample", "rollout" or "group".
-            micro_batch_size: number of samples per micro-batch; None: one micro-batch per batch.
+            micro_batch_size: number of samples per micro-batch. By default, each batch is one micro-batch.
             sampler: the sampler, as a name or as an object with options, such as
-                `tq.samplers.SeqlenBalancedSampler(n_samples_per_prompt=8)`; None: "sequential".
-            sampler_config: options of a sampler given by name.
+                `tq.samplers.SeqlenBalancedSampler(n_samples_per_prompt=8)`. Defaults to "sequential".
+            sampler_config: options of the sampler, if `sampler` is a name.
             dp_rank: the data-parallel rank of the caller.
             dp_size: number of data-parallel ranks.
-            batch_index: index of the batch; every epoch starts at 0.
-            batch_count: for ranks, the maximum number of batches to claim, 1 to 64. The call claims the batch at
-                `batch_index` and any following batches that are already ready. None: one batch. A batch claimed early
-                cannot include samples that arrive later, so request only batches that will be used soon.
+            batch_index: index of the batch, starting at 0 in each epoch.
+            batch_count: for ranks, the maximum number of batches to claim, from 1 to 64. The call claims the batch at
+                `batch_index` and any following batches that are already ready. If None, the call claims and returns a
+                single batch. A batch claimed early cannot include samples that arrive later, so claim only batches that
+                will be used soon.
             drop_last: whether to drop the last batch if it is incomplete.
-            where: conditions `(column, operator, value)` on custom_meta; a sample must satisfy all of them. The
-                operators are ==, !=, <, <=, >, >= and "in" (with a list of values). The value for <, <=, > and >= can
-                also be a `Published`.
-            order_by: custom_meta columns that order the ready samples; "-column" sorts in descending order.
-            finite: whether to end, without waiting for the seal, as soon as all samples inserted so far are consumed.
-            incarnation: expected incarnation of the partition; empty: any.
-            epoch: expected epoch of the task; every reset starts a new epoch. None: any.
-            lease: for queue workers, the seconds after which other workers can claim unacknowledged samples, at most a
-                day; see `ack`. None: samples are consumed once delivered.
+            where: conditions `(column, operator, value)` on custom_meta. Only samples that satisfy all conditions are
+                claimed. The operators are ==, !=, <, <=, >, >= and "in" (with a list of values). The value for <, <=, >
+                and >= can also be a `Published`.
+            order_by: custom_meta columns by which to sort the ready samples. "-column" sorts in descending order.
+            finite: whether to return the status "end" when all samples inserted so far are consumed, even if the
+                partition is not sealed.
+            incarnation: expected incarnation of the partition. An empty value accepts any incarnation.
+            epoch: expected epoch of the task. Each reset starts a new epoch. If None, any epoch is accepted.
+            lease: for queue workers, the seconds after which other workers can claim samples that have not been
+                acknowledged; at most one day. See `ack`. If None, samples are consumed when they are delivered.
             max_deliveries: with `lease`, the number of deliveries after which an unacknowledged sample is
-                dead-lettered, that is, not delivered again in this epoch and counted as skipped. None: unlimited.
+                dead-lettered. A dead-lettered sample is not delivered again in this epoch, and counts as skipped.
+                Unlimited by default.
             claim_name: for queue workers, a name for the claim, such as "rank0/batch3". The first call with a name
-                claims the next samples. All calls with this name, from any process, must have the same arguments and
-                get the same answer until the task's epoch ends.
-            max_uses: number of deliveries to the task after which a sample is consumed; before that, it remains ready
-                for later batches. With a lease, only acknowledged deliveries count. None: the sampler's setting, else
-                1.
-            unmatched: handling of samples excluded by `where`. "wait": they remain. "fail" or "clear": they are
-                evicted, that is, marked as failed or cleared for all tasks, even if no batch is returned. Samplers that
-                keep groups together evict entire groups. Held, leased and delivered samples are never evicted, nor are
-                groups that contain one.
-            least_members: minimum number of members that must remain in a complete group after some have failed or been
-                cleared. Smaller groups are evicted too. Needs `unmatched="fail"` or `"clear"`. None: no minimum.
-            refill: `(partition_id, task_name)` of the task that regenerates evicted units, such as the rollout task and
-                its prompts. The key of the sample to refill is the name of the evicted group, or the key of the evicted
-                sample. The eviction also makes this sample claimable again for the regenerating task. `take_evicted`
-                returns the outcome.
-            max_refills: maximum number of times that each sample is refilled in one epoch of the regenerating task.
-            totals: for ranks, up to 4 numeric custom_meta columns to sum over the batches of all ranks; see
-                `BatchMeta.totals`. Every sample in the batch must have a value in these columns.
-            held: for rollout workers, with `lease`: whether to claim held samples (slots lost by other workers) instead
-                of live ones. With `held`, `data_fields` may be empty.
-            admit: for rollout workers, with `lease`: slots to create in another partition in the same change as the
-                claim, returned in `BatchMeta.admitted`. The call waits for prompts with keys, and for capacity for the
-                slots of `min_batch_size` prompts. Prompts and slots share one lease; extending either extends both. A
-                prompt is acknowledged together with its last slot; releasing a prompt removes its slots.
+                claims the next samples. Until the task's epoch ends, further calls with this name from any process
+                return the same samples. Their arguments must be the same.
+            max_uses: number of deliveries to the task after which a sample is consumed. Until then, later batches may
+                include the sample again. With a lease, only acknowledged deliveries count. Defaults to the sampler's
+                setting, or to 1.
+            unmatched: handling of samples that do not satisfy `where`. "wait" leaves these samples in the partition.
+                "fail" and "clear" evict them: the samples are marked as failed or cleared for all tasks, even if no
+                batch is returned. Samplers that keep groups together evict entire groups. Held, leased and delivered
+                samples, and groups that contain such a sample, are never evicted.
+            least_members: minimum number of members that a complete group must still have after some members have
+                failed or been cleared. Smaller groups are evicted too. Requires `unmatched="fail"` or `"clear"`. By
+                default, there is no minimum.
+            refill: `(partition_id, task_name)` of the task that regenerates evicted units, for example the rollout task
+                and its partition of prompts. Every eviction makes a sample claimable again for this task. The key of
+                this sample is the name of the evicted group, or the key of the evicted sample. `take_evicted` returns
+                the outcome.
+            max_refills: maximum number of times that each sample becomes claimable again in one epoch of the
+                regenerating task.
+            totals: for ranks, up to 4 numeric custom_meta columns to sum over the batches of all ranks. Every sample in
+                the batch must have a value in these columns. See `BatchMeta.totals`.
+            held: for rollout workers, with `lease`: whether to claim held samples, which are slots lost by other
+                workers, instead of live samples. With `held`, `data_fields` may be empty.
+            admit: for rollout workers, with `lease`: slots to create in another partition, atomically with the claim.
+                The slots are returned in `BatchMeta.admitted`. The call waits for prompts with keys, and for capacity
+                for the slots of `min_batch_size` prompts. Prompts and slots share one lease, so extending either lease
+                extends both. A prompt is acknowledged together with its last slot. Releasing a prompt removes its
+                slots.
             not_before_version: version of `policy` that must be published before the batch is planned. The call waits
-                for this version just as it waits for samples. None: any version.
-            policy: the policy whose version `not_before_version` requires, named in the client's namespace.
-            max_wait: seconds to wait for a batch before the call returns the status "not_yet".
-            explain: whether a "not_yet" answer includes the reason (`BatchMeta.reason` and `waiting_for`). To determine
-                the reason, the service scans all samples of the partition. None: include the reason only after a wait
-                of 10 s or more.
-            on_wait: function called with the reason after 10 s of waiting and then every minute, unless `explain` is
-                False. An exception raised by the function ends the call. None: log a warning.
-            timeout: seconds beyond `max_wait` until the call fails; None: the client's `timeout`.
+                for this version just as it waits for samples. If None, the call does not wait for a version.
+            policy: name of the policy for `not_before_version`, within the client's namespace.
+            max_wait: maximum seconds to wait for a batch. After this time, the status is "not_yet".
+            explain: whether a result with status "not_yet" includes the reason (`BatchMeta.reason` and `waiting_for`).
+                To determine the reason, the service scans all samples of the partition. If None, the reason is included
+                only after a wait of 10 s or more.
+            on_wait: function called with the reason after 10 s of waiting and every minute after that, unless `explain`
+                is False. An exception raised by the function ends the call. By default, a warning is logged.
+            timeout: seconds until the call fails, in addition to `max_wait`. Defaults to the client's `timeout`.
 
         Returns:
-            The batch; check its `status` first: "batch", "not_yet" or "end". With `batch_count`, a list of one or more
-            batches in order, the last of which may have the status "end"; or a list of one batch with the status
-            "not_yet".
+            The batch. Check its `status` first, which is "batch", "not_yet" or "end". With `batch_count`, a list of one
+            or more batches in order. The last batch may have the status "end". If no batch is ready, the list contains
+            a single batch with the status "not_yet".
 
         Raises:
             InvalidArgumentError, MissingLengthError: an argument is invalid, or a sample has no length for the sampler.
-            PreconditionError: ranks, or calls with the same `claim_name`, pass different arguments; the partition was
-                cleared; or the incarnation or epoch is stale.
-            LeaseExpiredError: the call is a retry or repeats a `claim_name`, and the lease granted by the first answer
+            PreconditionError: ranks, or calls with the same `claim_name`, pass different arguments. Also raised if the
+                partition was cleared, or the incarnation or epoch is stale.
+            LeaseExpiredError: the call is a retry or repeats a `claim_name`, and the lease granted to the first call
                 has expired.
-            ClaimReleasedError, SamplesClearedError: the call is a retry or repeats a `claim_name`, and the samples in
-                the first answer were released or cleared.
-            PartitionNotFoundError, PolicyNotFoundError, AdmissionLimitError, AlreadyExistsError: with `admit`: see
-                `acquire`. AlreadyExistsError is also raised if a group already has the name of a prompt. No prompt is
-                claimed.
-            BatchForgottenError: the batch is too old. Of the batches that do not consume their samples, only the latest
-                are kept.
-            TaskNotFoundError: the partition was created with a list of tasks that does not include this one.
+            ClaimReleasedError, SamplesClearedError: the call is a retry or repeats a `claim_name`, and the samples
+                claimed by the first call were released or cleared.
+            PartitionNotFoundError, PolicyNotFoundError, AdmissionLimitError, AlreadyExistsError: raised with `admit`,
+                for the reasons documented in `acquire`. AlreadyExistsError is also raised if a group already has the
+                name of a prompt. No prompt is claimed.
+            BatchForgottenError: the batch is too old. Of batches that do not consume their samples, the service stores
+                only the latest.
+            TaskNotFoundError: the task is not in the list of tasks with which the partition was created.
             SamplerError: the sampler failed.
             SamplerTimeoutError: the sampler did not return in time.
         """
@@ -294,7 +300,7 @@ class ClaimCalls(Base):
         if take_steps is not None and (steps := take_steps()) is not None:
             request.step_times.CopyFrom(to_message(pb.StepTimes, steps))
         if lease is not None:
-            import_tensordict()  # so that the first `get_data` does not spend lease time on the import
+            import_tensordict()  # otherwise the first `get_data` would spend lease time on the import
         is_queue = dp_rank is None and dp_size is None and batch_index is None
         wait, began_at = seconds("max_wait", max_wait), time.perf_counter()
         try:
@@ -334,9 +340,9 @@ class ClaimCalls(Base):
         explain: bool | None,
         on_wait: Callable[[WaitReason], object] | None,
     ) -> pb.GetMetaResponse:
-        """Poll until a batch is available or `max_wait` has passed.
+        """Call repeatedly until a batch is available or `max_wait` has passed, and return the response.
 
-        The server may limit how long a single call waits.
+        The server may limit the wait of each call, so several calls may be needed.
         """
         wait, reports = Deadline.after(wait_seconds), WaitReports()
         tell = on_wait or warn_of_wait
@@ -353,7 +359,7 @@ class ClaimCalls(Base):
                 waited_until = min(began_at + read_seconds("waited", answer.waited), ended_at) if is_over else ended_at
                 collected.note(Stage.ROLLOUTS, began_at, waited_until)
                 collected.note(Stage.PLAN, waited_until, ended_at, is_call=is_over)
-            # After the wait, the answer itself contains the reason, so the reason is not reported here.
+            # After the wait, the response itself contains the reason, so the reason is not reported here.
             if explain is not False and answer.HasField("reason") and reports.is_due_after(0) and wait.remaining():
                 reports.made()
                 tell(read_message(WaitReason, answer.reason))
@@ -364,12 +370,12 @@ class ClaimCalls(Base):
     def explain(
         self, partition_id: str, task_name: str | None = None, *, timeout: float | None = None
     ) -> list[WaitReason]:
-        """Return the reasons why claims on a partition are waiting, one for all waiting calls with the same arguments.
+        """Return the reasons why claims on a partition are waiting. Calls with equal arguments share one reason.
 
         Args:
-            partition_id: the partition; it does not have to exist yet.
-            task_name: the task whose claims to explain; None: all tasks.
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            partition_id: the partition. It need not exist yet.
+            task_name: the task whose claims to explain. Defaults to all tasks.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
         """
         answer = self._ask(
             pb.ExplainResponse,
@@ -398,44 +404,44 @@ class ClaimCalls(Base):
         max_wait: float = DEFAULT_MAX_WAIT_SECONDS,
         timeout: float | None = None,
     ) -> BatchMeta:
-        """Create slots for samples that will be generated. A slot is a held sample without data, leased to this worker.
+        """Create slots for samples to be generated. A slot is a held sample without data that is leased to this worker.
 
         Slots count towards the admission limits of their partition. Slots and puts of new samples wait for capacity in
-        order of arrival. Put the data with `put(slots, data, ack=True)`, which makes the slots live, and extend the
-        lease during long work. Releasing a slot without data removes it. A call that fails or is cancelled may have
-        created slots; these are lost when their lease expires.
+        order of arrival. To fill the slots, call `put(slots, data, ack=True)`, which makes them live. Extend the lease
+        if the work takes long. Releasing a slot without data removes the slot. A call that fails or is cancelled may
+        have created slots. These slots are lost when their lease expires.
 
         Args:
             partition_id: the partition, which must exist.
             task_name: the task that the rollout workers run.
-            count: number of slots; None: the length of `keys`, `groups` times `group_size`, `rollouts` or
-                `custom_meta`, else 1.
+            count: number of slots. Defaults to the length of `keys`, `rollouts` or `custom_meta`, or of `groups` times
+                `group_size`; otherwise to 1.
             keys: unique keys, one per slot.
-            groups: names of new groups; a slot is created for each of the `group_size` members.
+            groups: names of new groups. `group_size` slots are created per group.
             group_size: number of members per group.
-            rollouts: the rollout of each slot (see `put`), in the order of the members of `groups`. Without `groups`,
-                slots of existing rollouts join the groups of these rollouts.
+            rollouts: the rollout of each slot (see `put`), in the order of the members of `groups`. Without `groups`, a
+                slot of an existing rollout joins the group of this rollout.
             custom_meta: custom_meta of each slot; see `put`.
-            lease: seconds after which slots that are still held are lost, at most a day.
-            on_lost: handling of lost slots. "requeue": other workers claim them with `claim(held=True)` and continue
-                from their data. "fail": they are marked as failed. "remove": they are removed.
+            lease: seconds after which slots that are still held are lost; at most one day.
+            on_lost: handling of lost slots. "requeue" lets other workers claim the slots with `claim(held=True)` and
+                continue from their data. "fail" marks the slots as failed. "remove" removes the slots.
             policy: the policy whose published version is stored as `start_version` in the custom_meta of the slots.
-                None: the policy of the admission that has a `max_staleness`; if no admission has one, `start_version`
-                is not set.
-            holding: samples from one of this worker's leased claims, such as the prompt for the slots, or the rollout
-                turn that the slots continue. If the worker has lost these samples, no slots are created.
-            ack: whether to acknowledge the samples of `holding` in the same change; for example, a prompt is done once
-                it has slots.
-            max_wait: seconds to wait for capacity before the call returns the status "not_yet".
-            timeout: seconds beyond `max_wait` until the call fails; None: the client's `timeout`.
+                Defaults to the policy of the admission with a `max_staleness`. If there is no such admission,
+                `start_version` is not set.
+            holding: samples from one of this worker's leased claims, such as the prompt of the slots, or the rollout
+                turn that the slots continue. If the worker has lost its lease on these samples, no slots are created.
+            ack: whether to acknowledge the samples of `holding` atomically with creating the slots. Use this if, for
+                example, a prompt is done once it has slots.
+            max_wait: maximum seconds to wait for capacity. After this time, the status is "not_yet".
+            timeout: seconds until the call fails, in addition to `max_wait`. Defaults to the client's `timeout`.
 
         Returns:
-            The slots as a leased batch. Check its `status` first: "batch", "not_yet", or "end" if the partition is
-            sealed.
+            The slots as a leased batch. Check its `status` first, which is "batch", "not_yet", or "end" if the
+            partition is sealed.
 
         Raises:
             PartitionNotFoundError: the partition does not exist.
-            TaskNotFoundError: the partition was created with a list of tasks that does not include this one.
+            TaskNotFoundError: the task is not in the list of tasks with which the partition was created.
             PolicyNotFoundError: the policy has no published version.
             AlreadyExistsError: a key already exists.
             LeaseExpiredError, SampleNotFoundError: the samples of `holding` were lost or cleared.
@@ -494,22 +500,22 @@ class ClaimCalls(Base):
         self._calls.unary_once(pb.ReleaseClaimResponse, request, deadline, is_retried=False)
 
     def ack(self, metadata: BatchMeta, *, timeout: float | None = None) -> int:
-        """Acknowledge leased samples: they become consumed, and are not redelivered when the lease expires.
+        """Acknowledge leased samples. The samples become consumed, and are not redelivered when the lease expires.
 
-        Put the results first, or use `put(..., ack=True)` to do both in one change. Samples that were already
-        acknowledged, marked as failed or cleared are not an error.
+        Put the results first, or use `put(..., ack=True)` to do both atomically. Samples that have already been
+        acknowledged, marked as failed or cleared are ignored.
 
         Args:
             metadata: the batch returned by `claim(lease=...)`, or a part of it (`select_samples`, `chunk`). If the
                 batch consists of complete groups, a part must not split a group.
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Returns:
             The number of samples acknowledged by this call.
 
         Raises:
-            LeaseExpiredError: some samples, named in the message, are no longer leased to this worker, so other workers
-                may also process them. No sample is acknowledged.
+            LeaseExpiredError: some samples are no longer leased to this worker, so other workers may also process them.
+                The message names these samples. No sample is acknowledged.
             InvalidArgumentError: `metadata` does not belong to a single leased claim, or splits a group.
             PartitionNotFoundError: the partition was cleared.
             StaleIncarnationError: the partition was cleared and created again.
@@ -518,13 +524,13 @@ class ClaimCalls(Base):
         return self._ack(metadata, timeout)
 
     def extend(self, metadata: BatchMeta, lease: float, *, timeout: float | None = None) -> int:
-        """Extend a claim's lease. Acknowledged and released samples are not affected.
+        """Extend the lease of a claim. Acknowledged and released samples are not affected.
 
         Args:
-            metadata: the batch returned by `claim(lease=...)`. If `metadata` is only a part of the batch, the entire
-                claim is still extended.
+            metadata: the batch returned by `claim(lease=...)`, or a part of it. In both cases, the lease of the entire
+                claim is extended.
             lease: new lease duration in seconds from now; it may be shorter than the remaining lease.
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Returns:
             The number of samples that are still leased.
@@ -550,21 +556,21 @@ class ClaimCalls(Base):
         return answer.leased_count
 
     def release(self, metadata: BatchMeta, *, timeout: float | None = None) -> int:
-        """Release samples that a queue worker claimed but will not process; they can be claimed again at once.
+        """Release samples that a queue worker claimed but will not process. They can be claimed again immediately.
 
-        A released delivery does not count towards `max_deliveries`. Samples that were already acknowledged, released,
-        cleared or reset are ignored.
+        A released delivery does not count towards `max_deliveries`. Samples that have already been acknowledged,
+        released, cleared or reset are ignored.
 
         Args:
             metadata: the batch returned by `claim`, or a part of it if the batch is leased. If the batch consists of
                 complete groups, a part must not split a group.
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Returns:
-            The number of samples that can be claimed again; 0 if `metadata` was not claimed by a queue worker.
+            The number of samples that can be claimed again, or 0 if `metadata` was not claimed by a queue worker.
 
         Raises:
-            LeaseExpiredError: the lease of some samples has expired; no sample is released.
+            LeaseExpiredError: the lease of some samples has expired. No sample is released.
             InvalidArgumentError: `metadata` is a part of a claim without a lease, or splits a group.
         """
         if not metadata.claim_id or not metadata.size:
@@ -582,19 +588,19 @@ class ClaimCalls(Base):
     def check_consumption(
         self, partition_id: str, task_name: str, *, missing_ok: bool = False, timeout: float | None = None
     ) -> ConsumptionStatus:
-        """Return how many samples a task has consumed and whether any remain for it.
+        """Return how many samples a task has consumed, and whether any samples remain for the task.
 
         Args:
             partition_id: the partition.
             task_name: the task that consumes the samples.
-            missing_ok: whether to accept a missing partition (as empty) and a task that has not claimed yet (as having
-                consumed nothing).
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            missing_ok: whether to treat a missing partition as empty, and a task without claims as having consumed no
+                samples.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Raises:
-            PartitionNotFoundError: the partition does not exist, unless `missing_ok`.
-            TaskNotFoundError: the task has not claimed anything yet, unless `missing_ok`; or the partition was created
-                with a list of tasks that does not include it.
+            PartitionNotFoundError: the partition does not exist and `missing_ok` is False.
+            TaskNotFoundError: the task has not claimed any samples yet and `missing_ok` is False, or the task is not in
+                the list of tasks with which the partition was created.
         """
         answer = self._ask(
             pb.CheckConsumptionResponse,
@@ -617,14 +623,14 @@ class ClaimCalls(Base):
 
         Args:
             partition_id: the partition.
-            data_fields: the names of the fields, at least one.
-            missing_ok: whether to accept a missing partition (as empty) and a missing field (as a field that no sample
-                has).
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            data_fields: names of the fields. At least one field is required.
+            missing_ok: whether to treat a missing partition as empty, and a missing field as a field that no sample
+                has.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Raises:
-            PartitionNotFoundError: the partition does not exist, unless `missing_ok`.
-            FieldNotFoundError: the field does not exist, unless `missing_ok`.
+            PartitionNotFoundError: the partition does not exist and `missing_ok` is False.
+            FieldNotFoundError: the field does not exist and `missing_ok` is False.
         """
         answer = self._ask(
             pb.CheckProductionResponse,
@@ -644,15 +650,15 @@ class ClaimCalls(Base):
         keep_consumed: bool = False,
         timeout: float | None = None,
     ) -> int:
-        """Start the next epoch of a task: its samples can be claimed again, and batch indexes restart at 0.
+        """Start the next epoch of a task. All samples can be claimed again, and batch indexes restart at 0.
 
         Args:
             partition_id: the partition.
             task_name: the task to reset.
-            epoch: the epoch to end. If many ranks pass the same epoch, the task is reset only once. None: the current
-                epoch; every call then ends an epoch, even if the call repeats an earlier one.
-            keep_consumed: whether consumed samples remain consumed and only the batch indexes restart.
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            epoch: the epoch to end. If many ranks pass the same epoch, the task is reset only once. If None, every call
+                ends the current epoch, even if several ranks make the call.
+            keep_consumed: whether consumed samples remain consumed, so that only the batch indexes restart.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Returns:
             The new epoch.
@@ -660,7 +666,7 @@ class ClaimCalls(Base):
         Raises:
             StaleEpochError: the task's current epoch is not `epoch`.
             PartitionNotFoundError: the partition does not exist.
-            TaskNotFoundError: the task has not claimed anything yet.
+            TaskNotFoundError: the task has not claimed any samples yet.
         """
         answer = self._ask(
             pb.ResetConsumptionResponse,
@@ -682,19 +688,20 @@ class ClaimCalls(Base):
         incarnation: bytes = b"",
         timeout: float | None = None,
     ) -> EvictedUnits:
-        """Return units that a task's claims evicted (see `unmatched` of `claim`), so that the caller can replace them.
+        """Return units evicted by a task's claims (see `unmatched` of `claim`), so that the caller can replace them.
 
-        The service stores the newest 65,536 units. Call again with the serial of the last unit until the answer is
-        empty.
+        The service stores the newest 65,536 evicted units. To read all of them, call again with the serial of the last
+        unit until the result is empty.
 
         Args:
             partition_id: the partition.
             task_name: the task whose claims evicted the units.
-            after: serial of the last unit already received; 0: start with the first.
-            limit: maximum number of units in the answer, 1 to 1,024. With very long names, the answer may contain
-                fewer.
-            incarnation: expected incarnation of the partition; empty: any. Serials restart with each incarnation.
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            after: serial of the last unit already received. 0 starts with the first unit.
+            limit: maximum number of units to return, from 1 to 1,024. If names are very long, fewer units may be
+                returned.
+            incarnation: expected incarnation of the partition. An empty value accepts any incarnation. Each incarnation
+                has its own serials.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Raises:
             InvalidArgumentError: `after` or `limit` is out of range.
@@ -726,23 +733,23 @@ class ClaimCalls(Base):
         Args:
             partition_id: the partition.
             task_name: the task that dead-lettered the samples.
-            global_indexes: indexes of samples; samples that are not dead-lettered are ignored. None: all dead-lettered
-                samples.
-            incarnation: expected incarnation of the partition; empty: any.
-            timeout: seconds until the call fails; None: the client's `timeout`.
+            global_indexes: indexes of samples. Samples that are not dead-lettered are ignored. Defaults to all
+                dead-lettered samples.
+            incarnation: expected incarnation of the partition. An empty value accepts any incarnation.
+            timeout: seconds until the call fails. Defaults to the client's `timeout`.
 
         Returns:
             The number of samples that can be claimed again.
 
         Raises:
-            PreconditionError: the ranks of the task have reached the end. Call `reset_consumption(keep_consumed=True)`
-                to have dead-lettered samples delivered again.
+            PreconditionError: the ranks of the task have already received the status "end". To have dead-lettered
+                samples delivered again, call `reset_consumption(keep_consumed=True)`.
             PartitionNotFoundError: the partition does not exist.
-            TaskNotFoundError: the task has not claimed anything yet.
+            TaskNotFoundError: the task has not claimed any samples yet.
             StaleIncarnationError: the partition was cleared and created again.
         """
         named = None if global_indexes is None else listed("global_indexes", global_indexes)
-        if named is not None and not named:  # an empty list in the request means all
+        if named is not None and not named:  # an empty list in the request would select all samples
             return 0
         answer = self._ask(
             pb.RequeueDeadLetteredResponse,

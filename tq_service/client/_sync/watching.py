@@ -19,11 +19,11 @@ _PROGRESS_SECONDS = 10.0
 
 
 class Watch:
-    """An endless iterator over changes; see `watch`. Use it in a `with` block, or close it.
+    """An endless iterator over changes; see `watch`. Use it in a `with` block, or close it after use.
 
-    The watch resumes automatically after a lost connection, a restart of the service or a change of leader. Only one
-    reader may use a watch. `close` ends the iteration; any thread may close a blocking watch while another thread
-    reads it.
+    The watch resumes automatically after a lost connection, a restart of the service or a change of leader. A watch
+    must have only one reader. `close` ends the iteration. A thread may close a blocking watch while another thread is
+    reading it.
 
     Args:
         calls: the client's calls.
@@ -31,7 +31,7 @@ class Watch:
         timeout: seconds for which the service may be unavailable before the iterator fails.
 
     Attributes:
-        revision: revision of the last complete update, from which the watch resumes; None before the first update.
+        revision: revision of the last complete update, from which the watch resumes. None before the first update.
     """
 
     def __init__(self, calls: Calls, request: pb.WatchRequest, timeout: float) -> None:
@@ -59,7 +59,7 @@ class Watch:
                 if isinstance(error, CompactedError) and self._starts_over:
                     self._request.ClearField("revision")
                     continue
-                # A DeadlineError here comes from the service, which ends streams whose reader is too slow.
+                # A DeadlineError here was raised by the service, which ends streams whose reader is too slow.
                 failure = UnavailableError(error.message) if isinstance(error, DeadlineError) else error
                 backoff = backoff or Backoff(Deadline.after(self._timeout))
                 sleep(backoff.after(failure))
@@ -71,7 +71,7 @@ class Watch:
 
     def _read(self, remaining_seconds: float) -> pb.WatchResponse | None:
         endpoint = self._calls.endpoint()
-        # A stream that breaks after an hour does not indicate an hour-long outage, so log only failures to open a
+        # A stream that breaks after an hour does not indicate an hour-long outage, so only log failures to open a
         # stream.
         with endpoint.errors(Deadline.after(remaining_seconds), is_retried=self._call is None):
             if self._call is None:
@@ -119,26 +119,26 @@ class WatchCalls(Base):
         progress_interval: float = _PROGRESS_SECONDS,
         timeout: float | None = None,
     ) -> Watch:
-        """Return an iterator over changes to partitions (created, sealed, cleared), samples, custom_meta and tasks.
+        """Return an iterator over changes to partitions, samples, custom_meta and tasks.
 
-        Each update contains the latest state of everything that changed, not the intermediate steps, so a slow reader
-        receives fewer and later updates. A large set of changes is split over several updates, of which only the last
-        has a `revision`. A watch receives at most about ten updates per second, fewer if there are very many watches.
+        Each update contains the latest state of everything that changed, without intermediate states, so a slow reader
+        receives fewer updates. A large set of changes is split into several updates. Only the last of these updates has
+        a `revision`. A watch receives at most about ten updates per second, or fewer if there are very many watches.
 
         Args:
-            prefix: prefix of the partition names to watch; empty: all partitions.
+            prefix: prefix of the names of partitions to watch. If empty, all partitions are watched.
             revision: revision to start from, as returned by `list_partitions`, `lookup_samples`, `describe_partition`
-                or an update. None: start with the complete state. The complete state is sent again if changes were
-                missed, for example after a restart of the service; such updates have `is_reset` set.
+                or an update. If None, the watch starts with the complete state. If changes were missed, for example
+                after a restart of the service, the complete state is sent again, in updates with `is_reset` set.
             samples: whether to watch samples.
-            tasks: whether to watch tasks. If so, claims cause updates.
-            progress_interval: seconds without a change after which an empty update is sent; at least 0.1.
-            timeout: seconds for which the service may be unavailable before the iterator fails; None: the client's
-                `timeout`.
+            tasks: whether to watch tasks. If True, claims cause updates.
+            progress_interval: seconds without changes after which an empty update is sent; at least 0.1.
+            timeout: seconds for which the service may be unavailable before the iterator fails. Defaults to the
+                client's `timeout`.
 
         Raises, from the iterator:
-            CompactedError: the changes since `revision` are no longer stored. List the partitions again, or watch
-                without a revision.
+            CompactedError: the changes since `revision` are no longer stored. To recover, list the partitions again, or
+                watch without a revision.
             UnavailableError: the service was unavailable for longer than the timeout.
         """
         request = request_of(
