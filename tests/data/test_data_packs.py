@@ -199,7 +199,7 @@ LONG = jagged([torch.arange(3), torch.arange(1)], 0, torch.arange(1))
         ({}, {"token_fields": ["mask"]}, None, "have no field 'mask'"),
         ({"mask": torch.zeros(2)}, {"token_fields": ["mask"]}, None, r"field 'mask' has rows of shape \(\); expected"),
         ({}, {"input_field": "tokens"}, None, "have no field 'tokens', only 'input_ids'"),
-        ({}, {"keep_fields": ["prompt"]}, None, "lack field 'prompt'"),
+        ({}, {"keep_fields": ["prompt"]}, None, "have no field 'prompt'"),
         ({"prompt": LONG}, {"repeat_fields": ["prompt"]}, None, "'prompt' in repeat_fields is jagged"),
         ({"cu_seqlens": torch.zeros(2)}, {}, None, "a field 'cu_seqlens', which packing creates itself"),
         ({"num_padding": torch.zeros(2)}, {}, None, "a field 'num_padding'"),

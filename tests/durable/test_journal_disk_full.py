@@ -167,7 +167,7 @@ async def test_a_segment_that_cannot_begin_keeps_what_comes_after_it_in_order(
         number = journal.rotate()
         journal.append(Stream.CHANGES, b"3")
         for _ in range(2):
-            with pytest.raises(DiskFullError, match="free space"):
+            with pytest.raises(DiskFullError, match="Free some space"):
                 await journal.wait_durable()
         disk.code = None
         await journal.wait_durable()

@@ -48,7 +48,7 @@ def test_restarts_and_silent_storage_services_are_noted() -> None:
     assert [(event["kind"], event["name"], event["seconds"]) for event in events] == [
         ("silent", "s1", 10.0), ("heard", "s1", 8.0), ("restarted", "", 7.0), ("made", "train@0", 7.0),
     ]  # fmt: skip
-    assert events[-2]["text"].endswith("it has 1 partition")
+    assert events[-2]["text"].endswith("with 1 partition")
 
 
 def test_what_was_taken_over_is_no_storage_service_of_its_name() -> None:

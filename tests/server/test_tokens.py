@@ -99,9 +99,9 @@ def test_the_end_of_a_token() -> None:
         (GOOD.replace('[""]', "[1]"), "prefixes: got"),
         (GOOD + 'expires = "2027-01-01"', "expires: got"),
         (GOOD + "expires = 2027-01-01T00:00:00", "a time with its time zone"),
-        (GOOD + GOOD, "occurs twice"),
-        (GOOD + GOOD.replace('"a"', '"b"'), "occurs twice"),
-        (GOOD + GOOD.replace("000", "111"), "occurs twice"),
+        (GOOD + GOOD, "also occurs in an earlier entry"),
+        (GOOD + GOOD.replace('"a"', '"b"'), "also occurs in an earlier entry"),
+        (GOOD + GOOD.replace("000", "111"), "also occurs in an earlier entry"),
     ],
 )
 def test_wrong_files_say_what_is_wrong(text: str, match: str) -> None:

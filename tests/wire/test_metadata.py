@@ -247,15 +247,15 @@ def test_absent_strings_decode_to_empty_text():
 @pytest.mark.parametrize(
     ("messages", "words"),
     [
-        ([pb.MetaColumn(name="k", int64_values=pb.Int64Values(values=[1]))], "1 values, expected 2"),
+        ([pb.MetaColumn(name="k", int64_values=pb.Int64Values(values=[1]))], "1 values; expected 2"),
         (
             [pb.MetaColumn(name="k", kinds=b"\1", int64_values=pb.Int64Values(values=[1]))],
             "1 kinds up to 1, expected 2",
         ),
         ([pb.MetaColumn(name="k", kinds=b"\1\4", int64_values=pb.Int64Values(values=[1]))], "2 kinds up to 4"),
-        ([pb.MetaColumn(name="k", kinds=b"\1\2", bool_values=TRUE)], "0 json_values, expected 1"),
-        ([pb.MetaColumn(name="k", json_values=["1"])], "1 json_values, expected 2"),
-        ([pb.MetaColumn(name="k", kinds=b"\1\0", int64_values=pb.Int64Values())], "0 values, expected 1"),
+        ([pb.MetaColumn(name="k", kinds=b"\1\2", bool_values=TRUE)], "0 json_values; expected 1"),
+        ([pb.MetaColumn(name="k", json_values=["1"])], "1 json_values; expected 2"),
+        ([pb.MetaColumn(name="k", kinds=b"\1\0", int64_values=pb.Int64Values())], "0 values; expected 1"),
         ([pb.MetaColumn(name="k", kinds=b"\0\0")], "has no values"),
         ([pb.MetaColumn(int64_values=pb.Int64Values(values=[1, 2]))], "no name"),
         ([pb.MetaColumn(name="k", bool_values=pb.BoolValues(values=[True, False]))] * 2, "appears twice"),

@@ -655,7 +655,7 @@ def _struct(name: str, mapping: Mapping[str, Any]) -> Struct:
         message.update({key: _plain(value) for key, value in mapping.items()})
     except (TypeError, ValueError, AttributeError) as error:
         raise InvalidArgumentError(
-            f"{name} cannot be encoded ({error}), expected a mapping of strings to JSON-like values", field=name
+            f"{name} cannot be encoded ({error}); expected a mapping of strings to JSON-like values", field=name
         ) from None
     return message
 
