@@ -128,8 +128,8 @@ class Adoptions:
         """
         if instance in self.taken:
             raise PreconditionError(
-                f"storage service {instance[0]!r} (instance {instance[1].hex()}) did not report in time, so another service "
-                "has taken over its puts; restart this service to begin with a new, empty instance"
+                f"storage service {instance[0]!r} (instance {instance[1].hex()}) did not report in time, so "
+                "another service has taken over its puts; restart this service to begin with a new, empty instance"
             )
 
     def check_successor(self, instance: Instance, address: str, search_id: bytes) -> None:
