@@ -225,6 +225,8 @@ def unavailable_until(deadline: Deadline, failure: UnavailableError) -> Unavaila
 _IN_PYTHON: Final = {
     "skip_missing to omit": "missing='skip'",
     "skip_missing_fields to omit": "missing_fields='skip'",
+    "key_mode existing": "key_mode='existing'",
+    "key_mode upsert": "key_mode='upsert'",
     "as authorization metadata": f"set {TOKEN_VARIABLE} or {TOKEN_FILE_VARIABLE}",
 }
 
