@@ -88,7 +88,7 @@ def test_with_a_repository_links_and_images_are_absolute() -> None:
 
 def test_the_version_is_the_same_wherever_it_is_written_by_hand() -> None:
     """The package's comes from `tq_service/version.py`; a test of the chart compares the chart's."""
-    written = re.compile(r'tq-service, newTag: ([\d.]+)|Status:\*\* ([\d.]+),|image\.version="([\d.]+)"')
+    written = re.compile(r'tq-service, newTag: ([\d.]+)|Status:\*\* (\d+\.\d+\.\d+)|image\.version="([\d.]+)"')
     files = [*ROOT.glob("deploy/kubernetes/*/kustomization.yaml"), ROOT / "README.md", ROOT / "docker" / "Dockerfile"]
     found = [(path.parent.name, "".join(version)) for path in files for version in written.findall(path.read_text())]
     assert {version for _, version in found} == {VERSION}
