@@ -297,8 +297,7 @@ class FetchRequest:
 
     Attributes:
         stream: number of the requesting stream.
-        partition_id: partition to fetch from.
-        first_version: policy version that trains on batch 0 of the partition.
+        claim: arguments of the stream's claims.
         batch_index: index of the batch.
         identity: identity that the batch must have, if known.
         released: ids of the worker's buffers that may be overwritten.
@@ -306,8 +305,7 @@ class FetchRequest:
     """
 
     stream: int
-    partition_id: str
-    first_version: int
+    claim: BatchRequest
     batch_index: int
     identity: StreamIdentity | None
     released: tuple[int, ...]
@@ -395,8 +393,8 @@ class _Worker:
 class WorkerPool:
     """Worker processes that run until `close`, and fetch for one stream at a time.
 
-    Workers receive the source when they start, so its functions need not be picklable with fork. A later stream may
-    use a different partition and `first_version`, but not a different source.
+    Workers receive the source when they start, so its functions need not be picklable with fork. Each
+    stream sends its own `BatchRequest`, because partition and policy version differ between streams.
     """
 
     def __init__(
@@ -430,12 +428,12 @@ class WorkerFetcher:
     """
 
     def __init__(
-        self, worker: _Worker, stream: int, request: BatchRequest, identity: StreamIdentity | None, timer: StepTimer
+        self, worker: _Worker, stream: int, claim: BatchRequest, identity: StreamIdentity | None, timer: StepTimer
     ) -> None:
         self._worker = worker
         self._timer = timer
         self._stream = stream
-        self._request = request
+        self._claim = claim
         self._identity = identity
         # Set when the replies to the worker's previous request and to this fetcher's request have been received.
         self._earlier = self._own = threading.Event()
@@ -450,8 +448,7 @@ class WorkerFetcher:
             worker.send(
                 FetchRequest(
                     stream=self._stream,
-                    partition_id=self._request.partition_id,
-                    first_version=self._request.first_version,
+                    claim=self._claim,
                     batch_index=batch_index,
                     identity=self._identity,
                     released=worker.buffers.take_released(),
@@ -661,7 +658,7 @@ class _Fetching:
         """Return the fetcher of the request's stream. Each stream uses its own client."""
         if self._fetching is None or self._fetching[0] != request.stream:
             self._end_fetcher()
-            source = self._source.of_partition(request.partition_id).of_version(request.first_version)
+            source = replace(self._source, request=request.claim)
             fetcher = BatchFetcher(source, request.identity, lambda: self._step_times)
             self._fetching = request.stream, fetcher
         return self._fetching[1]
