@@ -182,7 +182,7 @@ UNKNOWN_NAMES = [
     not_found("key, get", lambda c, m: c.get_data("train", keys=["k1", "k9"]), KeyNotFoundError,
               "'k9'", "'k3'", "skip_missing to omit it (in Python: missing='skip')"),
     not_found("key, put", put({"score": torch.zeros(1, 3)}, keys=["k9"], key_mode="existing"), KeyNotFoundError,
-              "'k9'", "'k3'", "key_mode upsert", "(in Python: key_mode='upsert')"),
+              "'k9'", "'k3'", "key_mode upsert"),
     not_found("sample, get", lambda c, m: c.get_data("train", global_indexes=[1, 99]),
               SampleNotFoundError, "99", "4 of its 4"),
     not_found("cell", lambda c, m: c.get_data("train", keys=["k1", "k2"], data_fields=["reward"]),

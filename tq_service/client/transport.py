@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import random
+import re
 import sys
 import threading
 import time
@@ -221,14 +222,13 @@ def unavailable_until(deadline: Deadline, failure: UnavailableError) -> Unavaila
     return UnavailableError(f"{failure.message}; tried for {deadline.timeout:g} s", metadata=failure.metadata)
 
 
-# Python equivalents of phrases in service messages that contain names from the protos.
+# Python equivalents of names from the protos in messages of the service.
 _IN_PYTHON: Final = {
-    "skip_missing to omit": "missing='skip'",
-    "skip_missing_fields to omit": "missing_fields='skip'",
-    "key_mode existing": "key_mode='existing'",
-    "key_mode upsert": "key_mode='upsert'",
-    "as authorization metadata": f"set {TOKEN_VARIABLE} or {TOKEN_FILE_VARIABLE}",
+    "skip_missing": "missing='skip'",
+    "skip_missing_fields": "missing_fields='skip'",
+    "authorization metadata": f"set {TOKEN_VARIABLE} or {TOKEN_FILE_VARIABLE}",
 }
+_PROTO_NAME: Final = re.compile(rf"\b(?:{'|'.join(_IN_PYTHON)})\b")
 
 
 def error_of(error: grpc.RpcError, address: str, finding: str | None = None) -> TqError:
@@ -245,7 +245,7 @@ def error_of(error: grpc.RpcError, address: str, finding: str | None = None) -> 
     status = status_from_trailers(error.trailing_metadata())
     failure = from_rpc_error(error.code(), error.details(), status)
     if status is not None:
-        if hints := [hint for words, hint in _IN_PYTHON.items() if words in failure.message]:
+        if hints := [_IN_PYTHON[name] for name in dict.fromkeys(_PROTO_NAME.findall(failure.message))]:
             failure.message += f" (in Python: {', '.join(hints)})"
         return failure
     if error.code() is grpc.StatusCode.UNAVAILABLE:

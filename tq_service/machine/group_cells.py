@@ -64,8 +64,8 @@ class GroupsWritten(Change):
         if self.must_exist and (missing := named.names_without_members):
             raise NotFoundError(
                 f"partition {self.partition_id!r} has no samples of group {missing[0]!r} ({len(missing)} of "
-                f"{len(self.names)} groups have none), expected groups with samples; put the samples first, or use "
-                f"key_mode upsert",
+                f"{len(self.names)} groups have none), expected groups with samples; put the samples first, or "
+                "do not require existing groups",
                 reason="GROUP_NOT_FOUND",
                 metadata={"group": missing[0]},
             )
